@@ -139,7 +139,7 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
         "inspect --graph": ["inspect", "--graph", step],
         "sensitivity": ["sensitivity", "--space", "hopper-fp8", "--target", "h100", GPT, "--steps", "40", *SMALL[2:]],
         "check": ["check", "--policy", policy, "--steps", "2", "--backend", "emulated", GPT, *SMALL],
-        "estimate --graph": ["estimate", "--graph", step, "--target", "b200", "--gpus", "1,8"],
+        "estimate --graph": ["estimate", "--graph", step, "--target", "b200"],
         "estimate --config": ["estimate", "--config", "llama3-70b", "--target", "b200"],
         "transfer": ["transfer", policy, "--from", "llama3-8b", "--to", "llama3-70b", "--target", "b200"],
     }

@@ -14,8 +14,8 @@ SURFACE = {
     + " --dry-run --json --quiet --verbose",
     "inspect": "--graph --html --json --passes --rules --save --sensitivity --space --target",
     "estimate": (
-        "--batch --calibration --config --cost-scale --eager --fused-casts --gpus --graph --json --seq "
-        "--space --sweep --target --tensor-parallel"
+        "--batch --calibration --config --cost-scale --eager --fused-casts --graph --json --seq "
+        "--space --sweep --target"
     ),
     "run": "--audit --backend --policy --run-steps",
     "check": "--backend --json --policy --sensitivity --steps",

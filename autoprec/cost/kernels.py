@@ -285,7 +285,7 @@ def layer_cost(
                 target,
                 rates,
                 chosen,
-                work.cast_elements(operand),
+                work.elements(operand),
                 uses,
                 source,
                 fused=fused and operand == "input" and 0 in uses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +119,6 @@ class CostModel:
         self._rest_operators = rest_operators(report)
         self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
-        self._part = 1.0
         self._known: dict[int, tuple[Recipe, int]] = {}
         self._recipes: dict[Recipe, int] = {}
         self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
@@ -160,12 +159,6 @@ class CostModel:
         out._factors = self._factors
         return out
 
-    def with_shards(self, shards: int) -> CostModel:
-        """Return the same model with its optimizer step shared by ``shards`` devices; computed costs are shared."""
-        out = copy.copy(self)
-        out.shards, out._other, out._memory = shards, None, {}
-        return out
-
     def executed(self, execution: str) -> CostModel:
         """Return the same model under a policy's ``execution``; ``keep`` is this very model."""
         compiled = {"compile": True, "eager": False}.get(execution, self.compiled)
@@ -175,16 +168,6 @@ class CostModel:
             self._other = copy.copy(self)
             self._other.compiled, self._other._rests, self._other._costs = compiled, {}, {}
         return self._other
-
-    def split(self, share: Callable[[GemmWork], GemmWork]) -> CostModel:
-        """Return the model of one device's share of every layer, the rest of the step divided likewise."""
-        out = self.at(self.scale)
-        before = sum(work.flops for works in out._works.values() for work in works)
-        out._works = {name: tuple(share(work) for work in works) for name, works in out._works.items()}
-        after = sum(work.flops for works in out._works.values() for work in works)
-        out._part = after / before if before else 1.0
-        out.parameters *= out._part
-        return out
 
     def works(self, name: str) -> tuple[GemmWork, ...]:
         return self._works[name]
@@ -256,11 +239,6 @@ class CostModel:
         return found
 
     def _rest(self, activations: str, attention: str) -> RestCost:
-        whole = self._whole_rest(activations, attention)
-        shares = {name: seconds * self._part for name, seconds in whole.seconds.items()}
-        return RestCost(shares, whole.kernels, whole.operators)
-
-    def _whole_rest(self, activations: str, attention: str) -> RestCost:
         if self._cpu is not None:
             found = self._cpu.rest_cost(self._rest_operators, self.scale, activations=activations, attention=attention)
             views = len(self.report.operators) - len(self._rest_operators)

@@ -73,9 +73,8 @@ class GemmWork:
     """The GEMMs of one layer (or of one of its calls): ``[tokens, inp] x [inp, out]`` and its two gradients.
 
     ``copies`` counts how often this work runs in one step: calls, batch entries apart, times repeated depth.
-    ``batch`` counts entries of a batched or grouped GEMM. ``gathered`` is the operand that every rank of a
-    tensor-parallel group holds whole, ``casters`` the ranks that quantise a share of it each. ``grouped`` are the
-    entries of one grouped GEMM: experts, each with a share of the tokens.
+    ``batch`` counts entries of a batched or grouped GEMM. ``grouped`` are the entries of one grouped GEMM: experts,
+    each with a share of the tokens.
     """
 
     tokens: int
@@ -84,8 +83,6 @@ class GemmWork:
     batch: int
     copies: float
     roles: tuple[str, ...]
-    gathered: str = ""
-    casters: int = 1
     grouped: bool = False
 
     def dims(self, role: str) -> tuple[int, int, int]:
@@ -107,10 +104,6 @@ class GemmWork:
         if operand == "weight":
             return float(self.inp) * self.out * self.batch
         return float(self.tokens) * self.out * self.batch
-
-    def cast_elements(self, operand: str) -> float:
-        """Return how many values of one operand this device quantises."""
-        return self.elements(operand) / (self.casters if operand == self.gathered else 1)
 
 
 @lru_cache(maxsize=65536)

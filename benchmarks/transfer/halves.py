@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from autoprec.tuning.transfer.law import BLOCK_POWERS, HEAD_POWERS  # noqa: E402
+from autoprec.tuning.transfer.law import ERROR_POWERS  # noqa: E402
 
 POINTS = ROOT / "benchmarks" / "results" / "2026-11-22_transfer_halves.json"
 SMALL, LARGE = ((32, 3), (64, 3), (32, 6), (64, 6)), ((64, 12), (32, 12), (128, 3))
@@ -67,14 +67,13 @@ def measure(path: Path) -> None:
             print(kind, *size, seed, file=sys.stderr, flush=True)
 
 
-def fitted(rows: list[Row], *, head: bool) -> Powers:
+def fitted(rows: list[Row]) -> Powers:
     """Return the least-squares powers of width and depth over roles and recipes, each with a level of its own."""
     sizes, errors = [], []
     for kind in KINDS:
         own = [row for row in rows if row["kind"] == kind and (row["width"], row["depth"]) in SMALL]
         for key in own[0]["errors"]:
-            role = key.partition("|")[0]
-            if role in (ALL, "embedding") or (role == "head") != head:
+            if key.partition("|")[0] in (ALL, "embedding"):
                 continue
             x = np.log([[row["width"], row["depth"]] for row in own])
             y = np.log([row["errors"][key] for row in own])
@@ -84,45 +83,42 @@ def fitted(rows: list[Row], *, head: bool) -> Powers:
     return float(width), float(depth)
 
 
-def ratio(small: Mapping[str, float], large: Row, recipe: str, blocks: Powers, head: Powers) -> float:
+def ratio(small: Mapping[str, float], large: Row, recipe: str, powers: Powers) -> float:
     """Return predicted over measured error of one recipe everywhere."""
     wider, deeper = large["width"] / BASE[0], large["depth"] / BASE[1]
     total = 0.0
     for key, error in small.items():
         role, _, name = key.partition("|")
         if name == recipe and role != ALL:
-            power = head if role == "head" else blocks
-            total += (error * wider ** power[0] * deeper ** power[1]) ** 2
+            total += (error * wider ** powers[0] * deeper ** powers[1]) ** 2
     return math.sqrt(total) / float(large["errors"][f"{ALL}|{recipe}"])
 
 
-def judged(rows: list[Row], blocks: Powers, head: Powers, *, averaged: bool) -> list[float]:
+def judged(rows: list[Row], powers: Powers, *, averaged: bool) -> list[float]:
     found = {(row["kind"], row["width"], row["depth"], row["seed"]): row for row in rows}
     out = []
     for kind, size, recipe in itertools.product(KINDS, LARGE, RECIPES):
-        ratios = [
-            ratio(found[kind, *BASE, seed]["errors"], found[kind, *size, seed], recipe, blocks, head) for seed in SEEDS
-        ]
+        ratios = [ratio(found[kind, *BASE, seed]["errors"], found[kind, *size, seed], recipe, powers) for seed in SEEDS]
         out += [math.exp(float(np.mean(np.log(ratios))))] if averaged else ratios
     return out
 
 
 def report(rows: list[Row]) -> str:
-    used = tuple((powers["width"], powers["depth"]) for powers in (BLOCK_POWERS, HEAD_POWERS))
-    blocks, head = fitted(rows, head=False), fitted(rows, head=True)
+    width, depth = ERROR_POWERS["width"], ERROR_POWERS["depth"]
     lines = []
     for label, powers in (
-        ("no law: errors as they are", ((0.0, 0.0), (0.0, 0.0))),
-        ("fitted on the small sizes alone", (blocks, head)),
-        ("used by `autoprec transfer` (rounded, all sizes in sight)", used),
+        ("no law: errors as they are", (0.0, 0.0)),
+        ("fitted on the small sizes alone", fitted(rows)),
+        ("used by `autoprec transfer` (rounded, all sizes in sight)", (width, depth)),
+        ("without the power of the depth", (width, 0.0)),
     ):
         for averaged in (False, True):
-            ratios = np.array(judged(rows, *powers, averaged=averaged))
+            ratios = np.array(judged(rows, powers, averaged=averaged))
             within = float(np.mean((ratios >= 0.7) & (ratios <= 1.4)))
             spread = ", ".join(f"{q:.2f}" for q in np.percentile(ratios, (5, 50, 95)))
             what = "mean of 3 seeds" if averaged else "one seed"
-            lines.append((label, what, f"{powers[0][0]:+.2f}, {powers[0][1]:+.2f}", f"{within:.0%}", spread))
-    names = ("law", "scan", "powers of width, depth (blocks)", "predicted / measured in 0.7 to 1.4", "5 %, 50 %, 95 %")
+            lines.append((label, what, f"{powers[0]:+.2f}, {powers[1]:+.2f}", f"{within:.0%}", spread))
+    names = ("law", "scan", "powers of width, depth", "predicted / measured in 0.7 to 1.4", "5 %, 50 %, 95 %")
     return "\n".join(f"| {' | '.join(row)} |" for row in (names, ("---",) * len(names), *lines))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +121,8 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
 
 
-def counts_of(text: str) -> list[int]:
-    """Read ``8,64,1024``; refuse what is not a list of counts."""
-    try:
-        counts = [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        counts = [0]
-    if any(count < 1 for count in counts):
-        raise UsageError(f"--gpus {text} is not a list of counts", fix="e.g. --gpus 1,8,64,1024")
-    return counts
-
-
-def _more(
-    model: Any, verdict: Any, plans: Any, *, sweep: bool, gpus: list[int], tensor_parallel: int
-) -> dict[str, Any]:
-    """Return payback, what compiling would change, and where asked sweeps and the extrapolation to many GPUs."""
+def _more(model: Any, verdict: Any, plans: Any, *, sweep: bool) -> dict[str, Any]:
+    """Return payback, what compiling would change, and sweeps where asked."""
     from autoprec.cost import judge, planning
 
     paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
@@ -148,13 +133,6 @@ def _more(
         out["batch_sweep"] = planning.sweep(model, plans)
         out["sequence_sweep"] = planning.sweep(model, plans, sequence=True)
         out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"])
-    if gpus:
-        best, base = plans.get(verdict.best_uniform[0], {}), plans.get(verdict.baseline, {})
-        points = planning.scale_out(
-            model, best, base, gpus, activations=verdict.activations, tensor_parallel=tensor_parallel
-        )
-        out["scale_out"] = points
-        out["scale_out_notes"] = planning.scale_notes(model, points, best, base, activations=verdict.activations)
     return out
 
 
@@ -183,27 +161,7 @@ def _break_even(points: list[Any], found: int | None) -> str:
     return f"pays from {found:,} tokens per step on" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def scale_lines(points: Sequence[Any], notes: Sequence[str]) -> list[str]:
-    """Return the table of an extrapolation to many GPUs, and why it says what it says."""
-    split, saved = points[0].tensor_parallel > 1, points[0].saved_bytes
-    counted = "not what is saved for backward, which is not known"
-    if saved is not None:
-        counted = f"and {memory_text(saved)} saved for backward, the batch of a replica being that of this step"
-    lines = [
-        f"fits: weights, gradients, optimizer state of one GPU, {counted}",
-        f"  GPUs  TP    DP  baseline ms   policy ms  speed-up  {'cast early  ' if split else ''}waiting  fits",
-    ]
-    for p in points:
-        early = f"{p.early_casts_speedup:>9.2f}x  " if split else ""
-        lines.append(
-            f"{p.gpus:>6,}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {_ms(p.baseline_ms):>11}  "
-            f"{_ms(p.policy_ms):>10}  {p.speedup:>7.2f}x  {early}{p.exposed:>7.0%}  "
-            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes + (p.saved_bytes or 0))})"
-        )
-    return lines + [textwrap.fill(note, 110, subsequent_indent="  ") for note in notes]
-
-
-def _more_lines(more: dict[str, Any], best: str) -> list[str]:
+def _more_lines(more: dict[str, Any]) -> list[str]:
     """Return the text of :func:`_more`."""
     paid = more["payback"]
     lines = [""]
@@ -225,30 +183,17 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
             lines += _sweep_lines(more[key], what)
     if "break_even_tokens" in more:
         lines += ["", _break_even(more["batch_sweep"], more["break_even_tokens"])]
-    if "scale_out" in more:
-        lines += [
-            "",
-            f"extrapolated to many GPUs, {best} wherever it runs",
-        ]
-        lines += scale_lines(more["scale_out"], more["scale_out_notes"])
     return lines
 
 
-def _check_options(config: str, batch: int, seq: int, gpus: str, tensor_parallel: int) -> list[int]:
-    """Refuse what cannot be, and what would be ignored; return the counts of ``--gpus``."""
+def _check_options(config: str, batch: int, seq: int) -> None:
+    """Refuse what cannot be, and what would be ignored."""
     asked = click.get_current_context().get_parameter_source
-    for name, needs, other in (
-        ("batch", config, "--config"),
-        ("seq", config, "--config"),
-        ("tensor_parallel", gpus, "--gpus"),
-    ):
-        if not needs and asked(name) is click.core.ParameterSource.COMMANDLINE:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} has no effect without {other}", fix=f"give {other}, or leave {flag} out")
-    for flag, count in (("--batch", batch), ("--seq", seq), ("--tensor-parallel", tensor_parallel)):
+    for name, count in (("batch", batch), ("seq", seq)):
+        if not config and asked(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name} has no effect without --config", fix=f"give --config, or leave --{name} out")
         if count < 1:
-            raise UsageError(f"{flag} {count} is not a count", fix="use 1 or more")
-    return counts_of(gpus)
+            raise UsageError(f"--{name} {count} is not a count", fix="use 1 or more")
 
 
 @script_command("estimate", required=False)
@@ -265,8 +210,6 @@ def _check_options(config: str, batch: int, seq: int, gpus: str, tensor_parallel
 @click.option("--fused-casts", is_flag=True, help="Casts as Transformer Engine's fused modules make them.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
 @click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
-@click.option("--gpus", default="", metavar="1,8,64,1024", help="Also: extrapolate to many GPUs.")
-@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="With --gpus: GPUs per replica.")
 @options.as_json("Everything")
 def estimate(
     script: tuple[str, ...],
@@ -281,21 +224,18 @@ def estimate(
     fused_casts: bool,
     calibration: Path | None,
     sweep: bool,
-    gpus: str,
-    tensor_parallel: int,
     as_json: bool,
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
     from autoprec.cost import CostModel, judge
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
-    from autoprec.cost.planning import check_layout
     from autoprec.cost.reasons import AS_WRITTEN
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.checks import check_scale
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
 
-    counts = _check_options(config, batch, seq, gpus, tensor_parallel)
+    _check_options(config, batch, seq)
     scale = check_scale(cost_scale, target, str(calibration or "")) if cost_scale else None
     given = load_space(space) if space else None
     measured = load_calibration(calibration) if calibration else None
@@ -303,8 +243,6 @@ def estimate(
         asked, _ = resolve_target(target, "cpu")  # an unknown name is refused before the script is started
         if measured:
             check_target(measured, asked, str(calibration))
-        if counts:
-            check_layout(asked, counts, tensor_parallel)
     report, device = _graph(script, graph, config, batch, seq)
     device = _device_here() if target == "auto" and not script else device
     tunable(report)
@@ -321,7 +259,7 @@ def estimate(
     written = _CONFIGURED if config else AS_WRITTEN
     verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    more = _more(model, verdict, plans, sweep=sweep, gpus=counts, tensor_parallel=tensor_parallel)
+    more = _more(model, verdict, plans, sweep=sweep)
     memory = _memory(model, verdict, plans)
     if as_json:
         document = {
@@ -338,5 +276,5 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
-        echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
+        echo("\n".join([*head, *_more_lines(more)]))
     return 0

@@ -199,7 +199,7 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
             "(by the law of docs/transfer.md)"
         )
     else:
-        echo("error     not predicted: the proxy's study was not found (--study)")
+        echo("error     not predicted: the proxy's study was not found (--from)")
     if found.step is not None and found.baseline is not None:
         echo(
             f"step      {found.step.time_ms:,.4g} ms against {found.baseline.time_ms:,.4g} ms in 16 bits: "
@@ -207,10 +207,7 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
         )
         memory = document["memory"]
         if memory and memory["bytes"]:
-            more = "; `autoprec estimate --gpus 8,64` plans several" if memory["bytes"] > memory["device_bytes"] else ""
-            echo(
-                f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}{more}"
-            )
+            echo(f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}")
     else:
         echo("step      not modelled: a list of names has no shapes")
     for row, phase in zip(document["phases"], found.policy.phases, strict=True):

@@ -180,7 +180,7 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
 
 
 def error_at(scale: CostScale, error: float) -> float:
-    """Return the gradient error that the law of transfers expects at a scale (layers in blocks, not the head)."""
+    """Return the gradient error that the law of transfers expects at a scale."""
     return _plain(error * error_factor(Growth(scale.width, scale.depth, scale.tokens)))
 
 

@@ -63,7 +63,7 @@ class Correction:
             raise FileError(
                 "compares nothing: the policy that was checked carries no predictions",
                 where=where,
-                fix="transfer with the proxy's study (--study), and check the policy that this writes",
+                fix="transfer with the proxy's study (--from), and check the policy that this writes",
             )
         noise = found.get("noise")
         return cls(known, float(noise) if noise else math.nan)

@@ -83,7 +83,7 @@ class Forecast:
         if not rows:  # nothing was measured of such a layer: it may run what changes nothing, or 16 bits
             return math.inf if Choice.parse(choice).plan(self.problem.space.all_recipes).scaled else 0.0
         place = self.here[group.layers[0]]
-        factor = error_factor(self.grown, place.role) * self.correction.factor(place.alike, choice)
+        factor = error_factor(self.grown) * self.correction.factor(place.alike, choice)
         return factor**2 * sum(
             self.proxy.error2(self.errors, name, choice) * blocks / self._sharing[key]
             for key, (name, blocks) in rows.items()

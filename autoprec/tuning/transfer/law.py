@@ -37,12 +37,11 @@ class Growth:
         return ", ".join(f"{name} x{value:g}" for name, value in self.to_json().items())
 
 
-#: axis -> power of the relative gradient error: of a role in all its blocks, and of the output layer. Fitted to errors
-#: at one step of training; means over four steps depend less on the width (benchmarks/results/2026-11-23_transfer.md).
-BLOCK_POWERS: Mapping[str, float] = {"width": -0.35, "depth": -0.1, "tokens": 0.25}
-HEAD_POWERS: Mapping[str, float] = {"width": -0.2, "depth": 0.0, "tokens": 0.25}
-#: axis -> power of the mini-batch noise, relative to the gradient.
-NOISE_POWERS: Mapping[str, float] = {"width": 0.0, "depth": 0.0, "tokens": -0.125}
+#: axis -> power of the relative gradient error of a role in all its blocks. Fitted to errors at one step of training;
+#: means over four steps depend less on the width (benchmarks/results/2026-11-23_transfer.md).
+ERROR_POWERS: Mapping[str, float] = {"width": -0.35, "depth": -0.1, "tokens": 0.25}
+#: The same of the mini-batch noise, relative to the gradient: neither width nor depth was seen to change it.
+NOISE_POWERS: Mapping[str, float] = {"tokens": -0.125}
 #: Factor, either way, within which nine of ten predictions were.
 SPREAD = 1.9
 #: Factors between the smallest and the largest size that was measured.
@@ -51,15 +50,14 @@ MEASURED: Mapping[str, float] = {"width": 8.0, "depth": 4.0, "tokens": 16.0}
 
 def _factor(grown: Growth, powers: Mapping[str, float]) -> float:
     """Return the product of the powers, each factor of growth held within what was measured."""
-    out = 1.0
-    for axis, factor in asdict(grown).items():
-        out *= min(max(factor, 1.0 / MEASURED[axis]), MEASURED[axis]) ** powers[axis]
-    return float(out)
+    sizes = asdict(grown)
+    held = [min(max(sizes[axis], 1.0 / MEASURED[axis]), MEASURED[axis]) ** power for axis, power in powers.items()]
+    return float(math.prod(held))
 
 
-def error_factor(grown: Growth, role: str = "") -> float:
+def error_factor(grown: Growth) -> float:
     """Return the factor of the relative gradient error that a role causes in all its blocks together."""
-    return _factor(grown, HEAD_POWERS if role == "head" else BLOCK_POWERS)
+    return _factor(grown, ERROR_POWERS)
 
 
 def noise_factor(grown: Growth) -> float:

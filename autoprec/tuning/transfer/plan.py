@@ -102,7 +102,7 @@ def transfer(
         cost: the big model's cost on the target; None drops and fills nothing.
         hints: ``(glob, role)`` where names do not tell.
         max_gradient_error: the most gradient error, as a share of the mini-batch gradient noise.
-        fill: spend the room that dropped rules leave.
+        fill: spend the room that dropped rules leave; off, a policy and its prediction are those of the mapping alone.
         correction: what a spot check of an earlier transfer found on the big model.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -89,15 +89,12 @@ def _rows(report: GraphReport, table: SensitivityTable) -> dict[str, int]:
     return out
 
 
-def load_proxy(
-    policy: Policy, study: Path | None, graph: Path | GraphReport | None, scans: Sequence[Path] = ()
-) -> Proxy:
+def load_proxy(policy: Policy, study: Path | None, graph: Path | GraphReport | None) -> Proxy:
     """Read the proxy from the folder of a study, or its recorded step alone from ``graph``.
 
     Args:
         policy: what was found on it.
         study, graph: where it was recorded; the study has its table of errors too.
-        scans: further tables of the same model, as ``inspect --sensitivity --json`` prints them: errors are averaged.
 
     Raises:
         FileError: a file is missing or not what it should be.
@@ -106,46 +103,16 @@ def load_proxy(
     if recorded is None:
         raise FileError("neither a study nor a recorded step of the proxy is given")
     report = load_report(recorded) if isinstance(recorded, Path) else recorded
-    tables = [_read_table(path) for path in scans]
-    if study is not None and (study / "sensitivity.json").exists():  # absent: 'stay' before anything was measured
-        tables.insert(0, _read_table(study / "sensitivity.json"))
-    for path, table in zip(reversed(scans), reversed(tables), strict=False):
-        if table.groups != tables[0].groups:
-            raise FileError(
-                f"is of another model: its groups are {', '.join(table.groups[:3])}...",
-                where=str(path),
-                fix="run `autoprec inspect --sensitivity --json` on the proxy itself, with another seed",
-            )
-    return Proxy.of(policy, report, averaged(tables) if tables else None)
+    # absent where a search said 'stay' before anything was measured
+    kept = study is not None and (study / "sensitivity.json").exists()
+    return Proxy.of(policy, report, _read_table(study / "sensitivity.json") if study is not None and kept else None)
 
 
 def _read_table(path: Path) -> SensitivityTable:
-    document = read_document(path)
-    try:  # what `autoprec inspect --sensitivity --json` prints has no checksum
-        return SensitivityTable.from_json(
-            without_checksum(document, where=str(path)) if "rows" not in document else document
-        )
+    try:
+        return SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
     except (KeyError, ValueError, TypeError) as error:
         raise FileError(f"is not a table of gradient errors: {error}", where=str(path), fix="search again") from error
-
-
-def averaged(tables: Sequence[SensitivityTable]) -> SensitivityTable:
-    """Return the first table with errors and noise averaged over those that know them (geometric means).
-
-    Two seeds of one model differ by a quarter in their errors, in some roles by half: a mean over three seeds says more
-    of a model of another size. A choice that one table found infinite stays so.
-    """
-    first = tables[0]
-    error2 = first.error2.copy()
-    for c, choice in enumerate(first.choices):
-        asked = [t.error2[:, t.choices.index(choice)] for t in tables if choice in t.choices]
-        with np.errstate(divide="ignore"):
-            error2[:, c] = np.exp(np.mean(np.log(asked), axis=0))
-    noises = [t.noise for t in tables if t.noise]
-    noise = float(np.exp(np.mean(np.log(noises)))) if noises else None
-    around = {k: float(np.mean([t.parameters.get(k, v) for t in tables])) for k, v in first.parameters.items()}
-    misfit = replace(first.misfit, ratio=float(np.exp(np.mean([np.log(t.misfit.ratio) for t in tables]))))
-    return replace(first, error2=error2, noise=noise, parameters=around, misfit=misfit)
 
 
 def find_study(policy: Policy, path: Path, runs_dirs: Sequence[Path]) -> Path | None:

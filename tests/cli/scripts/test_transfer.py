@@ -28,7 +28,7 @@ def test_a_policy_for_a_decoder_from_its_config(found: Path) -> None:
     assert written.evidence["target"] == "h100"
     assert "MLP input (gate, up)" in outcome.out
     assert "modelled, uncalibrated" in outcome.out
-    assert ("estimate --gpus" in outcome.out) == ("GiB; one device has" in outcome.out)  # 8B: more than one H100
+    assert "GiB; one device has" in outcome.out
     again = autoprec("transfer", found, "--to", "llama3-8b", "-o", "big.yaml")
     assert (again.code, "this file exists" in again.err) == (2, True)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from autoprec.errors import FileError
 from autoprec.policy import Policy, policy_from_dict, save_policy
 from autoprec.support.files import with_checksum, write_json
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.transfer.proxy import Proxy, averaged, find_study, load_proxy
+from autoprec.tuning.transfer.proxy import Proxy, find_study, load_proxy
 from tests.tuning.models import gpt
 
 CHOICES = ("bf16", "fp8_rowwise", "mxfp8")
@@ -57,27 +56,6 @@ def test_the_error_of_the_policy_on_its_own_model() -> None:
     found = policy(("*.mlp.*", "fp8_rowwise"))
     assert Proxy.of(found, gpt(), table()).predicted(found) == pytest.approx(math.sqrt(8) * 0.01, rel=1e-3)
     assert math.isnan(Proxy.of(found, gpt()).predicted(found))
-
-
-def test_scans_of_further_seeds_are_averaged(tmp_path: Path) -> None:
-    found = policy(("*.mlp.*", "fp8_rowwise"))
-    folder = study(tmp_path / "small", found)
-    other, wrong = tmp_path / "seed1.json", tmp_path / "wrong.json"
-    write_json(
-        other, {"rows": [], **table(error=0.04, noise=0.125).to_json()}
-    )  # as `autoprec inspect --sensitivity --json`
-    both = load_proxy(found, folder, None, (other,)).table
-    assert both is not None
-    assert both.noise == pytest.approx(0.25)
-    assert both.error2[:, 1] == pytest.approx(0.02**2)
-    assert load_proxy(found, None, folder / "graph.json", (other,)).table is not None
-    unsure = replace(table(), error2=np.array([[0.0, math.inf, 1.0]] * len(table().groups)))
-    mean = averaged([table(), unsure]).error2
-    assert (mean[:, 0] == 0.0).all()
-    assert np.isinf(mean[:, 1]).all()
-    write_json(wrong, {"rows": [], **table(blocks=2).to_json()})
-    with pytest.raises(FileError, match="is of another model"):
-        load_proxy(found, folder, None, (other, wrong))
 
 
 def test_a_study_is_found_beside_its_policy_and_by_what_it_answered(tmp_path: Path) -> None:
