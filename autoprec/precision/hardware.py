@@ -354,6 +354,14 @@ def cpu_int8_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | N
     return _units(_INT8_UNITS, cpuinfo)
 
 
+def cpu_instructions() -> str:
+    """Return what this CPU multiplies int8 and bf16 with, for the evidence of a policy; nothing where it is unknown."""
+    int8, bf16 = cpu_int8_units(), cpu_bf16_units()
+    if int8 is None or bf16 is None:
+        return ""
+    return f"int8: {', '.join(int8) or 'none'}; bf16: {', '.join(bf16) or 'none'}"
+
+
 def _cpu() -> Target:
     """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.calibrate.cpu`)."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

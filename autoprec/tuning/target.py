@@ -9,7 +9,7 @@ from typing import Any
 from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
 from autoprec.cost.calibrate.cpu import cpu_model
 from autoprec.errors import UsageError
-from autoprec.precision.hardware import Target, by_device_name, target
+from autoprec.precision.hardware import Target, by_device_name, cpu_instructions, target
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.slots import listed_gpus
 
@@ -100,4 +100,5 @@ def devices_here() -> dict[str, Any]:
     Nothing is initialised. GPUs that ``nvidia-smi`` does not list (AMD's) are known by what is visible alone.
     """
     seen = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
-    return {"machine": platform.node(), "cpu": cpu_model(), "gpus": listed_gpus(), "visible": seen}
+    cpu = {"cpu": cpu_model(), "instructions": cpu_instructions()}
+    return {"machine": platform.node(), **cpu, "gpus": listed_gpus(), "visible": seen}

@@ -13,6 +13,7 @@ from autoprec.precision.hardware import (
     attention_refusal,
     by_device_name,
     cpu_bf16_units,
+    cpu_int8_units,
     grouped_refusal,
     load_targets,
     recipe_family,
@@ -260,6 +261,34 @@ def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, uni
     path.write_text(text)
     assert cpu_bf16_units(path) == units
     assert cpu_bf16_units(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "int8", "bf16"),
+    [
+        ("", ("AMX", "AVX512_VNNI", "AVX_VNNI"), ("AMX", "AVX512_BF16")),
+        ("DEFAULT", ("AMX", "AVX512_VNNI", "AVX_VNNI"), ("AMX", "AVX512_BF16")),
+        ("AVX512_CORE_BF16", ("AVX512_VNNI", "AVX_VNNI"), ("AVX512_BF16",)),
+        ("avx512_core_vnni", ("AVX512_VNNI", "AVX_VNNI"), ()),
+        ("AVX512_CORE", ("AVX_VNNI",), ()),
+        ("AVX2", (), ()),
+    ],
+)
+def test_units_are_those_that_the_library_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, int8: tuple[str, ...], bf16: tuple[str, ...]
+) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("flags\t\t: avx2 avx_vnni avx512f avx512_vnni avx512_bf16 amx_bf16 amx_int8\n")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert (cpu_int8_units(path), cpu_bf16_units(path)) == (int8, bf16)
+    assert cpu_int8_units(tmp_path / "missing") is None
+
+
+def test_a_cpu_without_bf16_instructions_offers_int8_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for units, offered in (((), False), (("AVX512_BF16",), True), (None, True)):
+        monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda units=units: units)
+        assert bool(TARGETS["cpu"].can_run(BUILTIN_RECIPES["bf16"])) is offered
+        assert TARGETS["cpu"].can_run(BUILTIN_RECIPES["int8_tensor"])
 
 
 def test_a_no_is_false() -> None:

@@ -8,6 +8,7 @@ from autoprec.errors import UsageError
 from autoprec.graph.report import Operator
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import TARGETS
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup, fp8_attention_refusal
@@ -69,6 +70,16 @@ SDPA = Operator(
     *("x_0", "h", "aten::_scaled_dot_product_flash_attention", "forward", "attention", "follow", ""),
     *(((2, 8, 64, 128),) * 3, ("bf16",) * 3, 0, 0),
 )
+
+
+def test_a_cpu_without_bf16_instructions_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    having, offered = setup(target="cpu", space=""), {"bf16", "int8", "int8_tensor"}
+    if having.target.can_run(BUILTIN_RECIPES["bf16"]):
+        assert offered <= set(having.problem.choice_names)
+    monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", tuple)
+    without = setup(target="cpu", space="")
+    assert without.space.activations == ("keep",)
+    assert offered & set(without.problem.choice_names) == {"int8", "int8_tensor"}
 
 
 def refusal(*rows: Operator, target: str = "h100", backend: str = "auto", measured: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""Look inside one training step: how much of what FP8 layers see is saturated, and how much underflows to zero."""
+"""Look inside one training step: how much of what 8-bit layers see is saturated, and how much underflows to zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYERS = 8
 
 
 class OperandSampler:
-    """Samples up to eight FP8 layers, spread over the model, in the step after :meth:`arm`.
+    """Samples up to eight FP8 and INT8 layers, spread over the model, in the step after :meth:`arm`.
 
     Hooks are on the model during that step only. Input and grad_output are quantised once more, with the scales their
     layer uses, and counted.
@@ -37,7 +37,7 @@ class OperandSampler:
         for module in unwrap(self.model).modules():
             execution = execution_of(module)
             if isinstance(execution, LinearExecution) and any(
-                _is_fp8(r) for r in (execution.plan.fprop, execution.plan.dgrad)
+                _is_8_bits(r) for r in (execution.plan.fprop, execution.plan.dgrad)
             ):
                 found.append((module, execution))
         for module, execution in found[:: max(1, len(found) // _LAYERS)][:_LAYERS]:
@@ -65,7 +65,7 @@ class OperandSampler:
 
     @torch.no_grad()
     def _count(self, x: Any, execution: LinearExecution, recipe: Recipe | None, gemm: Gemm, operand: Operand) -> None:
-        if not isinstance(x, Tensor) or x.numel() == 0 or not _is_fp8(recipe) or recipe is None:
+        if not isinstance(x, Tensor) or x.numel() == 0 or not _is_8_bits(recipe) or recipe is None:
             return
         flat = x.detach().reshape(-1, x.shape[-1])
         spec = spec_of(recipe, gemm, operand, flat.device.type)
@@ -89,5 +89,5 @@ class OperandSampler:
         }
 
 
-def _is_fp8(recipe: Recipe | None) -> bool:
-    return recipe is not None and recipe.format == "fp8"
+def _is_8_bits(recipe: Recipe | None) -> bool:
+    return recipe is not None and recipe.format in ("fp8", "int8")

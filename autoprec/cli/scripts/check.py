@@ -22,6 +22,7 @@ from autoprec.errors import (
     PolicyMismatchError,
     UnsupportedError,
 )
+from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import by_recipe
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def _audited(
             phases.begin(f"{passes} forward and backward passes on the model itself")
             spot = ask(runner, host, label, policy.stages[0], report, passes, backend), report
     _compare_models(policy.to_dict().get("model"), host.model)
+    if host.device == "cpu":
+        _compare_instructions(str(policy.evidence.get("instructions") or ""))
     audit, *later = audits
     if later:
         audit["phases"] = [{"from": phase.start, **row} for phase, row in zip(policy.phases, later, strict=True)]
@@ -90,6 +93,14 @@ def _compare_models(made_for: dict[str, Any] | None, found: dict[str, Any]) -> N
     if made_for and made_for.get("fingerprint") and made_for["fingerprint"] != found.get("fingerprint"):
         wanted, here = (f"{model['class']} ({model['parameters']:,} parameters)" for model in (made_for, found))
         echo(f"note: the policy was found on {wanted}, this is {here}: its evidence does not apply", err=True)
+
+
+def _compare_instructions(found_with: str) -> None:
+    """Note a policy that was timed on a CPU that multiplies with other instructions."""
+    here = cpu_instructions()
+    if found_with and here and found_with != here:
+        what = "its times do not apply, and INT8 without integer instructions has fewer codes for input and weight"
+        echo(f"note: the policy was found on a CPU with {found_with}, this one has {here}: {what}", err=True)
 
 
 def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
+from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Decision
@@ -161,6 +162,8 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         out["stopped"] = ledger.stopped
     if ledger.cut_short:
         out["cut_short"] = "; ".join(ledger.cut_short)
+    if setup.measured and setup.host.device == "cpu":
+        out["instructions"] = cpu_instructions()
     if not setup.measured:
         out["numerics"] = "emulated"
         out["cost"] = setup.steps.script().label

@@ -51,3 +51,17 @@ def test_healthy_values_are_reported() -> None:
         assert guard.step(loss) is None
     assert guard.values["saturated_share"] == 0.0
     assert guard.values["underflow_share"] < 0.5
+
+
+def test_int8_is_sampled_too() -> None:
+    model = make_model()
+    policy = make_policy("int8_tensor", metrics=("underflow_share",), thresholds={"underflow_share": 1.0})
+    apply_policy(policy, model)
+    guard = Guard(policy, model, every=2)
+    for _ in range(4):
+        x = torch.randn(8, 32)
+        x[0, 0] = 1e6  # one outlier takes a tensor's only scale
+        loss = model(x).sum()
+        loss.backward()
+        guard.step(loss)
+    assert guard.values["underflow_share"] > 0.5

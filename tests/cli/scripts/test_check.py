@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.cli.scripts import check
 from autoprec.cli.scripts.check import _refusal
 from autoprec.errors import NothingAcceptableError, PolicyMismatchError
 from autoprec.precision.recipes import by_recipe
@@ -135,3 +136,20 @@ def test_a_script_with_fewer_steps_than_asked_for_is_told_how_many_it_has() -> N
     error = _refusal(short, "train.py")
     assert isinstance(error, NothingAcceptableError)
     assert error.fix == "ask for less: --steps 2"
+
+
+@pytest.mark.parametrize(
+    ("found_with", "here", "said"),
+    [
+        ("int8: AVX512_VNNI; bf16: none", "int8: none; bf16: none", True),
+        ("int8: none; bf16: none", "int8: none; bf16: none", False),
+        ("", "int8: none; bf16: none", False),
+        ("int8: none; bf16: none", "", False),
+    ],
+)
+def test_a_policy_from_a_cpu_with_other_instructions_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found_with: str, here: str, said: bool
+) -> None:
+    monkeypatch.setattr(check, "cpu_instructions", lambda: here)
+    check._compare_instructions(found_with)
+    assert (found_with in capsys.readouterr().err) == said if found_with else not capsys.readouterr().err

@@ -20,7 +20,9 @@ RATES = {
     "gemm": {
         "fp32": {role: [1e-11, 1e-11, 1e-5] for role in ROLES},
         "bf16": {role: [2e-12, 1e-11, 1e-5] for role in ROLES},
+        "int8": {role: [1e-12, 1e-11, 1e-5] for role in ROLES},
     },
+    "integer": {"row": [2e-10, 1e-5], "tensor": [1e-10, 1e-5]},
 }
 COST = CpuCost(RATES)
 WORK = GemmWork(512, 256, 1024, 1, 1.0, ROLES)
@@ -112,6 +114,22 @@ def test_casts_are_paid_where_the_model_stays_in_fp32() -> None:
 
 def test_fp16_is_emulated_on_a_cpu() -> None:
     assert seconds(LayerPlan.uniform(R["fp16"])) > seconds(LayerPlan.uniform(R["bf16"]))
+
+
+def test_int8_runs_on_its_own_units_with_the_casts_of_its_scales() -> None:
+    tensor, row, bf16 = (seconds(LayerPlan.uniform(R[name])) for name in ("int8_tensor", "int8", "bf16"))
+    assert tensor < row < bf16
+    half = LayerPlan(fprop=R["int8"], dgrad=R["int8"], wgrad=R["bf16"])
+    assert row < seconds(half) < bf16
+    assert row < seconds(LayerPlan(fprop=R["int8"], dgrad=R["int8"])) < seconds(LayerPlan())
+
+
+def test_rates_under_other_instructions_are_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {cache_file()}
+    for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+        monkeypatch.setenv(name, "AVX2")
+        files.add(cache_file())
+    assert len(files) == 3
 
 
 def test_single_gemms_can_be_emulated() -> None:
