@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying import compiling, swap
 from autoprec.applying.around.fp8_attention import Fp8Attention, bind_attention
 from autoprec.applying.around.operators import RootExecution
 from autoprec.applying.attention import AttentionExecutions
 from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
+from autoprec.applying.prepared import Prepared
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import (
     ShrunkGradient,
@@ -146,17 +146,11 @@ def _install_root(
 @contextlib.contextmanager
 def _all_or_nothing(root: nn.Module) -> Iterator[None]:
     """Give every module back what it had, if the body does not come to its end."""
-    keys = (swap.ATTRIBUTE, swap.ROOT, compiling.ATTRIBUTE, "forward", "_compiled_call_impl")
-    before = [(m, type(m), {key: m.__dict__[key] for key in keys if key in m.__dict__}) for m in root.modules()]
+    before = Prepared(root)
     try:
         yield
     except BaseException:
-        for module, cls, held in before:
-            if type(module) is not cls:
-                module.__class__ = cls
-            for key in keys:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(held)
+        before.put()
         raise
 
 

@@ -19,6 +19,8 @@ FAILURES = (
 )
 
 
+#: The reference among the contenders of a duel.
+REFERENCE = ""
 #: Measured steps of a trial where the caller names no number; only then may it be timed for longer.
 STEPS = 20
 #: Seconds that a trial is timed at most beyond the steps it was asked for.
@@ -42,7 +44,8 @@ class TrialSpec:
     Attributes:
         kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
             ``try`` (up to ``steps`` steps or a second: does it train, and does it go on with this model?),
-            ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``run`` (to the script's own end).
+            ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``duel`` (time ``probes`` against ``policy`` in
+            blocks of steps, to a ``precision``), ``run`` (to the script's own end).
         policy: a policy document, or None for the script as written.
         perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
             noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.
@@ -54,7 +57,9 @@ class TrialSpec:
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
-        within_s: seconds after which a scan begins no further probe (the first one is always answered); None: no limit.
+        within_s: seconds after which a scan begins no further probe (the first one is always answered), and a duel no
+            further round; None: no limit.
+        precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         shared: other trials may be on this device: after the first step, which compiles, they take turns, so that no
             two are timed at once. For one rank: those of two trials could wait for each other.
@@ -82,6 +87,7 @@ class TrialSpec:
     probes: tuple[Probe, ...] = ()
     batches: int = 1
     within_s: float | None = None
+    precision: float = 0.01
     side_by_side: int = 1
     threads: int = 1
     timeout_s: float = 600.0

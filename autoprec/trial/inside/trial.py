@@ -120,6 +120,9 @@ class Trial:
         """Prepare the models as asked and start watching; a policy that cannot be applied ends the process here."""
         spec = self.spec
         sys.excepthook = self._on_exception
+        if spec.kind == "duel":
+            self._duel()
+            return
         if spec.kind == "sensitivity":
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
@@ -174,6 +177,15 @@ class Trial:
             self.loop.start()
         else:
             self._at_forward(module, args, kwargs)
+
+    def _duel(self) -> None:
+        from autoprec.trial.inside.duel import Duel
+
+        duel = Duel(self.spec, self.found, self._answered, self._beat)
+        self.loop = self.hooks.events = duel.loop
+        self.on_exit(duel.end)
+        self._begun = time.monotonic()
+        duel.begin()
 
     def credit(self, seconds: float) -> None:
         """Take time off the running step that other processes would have spent."""

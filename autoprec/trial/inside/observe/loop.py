@@ -98,6 +98,11 @@ class Loop(Events):
         """The objective of every step: the sum of the scalars that backward was called on."""
         return [float(x) for x in self._losses]
 
+    @property
+    def last_loss(self) -> float:
+        """The objective of the last step."""
+        return float(self._losses[-1])
+
     # ---------------------------------------------------------------- events
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._closure_call > 1:

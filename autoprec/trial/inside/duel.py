@@ -1,0 +1,165 @@
+"""A duel: the step times of several policies against the reference's, in one process and beside each other.
+
+Step times of two processes, a minute apart, differ by up to a quarter on a busy machine, however many steps each has.
+Here blocks of a few steps take turns in random order, policies are put on and taken off between them, and of each round
+the ratio of the two blocks is taken: what slows one of them slows the other as well. The median of these ratios has a
+95 % interval (:mod:`autoprec.support.intervals`), and a duel goes on until that is narrow enough.
+
+The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold, and
+what compiles does so once. The model is trained on by all of them, so a duel's losses mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from autoprec.applying.compiling import cache_graphs, compile_by_block, compile_whole_by_block, is_compiled
+from autoprec.applying.policy import apply_policy
+from autoprec.applying.prepared import Prepared
+from autoprec.errors import AutoPrecError
+from autoprec.numerics.sharded import world_size
+from autoprec.policy import policy_from_dict
+from autoprec.support.intervals import median_interval
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.loop import Loop
+from autoprec.trial.inside.observe.measure import clock_for
+from autoprec.trial.protocol import REFERENCE, TrialSpec
+
+#: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
+_BLOCK_S, _MOST_STEPS = 0.5, 32
+#: Steps that go by untimed after an exchange, and the first time that a policy is on.
+_SETTLING, _SETTLING_FIRST = 1, 2
+#: Steps that a policy may go on compiling before it is timed all the same.
+_MOST_SETTLING = 40
+#: Rounds and steps of a block where several ranks must all do the same: none looks at its own clock.
+_RANKED_ROUNDS, _RANKED_STEPS = 12, 2
+#: On a busy machine a duel may take so many times longer than its own seconds.
+_BUSY = 4.0
+#: A contender that is slower than another beyond both intervals after so many rounds need not be known better.
+_ENOUGH_ROUNDS = 10
+
+
+class Duel:
+    """Times the policies of ``spec.probes`` against ``spec.policy``, the reference, in a script's own loop.
+
+    Args:
+        answer: is given ``{"duel": {"rounds": [{contender: ms per step}], "steps", "block", "refused"}}``, and ends
+            the process.
+        beat: called when a step is done.
+    """
+
+    def __init__(
+        self, spec: TrialSpec, found: Found, answer: Callable[[dict[str, Any]], None], beat: Callable[[], None]
+    ) -> None:
+        self._spec, self._found, self._answer = spec, found, answer
+        self._ranked = world_size() > 1
+        self._lanes: dict[str, Prepared] = {}
+        self._refused: dict[str, str] = {}
+        self._rounds: list[dict[str, float]] = []
+        self._round: dict[str, float] = {}
+        self._order: list[str] = []
+        self._lane, self._seen = REFERENCE, {REFERENCE}
+        self._settle, self._since, self._timed = _SETTLING_FIRST, 0, 0
+        self._block = _RANKED_STEPS if self._ranked else 0  # 0: not known before a step was timed
+        self._random = random.Random(0)
+        self._began, self._own = time.monotonic(), time.process_time()
+        self.loop = Loop(
+            found,
+            total=sys.maxsize,
+            clock=clock_for(found.parameters[0].device),
+            then=lambda _loop: None,
+            check=self._stepped,
+            beat=beat,
+            silent=lambda _other: self.end(),
+        )
+
+    def begin(self) -> None:
+        """Start with the reference, inside the first training forward."""
+        root = self._found.root
+        if self._spec.by_block:
+            compile_by_block()
+            compile_whole_by_block(root)
+        if is_compiled(root) or any(probe.policy.get("execution") == "compile" for probe in self._spec.probes):
+            cache_graphs()
+        self.loop.start()
+
+    def end(self) -> None:
+        """Answer with the rounds so far, also where the script ends by itself: another process may go on."""
+        found = {"rounds": self._rounds, "steps": self.loop.steps, "block": self._block, "refused": self._refused}
+        self._answer({"duel": found})
+
+    # ---------------------------------------------------------------- between two steps: the clock stands still
+    def _stepped(self, loop: Loop) -> None:
+        if not self._lanes:
+            self._prepare()
+        if self._settle:
+            compiled = loop.graphs[-1] > loop.graphs[-2] and loop.steps - self._since < _MOST_SETTLING
+            self._settle = max(self._settle - 1, int(compiled))
+            return
+        self._timed += 1
+        if not self._block:  # the first settled step tells how long one takes
+            step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
+            self._block = max(1, min(_MOST_STEPS, math.ceil(_BLOCK_S / step_s)))
+        elif self._timed < self._block:
+            return
+        else:
+            self._round[self._lane] = sum(loop.clock.milliseconds()[-self._timed :]) / self._timed
+        self._next(loop)
+
+    def _prepare(self) -> None:
+        """Put every policy on once, and hold what it changed."""
+        root = self._found.root
+        before = Prepared(root)
+        asked = {REFERENCE: self._spec.policy} | {probe.id: probe.policy for probe in self._spec.probes}
+        for name, document in asked.items():
+            try:
+                if document is not None:
+                    apply_policy(policy_from_dict(document), root, backend=self._spec.backend)
+                self._lanes[name] = Prepared(root)
+            except AutoPrecError as error:
+                self._refused[name] = str(error)
+            before.put()
+        self._lanes[REFERENCE].put()
+
+    def _next(self, loop: Loop) -> None:
+        """Exchange the policy for the next one of this round, or begin another round."""
+        if not self._order:
+            if self._round and self._round.keys() >= self._lanes.keys():
+                self._rounds.append(self._round)
+            self._round = {}
+            if self._is_known(loop):
+                self.end()
+            self._order = list(self._lanes)
+            self._random.shuffle(self._order)
+        lane, self._timed = self._order.pop(), 0
+        if lane != self._lane:
+            self._lanes[lane].put()
+            self._settle, self._since = _SETTLING if lane in self._seen else _SETTLING_FIRST, loop.steps
+            self._seen.add(lane)
+        self._lane = lane
+
+    def _is_known(self, loop: Loop) -> bool:
+        """Say whether it is enough; who is known well enough, or surely slower than another, is timed no more."""
+        if self._ranked:
+            return len(self._rounds) >= _RANKED_ROUNDS
+        known = {name: median_interval(ratios) for name in self._lanes if (ratios := ratios_of(self._rounds, name))}
+        best = max((low for _, low, _ in known.values()), default=0.0)
+        for name, (middle, low, high) in known.items():
+            if high - low <= 2 * self._spec.precision * middle or (len(self._rounds) >= _ENOUGH_ROUNDS and high < best):
+                del self._lanes[name]
+        return self._is_late() or len(self._lanes) < 2 or not math.isfinite(loop.last_loss)
+
+    def _is_late(self) -> bool:
+        """Say whether the time is used up: of this process, which gets less of it on a busy machine, and on the clock."""
+        within, own_s = self._spec.within_s, time.process_time() - self._own
+        return within is not None and (own_s > within or time.monotonic() - self._began > _BUSY * within)
+
+
+def ratios_of(rounds: list[dict[str, float]], name: str) -> list[float]:
+    """Return the reference's time over a contender's, of each round that both took part in."""
+    return [] if name == REFERENCE else [r[REFERENCE] / r[name] for r in rounds if name in r and r[name] > 0]

@@ -1,0 +1,38 @@
+"""The interval of a median covers it as often as it says, also where single values are far off."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from autoprec.support.intervals import FEWEST, median_interval
+
+
+@pytest.mark.parametrize("count", [6, 9, 12, 25, 60])
+@pytest.mark.parametrize("disturbed", [0.0, 0.1])
+def test_it_covers_the_median_in_95_percent(count: int, disturbed: float) -> None:
+    draw, inside, runs = random.Random(count), 0, 2000
+    for _ in range(runs):
+        values = [
+            1.5 * math.exp(draw.gauss(0, 0.03)) * (draw.choice((0.5, 2.0)) if draw.random() < disturbed else 1)
+            for _ in range(count)
+        ]
+        _, low, high = median_interval(values)
+        inside += low <= 1.5 <= high
+    assert 0.94 <= inside / runs <= 0.985
+
+
+def test_more_values_narrow_it_and_few_have_none() -> None:
+    draw = random.Random(1)
+    values = [draw.gauss(1.0, 0.03) for _ in range(80)]
+    widths = [high - low for _, low, high in (median_interval(values[:n]) for n in (6, 20, 80))]
+    assert widths[0] > widths[1] > widths[2] > 0
+    middle, low, high = median_interval(values[: FEWEST - 1])
+    assert (middle, low, high) == (statistics.median(values[: FEWEST - 1]), -math.inf, math.inf)
+
+
+def test_equal_values_have_a_point() -> None:
+    assert median_interval([2.0] * 7) == (2.0, 2.0, 2.0)

@@ -1,0 +1,76 @@
+"""A duel times policies in one process: on forks and on plain processes, as far as a script goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.applying.policy import apply_policy
+from autoprec.applying.prepared import Prepared
+from autoprec.policy import Policy
+from autoprec.support.intervals import median_interval
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.inside.duel import ratios_of
+from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
+from tests.trial.conftest import uniform
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[1])):
+    x = torch.randn(64, 64)
+    loss = (model(x) - x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def duel(folder: Path, steps: int, launch: str = "auto", **changes: object) -> TrialResult:
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    probes = (Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8")))
+    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=5.0, timeout_s=60.0)
+    command = ScriptCommand("script", str(path), (str(steps),), folder)
+    with TrialRunner(command, run_dir=folder / "runs", launch=launch) as runner:
+        return runner.run(spec)
+
+
+@pytest.mark.parametrize("launch", ["auto", "process"])
+def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(tmp_path: Path, launch: str) -> None:
+    result = duel(tmp_path, 100_000, launch)
+    assert result.ok, result.reason
+    rounds = result.payload["duel"]["rounds"]
+    _, _, slow = median_interval(ratios_of(rounds, "emulated"))
+    middle, low, high = median_interval(ratios_of(rounds, "empty"))
+    assert slow < 0.9
+    assert low <= middle <= high
+    assert 0.85 < middle < 1.15
+
+
+def test_a_script_that_ends_gives_the_rounds_it_had(tmp_path: Path) -> None:
+    result = duel(tmp_path, 40)
+    assert result.ok
+    assert result.payload["duel"]["steps"] == 40
+
+
+def test_what_was_put_on_is_exchanged_without_being_built_anew() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
+    plain, before = Prepared(model), model(x)
+    apply_policy(Policy.model_validate(uniform("bf16")), model)
+    on, lowered, execution = Prepared(model), model(x), model[0].__dict__["_autoprec"]
+    plain.put()
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model(x), before)
+    on.put()
+    assert model[0].__dict__["_autoprec"] is execution
+    assert torch.equal(model(x), lowered)
+    assert not torch.equal(lowered, before)
