@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoprec.applying.policy import Policy
+from autoprec.applying.policy import apply_policy
+from autoprec.policy import Policy
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
@@ -52,7 +53,7 @@ def train(name: str, policy: Policy | None) -> tuple[list[float], list[tuple[Any
     torch.manual_seed(0)
     model, batch, loss_of = LOOPS[name]()
     if policy is not None:
-        policy.apply(model)
+        apply_policy(policy, model)
     optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.05), torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS):

@@ -155,7 +155,7 @@ class Duel:
         return self._is_late() or len(self._lanes) < 2 or not math.isfinite(loop.last_loss)
 
     def _is_late(self) -> bool:
-        """Say whether the time is used up: of this process, which gets less of it on a busy machine, and on the clock."""
+        """Say whether the time is used up: that of this process, or on a busy machine that on the clock."""
         within, own_s = self._spec.within_s, time.process_time() - self._own
         return within is not None and (own_s > within or time.monotonic() - self._began > _BUSY * within)
 
