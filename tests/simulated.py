@@ -11,14 +11,14 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import LayerPlan, Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.driver.base import Runner
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import REFERENCE, HostInfo, TrialResult, TrialSpec
 
 __all__ = ["SimulatedRunner", "SimulatedScript", "simulated_graph"]
 
@@ -192,7 +192,13 @@ class SimulatedRunner(Runner):
             return TrialResult(
                 "ok", payload={"probes": rows, "gradient_noise": 0.5, "hardly_moved": script.hardly_moved}
             )
-        return self._train(spec)
+        return self._duel(spec) if spec.kind == "duel" else self._train(spec)
+
+    def _duel(self, spec: TrialSpec) -> TrialResult:
+        """Time policies beside each other: rounds without noise."""
+        asked = {REFERENCE: spec.policy} | {probe.id: probe.policy for probe in spec.probes}
+        ms = {name: self._train(replace(spec, kind="train", policy=p)).step_ms[-1] for name, p in asked.items()}
+        return TrialResult("ok", payload={"duel": {"rounds": [ms] * 8, "steps": 8, "block": 1, "refused": {}}})
 
     def _train(self, spec: TrialSpec) -> TrialResult:
         script, steps = self.script, spec.steps + spec.warmup

@@ -19,6 +19,8 @@ FAILURES = (
 )
 
 
+#: How a trial ends that would not be done, or was not, within the seconds it was given; says nothing of its policy.
+OUT_OF_TIME = "out_of_time"
 #: The reference among the contenders of a duel.
 REFERENCE = ""
 #: Measured steps of a trial where the caller names no number; only then may it be timed for longer.
@@ -57,8 +59,9 @@ class TrialSpec:
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
-        within_s: seconds after which a scan begins no further probe (the first one is always answered), and a duel no
-            further round; None: no limit.
+        within_s: seconds after which a scan begins no further probe (the first one is always answered), a duel no
+            further round, and a trial no further step: it ends after two where they show that it will take longer;
+            None: no limit.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         shared: other trials may be on this device: after the first step, which compiles, they take turns, so that no
@@ -114,7 +117,7 @@ class TrialResult:
     """How a trial ended and what was measured.
 
     Attributes:
-        status: ``ok``, ``pruned``, or one of :data:`FAILURES`.
+        status: ``ok``, ``pruned``, :data:`OUT_OF_TIME`, or one of :data:`FAILURES`.
         reason: one sentence for a person; empty when ok.
         tail: the last lines of the trial's own output (failures only).
         losses: objective of every step seen, warm-up included; of a trial with several ranks their mean.

@@ -31,6 +31,8 @@ MOST_REPEATED = 5
 #: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
 
+#: A search with a time budget ends after so much of it at the latest, whatever it is doing; the answer not counted.
+OVERRUN = 1.2
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.
 BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
 #: So much of its own duration more a trial on a GPU is timed where nobody said how many steps it has: they are the
@@ -142,8 +144,18 @@ class PairedRunner:
             "anneal": True,  # no policy causes the noise of a high learning rate
             "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
             "timed_share": timed_share(self._setup),
+            "within_s": self.seconds_left(),
         }
         return TrialSpec(**(values | changes))
+
+    def elapsed(self) -> float:
+        """Return the seconds since the search began."""
+        return self._ledger.elapsed()
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until a trial has to end for the time budget's sake; None without one."""
+        budget = self._setup.options.budget_s
+        return None if budget is None else max(0.1, OVERRUN * budget - self._ledger.elapsed())
 
     def trial_timeout(self) -> float:
         """Return how many seconds of its own time a trial may spend without a step before it is ended as hung.
@@ -218,6 +230,10 @@ class PairedRunner:
         passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + spec.batches
         self._ledger.add_seconds("passes", float(passes))
         return result
+
+    def duel(self, spec: TrialSpec) -> TrialResult:
+        """Run a trial for its times alone; they are compared with others of the same minute, and none is repeated."""
+        return self._run(spec, 0)
 
     def prepare(self, seed: int) -> None:
         """Begin to start the host of a paired seed in the background."""

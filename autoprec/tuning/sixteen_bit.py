@@ -22,6 +22,8 @@ from autoprec.tuning.study.run import Run, pooled
 WORTH_SEARCHING = 1.03
 #: The presets that are the script in 16 bit, the one people know first.
 NAMES = ("bf16 autocast", "all bf16")
+#: What ``torchao.float8`` and Transformer Engine run where nobody says otherwise.
+LIBRARY_DEFAULTS = ("fp8_tensorwise", "fp8_delayed", "mxfp8")
 _DTYPES = ("bfloat16", "float16", "bf16", "fp16")
 
 
@@ -47,6 +49,17 @@ def only_sixteen_bit(setup: Setup, verdict: Verdict) -> Setup | None:
 def first_presets(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     """Return presets with the 16-bit run before all others: what is cut short can then still be judged."""
     return sorted(found, key=lambda preset: [not _is_named(preset[0], name) for name in NAMES])
+
+
+def by_hand(known: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the presets that a person writes without a search, in the order in which they are run.
+
+    ``torch.autocast`` in bf16, every layer in bf16, and where they are offered the default recipes of torchao
+    (``convert_to_float8_training``: a scale per tensor) and of Transformer Engine (``fp8_autocast``: delayed scales;
+    MXFP8 on GPUs that multiply it).
+    """
+    order = (*NAMES, *(f"all {recipe}" for recipe in LIBRARY_DEFAULTS))
+    return [preset for name in order for preset in known if _is_named(preset[0], name)]
 
 
 def is_plain(name: str) -> bool:

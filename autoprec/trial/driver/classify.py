@@ -9,7 +9,7 @@ import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
-from autoprec.trial.protocol import TrialResult
+from autoprec.trial.protocol import OUT_OF_TIME, TrialResult
 
 TAIL_LINES = 25
 
@@ -60,7 +60,7 @@ def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_
         tail: the last output.
     """
     if result is not None:
-        return result if result.status in ("ok", "pruned") else replace(result, tail=last_lines(tail))
+        return result if result.status in ("ok", "pruned", OUT_OF_TIME) else replace(result, tail=last_lines(tail))
     shown = last_lines(tail)
     if timed_out:
         return TrialResult(

@@ -45,7 +45,7 @@ from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
 from autoprec.trial.inside.observe.turn import take_turn, wait_for_start
 from autoprec.trial.progress import Beat, steps_file
-from autoprec.trial.protocol import MOST_TIMED_S, SMALL_MODEL, TrialResult, TrialSpec
+from autoprec.trial.protocol import MOST_TIMED_S, OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
 
 #: A step that is under way when a trial has been timed for long enough is waited for so long (s).
 _GRACE_S = 2.0
@@ -209,6 +209,7 @@ class Trial:
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
         if self._timed_until is not None:  # steps beyond the asked ones are timed, and nothing else counts of them
             return
+        self._look_at_the_time(loop)
         # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
         if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps == loop.total:
             losses = loop.losses
@@ -221,6 +222,20 @@ class Trial:
                     )
         if spec.record_graph and loop.steps == loop.total - 1:
             self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
+
+    def _look_at_the_time(self, loop: Loop) -> None:
+        """End a trial that has no more time, or, once two steps are known, one that will not have enough."""
+        within, now = self.spec.within_s, time.monotonic()
+        if within is None or loop.steps == loop.total:
+            return
+        if loop.steps == 1:
+            self._first_step = now  # it may compile
+        each_s = now - self._first_step if loop.steps == 2 else 0.0
+        needed_s = now - self._asked + (loop.total - loop.steps) * each_s
+        if needed_s > within:
+            took = f"a step takes {each_s:.3g} s" if each_s else f"{loop.steps} of {loop.total} steps were done"
+            self._payload["needed_s"] = needed_s
+            self.finish(OUT_OF_TIME, f"{took}: {loop.total} steps take more than the {within:.0f} s there are")
 
     def _tried(self, loop: Loop) -> None:
         """After the first step of a ``try``: go on for a second, in case the script is soon done with this model."""

@@ -6,8 +6,8 @@ Rules, in this order (docs/concepts.md, "How it is decided"):
    ``max_divergence``, when its gradient error is within the limit, and when it fits into memory. Where the loss
    cannot judge it (the noise floor is above the budget, or nothing is learnt in these steps) other statistics decide
    (:mod:`~autoprec.tuning.decide.noise`), with a stricter limit of the gradient error, and the answer says so.
-2. The best by the objective leads; policies within the timing noise of it are tied with it, except that nothing
-   slower than the best acceptable preset is ever taken.
+2. The best by the objective leads. What is surely slower than another acceptable one is never taken: beyond both
+   intervals where both were timed in a duel, else beyond the timing noise. The others are tied.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory, then a preset.
 4. It is adopted when it beats the script beyond the timing noise; otherwise the answer is "stay".
 
@@ -63,6 +63,7 @@ class Standing:
         final: no further seed can change the rejection: it breaks a limit that is not that of the loss.
         by_loss: the rejection is what the loss says, whatever else there is.
         chance: of turning out acceptable.
+        low, high: 95 % interval of the speed-up, where it was timed in a duel.
     """
 
     name: str
@@ -81,6 +82,8 @@ class Standing:
     final: bool = False
     by_loss: bool = False
     chance: float = 0.0
+    low: float | None = None
+    high: float | None = None
 
     @property
     def seeds(self) -> int:
@@ -100,6 +103,8 @@ class Decision:
         rejected: why others are not acceptable, by name.
         not_taken: why others that were measured to be faster are not the answer, by name.
         unsure: index of the policy that a "stay" rejects for the timing noise alone: with more runs it may be adopted.
+        rests_on: indices of those whose speeds decided: the chosen one and what is tied with it, or the fastest one
+            that a "stay" refuses.
         run: the adopted policy's first run, or the best one so far; None where nothing is adopted.
         phases: parts of the run in bf16 that the policy needs, or was asked for.
         explanation: why each layer stays, where that was known before any trial.
@@ -112,6 +117,7 @@ class Decision:
     rejected: dict[str, Reason] = field(default_factory=dict)
     not_taken: dict[str, Reason] = field(default_factory=dict)
     unsure: int | None = None
+    rests_on: tuple[int, ...] = ()
     run: Run | None = None
     phases: tuple[str, ...] = ()
     explanation: dict[str, Any] = field(default_factory=dict)
@@ -270,20 +276,23 @@ def choose(
     script = next((i for i, one in enumerate(ranking) if one.reference), None)
     accepted = [i for i, one in enumerate(ranking) if not one.reference and one.name not in rejected]
 
-    def stay(reason: Reason, unsure: int | None = None) -> Decision:
-        return Decision("stay", (reason,), ranking, script, rejected, unsure=unsure)
+    def stay(reason: Reason, *rests_on: int, unsure: int | None = None) -> Decision:
+        return Decision("stay", (reason,), ranking, script, rejected, unsure=unsure, rests_on=rests_on)
 
     if not accepted:
         first = next(({"first": name, "why": why} for name, why in rejected.items()), {})
         return stay(Reason("none_acceptable", {**first, "more": max(0, len(rejected) - 1)}))
     merit = {i: _merit(ranking[i], objective, reference_memory) for i in accepted}
-    leader = max(accepted, key=lambda i: merit[i])
-    if merit[leader] <= 1.0 + max(timing_noise, _LEAST_GAIN if objective == "throughput" else 0.0):
-        unsure = leader if 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise else None
-        return stay(_no_gain(ranking[leader].name, merit[leader], timing_noise), unsure)
-    best_preset = max((merit[i] for i in accepted if ranking[i].preset), default=0.0)
-    least = max(merit[leader] * (1.0 - timing_noise), best_preset)
-    tied = [i for i in accepted if merit[i] >= least]
+    leader, timed = max(accepted, key=lambda i: merit[i]), objective == "throughput"
+    spans = {i: _Span.of(ranking[i], merit[i], timing_noise, timed=timed) for i in accepted}
+    least = 1.0 + (_LEAST_GAIN if timed else 0.0)
+    # what is surely slower than another acceptable one is never taken
+    gaining = [i for i in accepted if spans[i].low > 1.0 and merit[i] > least]
+    tied = [i for i in gaining if not any(spans[i].is_below(spans[j]) for j in accepted)]
+    if not tied:
+        near = spans[leader].sure is False and 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise
+        why = _no_gain(ranking[leader], merit[leader], timing_noise)
+        return stay(why, leader, unsure=leader if near else None)
     chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i]))
     best = ranking[chosen]
     reason = Reason(
@@ -298,9 +307,31 @@ def choose(
             "caveat": best.caveat,
             "merit": merit[chosen],
             "tied": len(tied),
+            "low": best.low,
+            "high": best.high,
         },
     )
-    return Decision("adopt", (reason,), ranking, chosen, rejected, run=best.run)
+    return Decision("adopt", (reason,), ranking, chosen, rejected, rests_on=(chosen, *tied), run=best.run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Between which bounds the merit of a policy lies; ``sure`` where that was measured in a duel."""
+
+    low: float
+    high: float
+    sure: bool
+
+    @classmethod
+    def of(cls, one: Standing, merit: float, noise: float, *, timed: bool) -> _Span:
+        """Return the interval of a duel, or what the timing noise leaves of a figure of trials."""
+        if timed and one.low is not None and one.high is not None:
+            return cls(one.low, one.high, sure=True)
+        return cls(merit / (1.0 + noise), merit, sure=False)
+
+    def is_below(self, other: _Span) -> bool:
+        """Say whether this is surely the slower of two."""
+        return self.high < other.low
 
 
 def _merit(one: Standing, objective: str, reference_memory: float) -> float:
@@ -310,12 +341,14 @@ def _merit(one: Standing, objective: str, reference_memory: float) -> float:
     return math.sqrt(one.speedup * saved) if objective == "balanced" else one.speedup
 
 
-def _no_gain(name: str, merit: float, timing_noise: float) -> Reason:
+def _no_gain(one: Standing, merit: float, timing_noise: float) -> Reason:
     """Say why the best acceptable policy is not adopted: it is slower, or its gain cannot be told from noise."""
-    best = {"name": name, "merit": merit}
+    best = {"name": one.name, "merit": merit}
+    if one.low is not None:
+        return Reason("duel_lost", {"name": one.name, "speedup": one.speedup, "low": one.low, "high": one.high})
     if merit < 1.0 - timing_noise:
         return Reason("slower", best)
-    known = timing_noise >= _LEAST_GAIN
+    known = timing_noise >= _LEAST_TIMED
     return Reason("within_timing_noise", best | {"noise": timing_noise}) if known else Reason("no_modelled_gain", best)
 
 

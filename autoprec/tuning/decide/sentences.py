@@ -90,6 +90,11 @@ def _tied(noise: float, also: Reason | None = None) -> str:
     return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
 
 
+def speed_text(speedup: float, low: float | None = None, high: float | None = None) -> str:
+    """Return a speed-up with its 95 % interval, where that is known."""
+    return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
+
+
 # --- the verdict -----------------------------------------------------------------------------------------------------
 def _none_acceptable(first: str = "", why: Reason | None = None, more: int = 0) -> str:
     named = f": {first}: {why}" if first else ""
@@ -106,15 +111,19 @@ def _adopted(
     caveat: Reason | None,
     merit: float,
     tied: int,
+    low: float | None = None,
+    high: float | None = None,
     so_far: bool = False,
 ) -> str:
-    gain = f"{speedup:.2f}x"
+    gain = speed_text(speedup, low, high)
     if sixteen_bit:
         gain = f"{speedup / sixteen_bit:.2f}x over 16-bit ({gain} over the script as written)"
     text = f"{name} is the {_BEST[objective]} acceptable policy{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
-    return text + (f"; of {tied} within the timing noise it has the smallest gradient error" if tied > 1 else "")
+    return text + (
+        f"; of {tied} that cannot be told apart in speed it has the smallest gradient error" if tied > 1 else ""
+    )
 
 
 def _faster_not_taken(name: str, speedup: float, sixteen_bit: float | None, why: Reason, more: int) -> str:
@@ -190,6 +199,10 @@ SENTENCES: dict[str, Callable[..., str]] = {
     ),
     "within_timing_noise": lambda name, merit, noise: (
         f"the best acceptable policy ({name}) gains {merit - 1.0:+.1%}, which is within the timing noise of {noise:.1%}"
+    ),
+    "duel_lost": lambda name, speedup, low, high: (
+        f"the best acceptable policy ({name}) is {'not faster than' if high < 1.01 else 'not surely faster than'} the "
+        f"script as written, timed beside it: {speed_text(speedup, low, high)}"
     ),
     "adopted": _adopted,
     "faster_not_taken": _faster_not_taken,

@@ -16,6 +16,7 @@ from dataclasses import replace
 from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
+from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
@@ -25,8 +26,9 @@ from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import why_nothing
+from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.phases.measuring import leader, scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
@@ -39,17 +41,21 @@ from autoprec.tuning.study.run import Run, pooled
 UNUSABLE_SEEDS = 2
 #: Bounds of the relative timing noise of a median over the seeds.
 LEAST_NOISE, MOST_NOISE = 0.01, 0.10
+#: What two modelled speed-ups have to be apart to be told apart: the model is right within 10 % of a step, and what two
+#: policies have in common is as wrong for both.
+MODEL_RESOLUTION = 0.005
 #: Chance of being acceptable from which on a preset that was not run counts as what people would run instead.
 _MAY_BE_FINE = 0.5
 
 
 def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:
-    """Return the relative difference of two median speed-ups that noise alone stays below with 95 %; 0 when modelled.
+    """Return the relative difference of two median speed-ups that noise alone stays below with 95 %.
 
     The spread over the seeds is pooled over the candidates; with few seeds it is itself uncertain (Student's t).
+    Modelled ones have the model's resolution instead.
     """
     if not measured_times:
-        return 0.0
+        return MODEL_RESOLUTION
     several = [s for s in speedups if len(s) > 1]
     if not several:
         return MOST_NOISE
@@ -77,7 +83,10 @@ class Race:
         self._benign: dict[int, tuple[float, float]] = {}
         self._unusable: dict[int, str] = {}
         self._asked_errors: set[str] = set()
+        self._known: dict[str, Run] = {}  # duels
+        self._is_over = False  # a run was ended for want of time
         self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
+        self.duels = Duels(setup, runner, ledger)
         self.seconds_left: Callable[[], float] = lambda: 0.0
         self.now: Ranking = self.update()
 
@@ -104,6 +113,8 @@ class Race:
 
     def _corrected(self, run: Run) -> Run:
         time = run.metrics.get("step_time_ms")
+        if time is not None and (duel := self._known.get(run.name)) is not None:
+            return run.with_metrics({"step_time_ms": duel.metrics["step_time_ms"]})
         if time is None or is_whole(run) or not self._correction:
             return run
         return run.with_metrics({"step_time_ms": replace(time, value=time.value * self._factor(run))})
@@ -121,7 +132,7 @@ class Race:
         for record in self._ledger.store.records:
             if record.kind == "finalist":
                 further.setdefault(record.name, []).append(record)
-        self._rows, self._correction = {}, []
+        self._rows, self._correction, self._known = {}, [], self.duels.known()
         for record in self._tried:
             rows = sorted(further.get(record.name, ()), key=lambda r: r.seed)
             whole = [row for row in rows if row.seed == record.seed]  # says more of that seed than blocks did
@@ -158,16 +169,19 @@ class Race:
     def _must_end(self) -> bool:
         """Say whether no further run is made: the time is used up, or the script fails under one seed after the other.
 
-        One policy is measured under a second seed whatever the budget says.
+        One policy is measured under a second seed where that ends soon after the budget.
         """
         if self.seedless:
             failed = next(iter(self._unusable.values()))
             self._ledger.cut(f"the script as written failed under {len(self._unusable)} further paired seeds: {failed}")
             return True
         budget = self._setup.options.budget_s
+        if self._is_over:
+            return True
         if budget is None or self._ledger.elapsed() + self.seed_s + self._ledger.seconds_to_close() <= budget:
             return False
-        if all(len(rows) < self.fewest for rows in self._rows.values()):
+        enough = OVERRUN * budget - self._ledger.elapsed() > self.seed_s
+        if enough and all(len(rows) < self.fewest for rows in self._rows.values()):
             return False
         self._ledger.cut("the time budget ended the paired seeds while one more could still have changed the answer")
         return True
@@ -195,6 +209,10 @@ class Race:
                 running.result()
                 return
             result = running.result()
+        if result.status == OUT_OF_TIME:
+            self._is_over = True
+            ledger.cut(f"the time budget ended paired seed {seed} of {record.name}: {result.reason}")
+            return
         done = scored(self._setup, ledger, plan, result, reference, self._error(record), began)
         done = replace(done, number=ledger.store.next_number())
         ledger.store.add(done)  # stored as soon as it is known, so that a killed search repeats as little as possible
@@ -282,13 +300,14 @@ class Race:
         )
 
     def _standing(self, record: Run) -> Standing:
-        runs = self._rows[record.number]
-        known = pooled(runs).get(record.name)
+        runs, duel = self._rows[record.number], self._known.get(record.name)
+        known = pooled([*runs, *([duel] if duel is not None else [])]).get(record.name)
         figures = record if known is None else known
         factor = self._factor(record) if self._correction else 1.0
+        whole, speed = duel is not None or any(map(is_whole, runs)), figures.metrics["speedup"]
         return Standing(
             name=record.name,
-            speedup=0.0 if known is None else figures["speedup"] / (1.0 if any(map(is_whole, runs)) else factor),
+            speedup=0.0 if known is None else figures["speedup"] / (1.0 if whole else factor),
             # a failed seed is an infinite divergence: such a policy is never accepted
             divergences=tuple(run["divergence"] if run.ok else math.inf for run in runs),
             excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
@@ -296,6 +315,8 @@ class Race:
             memory_bytes=figures["memory_bytes"],
             preset=record.kind == "preset",
             run=record,
+            low=speed.low if duel is not None else None,
+            high=speed.high if duel is not None else None,
         )
 
     def _decide(self) -> Decision | None:
@@ -330,7 +351,8 @@ class Race:
         )
         # of the steps themselves, not of the whole run
         ranking = tuple(
-            replace(r, speedup=one.speedup) for r, one in zip(decision.ranking, (script, *final), strict=True)
+            replace(r, speedup=one.speedup, low=one.low, high=one.high)
+            for r, one in zip(decision.ranking, (script, *final), strict=True)
         )
         return replace(decision, ranking=ranking, rejected=rejected | decision.rejected)
 
@@ -390,6 +412,9 @@ class Race:
         if decision.run is not None and self._measure_error(decision.run):
             self._measure_all_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
+        if self.duels.time([run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]):
+            self.update()
+            return self.answer()  # its speed, or that of what is tied with it, was one of trials
         unsure = None if decision.unsure is None else decision.ranking[decision.unsure]
         if unsure is not None and unsure.seeds < setup.options.seeds and not self._must_end():
             self._one_more(_run(unsure))
@@ -430,7 +455,8 @@ class Race:
             return one
         plain = plain_speedup(self._ledger.store.records) or 1.0
         phased = with_presets(Policy.model_validate(_run(one).policy), ("last-bf16",))
-        return replace(one, speedup=speedup_of_run(phased, options.run_steps, one.speedup, plain)[0])
+        whole = speedup_of_run(phased, options.run_steps, one.speedup, plain)[0]
+        return replace(one, speedup=whole, low=None, high=None)
 
     def _over_preset(self, chosen: Standing, noise: float) -> tuple[Reason, ...]:
         """Return what the chosen policy gains over the fastest preset that is acceptable, or may be for all we know."""

@@ -10,17 +10,19 @@ from typing import Any
 from autoprec.errors import FileError, NothingAcceptableError, ScriptError
 from autoprec.support.files import finite, read_document, with_checksum, without_checksum, write_json
 from autoprec.support.plain import rebuild
-from autoprec.trial.protocol import TrialResult
+from autoprec.trial.protocol import OUT_OF_TIME, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, timed_share
 from autoprec.tuning.phases.concluded import measured_here
-from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
+from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import BY_BLOCK, Metric, Run
 
+#: Policies that are measured whatever the budget says, each under two seeds.
+FEWEST_RUNS = 2
 #: The reference beside the study, and how far its steps may be from what they took, to be as fast.
 _FILE, _AS_FAST = "reference.json", 0.05
 #: How far the losses of a script that does not repeat itself may be from those kept, over what its benign changes
@@ -48,13 +50,13 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
     blocks = runner.by_block.begin(runner.spec(setup.reference_policy()), whole) if whole is not None else None
+    # the first run alone tells whether there are enough steps, and time for more of them
+    first = blocks or whole or _run(setup, runner)
+    ledger.timings["reference_run_s"] = time.monotonic() - began
     # runs that are timed have the machine to themselves; where times are modelled they share it
     with runner.threads(runner.final_workers, "reference") as threads:
-        labels = ("", "bf16") if whole is not None else ("", "", "bf16")
-        *plain, rounded = (threads.submit(_run, setup, runner, label) for label in labels)
-        first = blocks or whole or plain[0].result()
-        ledger.timings["reference_run_s"] = time.monotonic() - began
-        second, known = plain[-1].result(), {"bf16": rounded.result()}
+        again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "bf16"))
+        second, known = again.result(), {"bf16": rounded.result()}
     noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, setup.limits.divergence)
     baseline = baseline_of(first, second, noisy)
     deterministic = first.losses == second.losses
@@ -218,6 +220,15 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     if result.ok:
         return result
     where = str(setup.host.model.get("class", "the script"))
+    if result.status == OUT_OF_TIME:
+        budget, needed = setup.options.budget_s or 0.0, float(result.payload.get("needed_s", 0.0))
+        # the reference runs three times, what people write by hand as often, and each gets a further seed
+        whole = runner.elapsed() + (REFERENCE_RUNS + 2 * FEWEST_RUNS) * needed
+        raise NothingAcceptableError(
+            f"a time budget of {budget:.0f} s is too short: {result.reason}",
+            where=where,
+            fix=f"a search takes about {whole:.0f} s with so many steps: --budget {whole:.0f}s, or fewer --steps",
+        )
     if result.status == "too_short":
         steps = setup.options.steps + setup.options.warmup
         raise NothingAcceptableError(

@@ -18,7 +18,7 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy, save_policy
 from autoprec.support.units import counted
-from autoprec.trial.protocol import FAILURES
+from autoprec.trial.protocol import FAILURES, OUT_OF_TIME
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
@@ -31,7 +31,7 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import first_presets, is_plain, runs_in_sixteen_bit
+from autoprec.tuning.sixteen_bit import by_hand, first_presets
 from autoprec.tuning.study.run import BY_BLOCK, Run
 
 #: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
@@ -76,12 +76,11 @@ class _Loop:
     Attributes:
         race: everything measured, and where it stands.
         goal, done: trials that are wanted at most, and that are finished (in earlier sessions, too).
-        begun: how many of these earlier sessions finished.
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
         began_s: when this loop began, seconds into the search.
-        yardstick: the 16-bit run, which is measured whatever the budget says; None where none is needed.
+        by_hand: keys of what people write by hand, which is run first, whatever the budget says.
         number, place: of the next record, and N of the last trial named ``trial N``.
         used_up: the sampler proposed nothing new any more.
         taught: how many records there were when the models were last fitted.
@@ -99,9 +98,8 @@ class _Loop:
     failures: int = 0
     seen: dict[tuple[Any, ...], Run] = field(default_factory=dict)
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
-    begun: int = 0
     began_s: float = 0.0
-    yardstick: tuple[Any, ...] | None = None
+    by_hand: frozenset[tuple[Any, ...]] = frozenset()
     number: int = 0
     place: int = 0
     used_up: bool = False
@@ -114,7 +112,7 @@ class _Loop:
         self.number = store.next_number()
         # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
         self.place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
-        self._teach()
+        self.teach()
 
     def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> Run:
         setup, ledger = self.setup, self.ledger
@@ -139,12 +137,17 @@ class _Loop:
             NothingAcceptableError: too many failures in a row, with the first cause.
         """
         ledger = self.ledger
+        if record.status == OUT_OF_TIME:  # nothing is known of it, and nothing is held against it
+            self.by_hand -= {self.setup.problem.key(record.params)}
+            ledger.cut(f"the time budget left no time for {record.name}: {record.reason}")
+            ledger.store.forget(trial, record)
+            return
         record = with_gain(self.setup, ledger, record)  # the 16-bit run may have ended while it ran
         ledger.store.tell(trial, record)
         self.number = max(self.number, ledger.store.next_number())
         self.done += 1
         self.seen[self.setup.problem.key(record.params)] = record
-        self._teach()
+        self.teach()
         best = ledger.best()
         if best is not None and best.name != self.saved:  # so that not even kill -9 loses it
             save_policy(Policy.model_validate(best.policy), self.setup.study_dir / "best.yaml")
@@ -159,7 +162,7 @@ class _Loop:
                 fix=f"its output ended with:\n{first.tail}" if first.tail else "run with -v to see every trial",
             )
 
-    def _teach(self) -> None:
+    def teach(self) -> None:
         """Refit to what was measured since the last time."""
         if self.taught == len(self.ledger.store.records):
             return
@@ -199,7 +202,7 @@ class _Loop:
             return 0.0
         if not isinstance(self.sampler, PrecisionSampler) or self.ledger.store.queued():
             return math.inf
-        self._teach()
+        self.teach()
         best = self.sampler.best(self.ledger.store.live)
         return best.value if best is not None else 0.0
 
@@ -247,9 +250,9 @@ class _Loop:
         budget = self.setup.options.budget_s
         if budget is None:
             return False
-        # one trial is run whatever the budget says, in a resumed session, too: each gets on
-        if not self.running and (self.done == self.begun or self.yardstick not in (None, *self.seen)):
-            return False
+        # what people write by hand is run before anything else, whatever is kept for further seeds
+        if self.by_hand - self.seen.keys():
+            return self.ledger.elapsed() > budget
         kept = reserve(self.setup, self.race, self.ledger, self.began_s) + self.ledger.seconds_to_close()
         return self.ledger.elapsed() + self.ledger.seconds_per_run() + kept > budget
 
@@ -274,8 +277,14 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     race = Race(setup, runner, ledger, expectation)
     seen = {problem.key(record.params): record for record in store.learned()}
     loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
-    loop.began_s, loop.begun, race.seconds_left = began, loop.done, loop.seconds_left
-    loop.yardstick = next((problem.key(params) for name, params in first if is_plain(name)), None)
+    loop.began_s, race.seconds_left = began, loop.seconds_left
+    loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
+    ledger.listener.phase("search")
+    _drive(loop, only_queued=True)
+    if race.duels.time([record for record in store.learned() if problem.key(record.params) in loop.by_hand]):
+        race.update()
+        loop.taught = -1
+        loop.teach()
     while True:
         ledger.listener.phase("search")
         _drive(loop)
@@ -292,28 +301,35 @@ def _sampler(
 ) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, dict[str, Any]]]]:
     """Return the sampler, and the presets that are measured before it is asked.
 
-    Ours asks for presets where they are worth a trial; only the 16-bit run, which a gain is told against, is measured
-    anyway, and where trials are timed one run of FP8 attention, of which the model expects nothing. The others measure
-    them all, whatever people run today.
+    Ours asks for presets where they are worth a trial; only what a person would write by hand is measured anyway, and
+    where trials are timed one run of FP8 attention, of which the model expects nothing. The others measure them all.
     """
     options, problem = setup.options, setup.problem
     known = first_presets(presets(problem))
     sampler = make_sampler(options.sampler, problem, prior, goals, presets=known, seed=options.seed)
+    hand = by_hand([preset for preset in known if not problem.is_script(preset[1])])
     if not isinstance(sampler, PrecisionSampler):
-        return sampler, known[: max(FEWEST_PRESETS, options.trials // 2)]
-    told_against = [preset for preset in known if is_plain(preset[0])][:1]
-    needed = not setup.target.is_cpu and not runs_in_sixteen_bit(setup.graph)
+        others = [preset for preset in known if preset not in hand]
+        return sampler, [*hand, *others][: max(FEWEST_PRESETS, options.trials // 2, len(hand))]
     unpriced = [preset for preset in known if setup.measured and preset[1].get("attention") == "fp8"][:1]
-    return sampler, [*(told_against if needed else []), *unpriced]
+    return sampler, [*hand, *unpriced]
 
 
-def _drive(loop: _Loop) -> None:
-    """Run trials until they are used up, further seeds are worth more, or nothing is worth a trial."""
+def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
+    """Run trials until they are used up, further seeds are worth more, or nothing is worth a trial.
+
+    Args:
+        only_queued: run what waits to be run before the sampler is asked, and nothing else.
+    """
     runner = loop.runner
+
+    def wants_more() -> bool:
+        return loop.wants_more() and not (only_queued and not loop.ledger.store.queued())
+
     with runner.threads(runner.workers, "trial") as threads:
-        while loop.running or loop.wants_more():
+        while loop.running or wants_more():
             asked = 0
-            while loop.room() > 0 and loop.wants_more() and asked < ASKS_PER_TRIAL * loop.goal:
+            while loop.room() > 0 and wants_more() and asked < ASKS_PER_TRIAL * loop.goal:
                 asked += 1
                 trial = loop.ledger.store.ask()
                 params = dict(trial.params)  # Optuna copies them deeply every time

@@ -20,6 +20,8 @@ from autoprec.support.units import memory_text, percent_text, ratio_text, time_t
 
 #: The tag of runs whose trial compiled repeated blocks instead of the whole model.
 BY_BLOCK = "by_block"
+#: The kind of a run that timed a policy beside the reference: its speed-up has an interval, its losses mean nothing.
+DUEL = "duel"
 MEASURED, MODELLED = "measured", "modelled"
 
 
@@ -101,7 +103,7 @@ class Run:
 
     Attributes:
         number: 0, 1, 2, ... in order of asking; finalist and reference runs have their own numbers.
-        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search`` or ``finalist``.
+        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search``, ``finalist`` or ``duel``.
         name: what a person calls it: a preset's name, or ``trial 17``.
         params: what Optuna decided (``layer:<group>`` -> choice, and other parameters).
         policy: the policy document that ran; empty for the reference.
@@ -215,9 +217,9 @@ class Run:
 def pooled(runs: Iterable[Run]) -> dict[str, Run]:
     """Return every policy that was measured, by name: its first run, with the figures of all its paired runs.
 
-    The speed-up is the median over the runs that compiled the model as the script does, where there are any, and what
-    else is of time follows it, and the memory is theirs; the divergence is the mean over paired seeds, and
-    ``metrics["seeds"]`` says over how many.
+    The speed-up is that of its duel, with its interval; without one the median over the runs that compiled the model as
+    the script does, where there are any, whose memory counts then. What else is of time follows it; the divergence is
+    the mean over paired seeds, and ``metrics["seeds"]`` says over how many.
     """
     by_name: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda r: (r.kind == "finalist", r.seed)):
@@ -227,15 +229,19 @@ def pooled(runs: Iterable[Run]) -> dict[str, Run]:
 
 
 def _pool(runs: Sequence[Run]) -> Run:
+    duel = next((run for run in reversed(runs) if run.kind == DUEL), None)
+    runs = [run for run in runs if run.kind != DUEL] or runs
     first = runs[0]
-    if len(runs) == 1 or not {"speedup", "divergence"} <= first.metrics.keys():
+    if not {"speedup", "divergence"} <= first.metrics.keys() or (len(runs) == 1 and duel is None):
         return first
     whole = [run for run in runs if BY_BLOCK not in run.tags] or runs
-    speedup = statistics.median(run["speedup"] for run in whole)
-    faster = speedup / first["speedup"]
+    median = Metric(statistics.median(run["speedup"] for run in whole), first.metrics["speedup"].source)
+    speedup = duel.metrics["speedup"] if duel is not None else median
+    faster = speedup.value / first["speedup"]
     values = {name: first[name] * faster for name in _RATES if name in first.metrics}
-    gaps = {run.seed: run["divergence"] for run in runs}  # under one seed the whole model's run is the later
-    values |= {"speedup": speedup, "step_time_ms": first["step_time_ms"] / faster, "seeds": float(len(gaps))}
-    values |= {name: whole[0][name] for name in ("memory_bytes",) if name in whole[0].metrics}
-    values["divergence"] = statistics.fmean(gaps.values())
-    return first.with_metrics(metrics_of(values, first.sources))
+    values |= {"step_time_ms": first["step_time_ms"] / faster}
+    if len(runs) > 1:
+        gaps = {run.seed: run["divergence"] for run in runs}  # under one seed the whole model's run is the later
+        values |= {"seeds": float(len(gaps)), "divergence": statistics.fmean(gaps.values())}
+        values |= {name: whole[0][name] for name in ("memory_bytes",) if name in whole[0].metrics}
+    return first.with_metrics(metrics_of(values, first.sources) | {"speedup": speedup})

@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from autoprec.applying.policy import apply_policy
-from autoprec.applying.prepared import Prepared
 from autoprec.policy import Policy
 from autoprec.support.intervals import median_interval
 from autoprec.trial.command import ScriptCommand
@@ -59,18 +55,3 @@ def test_a_script_that_ends_gives_the_rounds_it_had(tmp_path: Path) -> None:
     result = duel(tmp_path, 40)
     assert result.ok
     assert result.payload["duel"]["steps"] == 40
-
-
-def test_what_was_put_on_is_exchanged_without_being_built_anew() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
-    plain, before = Prepared(model), model(x)
-    apply_policy(Policy.model_validate(uniform("bf16")), model)
-    on, lowered, execution = Prepared(model), model(x), model[0].__dict__["_autoprec"]
-    plain.put()
-    assert type(model[0]) is nn.Linear
-    assert torch.equal(model(x), before)
-    on.put()
-    assert model[0].__dict__["_autoprec"] is execution
-    assert torch.equal(model(x), lowered)
-    assert not torch.equal(lowered, before)

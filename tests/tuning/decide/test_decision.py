@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,12 +134,22 @@ def test_among_ties_the_safest_wins() -> None:
     assert choose([SCRIPT, fast, safe], timing_noise=0.0).index == 1
 
 
-def test_never_slower_than_the_best_preset() -> None:
+def test_what_cannot_be_told_apart_in_speed_is_a_tie_and_what_can_is_none() -> None:
     preset = candidate("preset", 1.50, preset=True, gradient_error=0.09)
     safer = candidate("safer", 1.49, gradient_error=0.01)
-    faster = candidate("faster", 1.502, gradient_error=0.05)
-    assert choose([SCRIPT, preset, safer], timing_noise=0.02).index == 1
-    assert choose([SCRIPT, preset, safer, faster], timing_noise=0.02).index == 3
+    assert choose([SCRIPT, preset, safer], timing_noise=0.02).index == 2
+    timed = [replace(one, low=one.speedup - width, high=one.speedup + width) for one, width in ((preset, 0.004),)]
+    for width, index in ((0.004, 1), (0.02, 2)):
+        other = replace(safer, low=1.49 - width, high=1.49 + width)
+        assert choose([SCRIPT, *timed, other], timing_noise=0.10).index == index, "beyond the timing noise of trials"
+
+
+def test_a_duel_whose_interval_holds_one_is_a_stay_and_what_is_surely_faster_is_adopted() -> None:
+    near = candidate("near", 1.02, gradient_error=0.01)
+    stay = choose([SCRIPT, replace(near, low=0.99, high=1.05)], timing_noise=0.02)
+    assert (stay.verdict, stay.reasons[0].code, stay.rests_on) == ("stay", "duel_lost", (1,))
+    adopt = choose([SCRIPT, replace(near, low=1.01, high=1.03)], timing_noise=0.10)
+    assert (adopt.verdict, adopt.reasons[0].data["low"]) == ("adopt", 1.01)
 
 
 def test_a_gain_within_the_noise_is_no_reason_to_change() -> None:

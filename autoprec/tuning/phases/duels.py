@@ -1,0 +1,166 @@
+"""Duels of a search: the speed of whatever decides is timed beside the script's own, in one process.
+
+What two trials measured a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
+that people write by hand, what would be adopted, and what is tied with it) is timed again in blocks of steps that take
+turns (:mod:`autoprec.trial.inside.duel`), and its speed-up has a 95 % interval from then on. A duel is a run of its own
+in the study; its losses mean nothing, and what the loss says of a policy comes from paired trials.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, StabilityPolicy
+from autoprec.support.intervals import FEWEST, median_interval
+from autoprec.trial.protocol import REFERENCE, Probe
+from autoprec.tuning.decide.metrics import step_time
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.paired import BUSY, PairedRunner
+from autoprec.tuning.setup import Setup
+from autoprec.tuning.study.run import DUEL, Metric, Run
+
+#: Half the width of an interval that is enough, relative to the speed-up: on an idle machine, and beside a load.
+_PRECISE, _PRECISE_BESIDE_LOAD = 0.01, 0.02
+#: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
+_FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
+#: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
+_PROCESSES, _STEPS, _WARMUP = 4, 6, 2
+#: Policies of one duel: each holds its compiled graphs.
+MOST_AT_ONCE = 4
+
+
+class Duels:
+    """Times policies against the reference, where times are measured at all."""
+
+    def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
+        self._setup, self._runner, self._ledger = setup, runner, ledger
+        self._tried: set[str] = set()
+
+    def known(self) -> dict[str, Run]:
+        """Return the last duel of each policy, by name."""
+        return {run.name: run for run in self._ledger.store.records if run.kind == DUEL and run.ok}
+
+    def wanted(self, runs: Sequence[Run]) -> list[Run]:
+        """Return those of some runs that can be timed in a duel and were not yet."""
+        if not self._setup.measured or self._runner.by_block.active:  # those compile blocks for the model's time
+            return []
+        known = self.known()
+        asked = {run.name: run for run in runs if run.ok and run.policy and run.name not in known}
+        return [run for name, run in asked.items() if name not in self._tried]
+
+    def time(self, runs: Sequence[Run]) -> bool:
+        """Time policies that were not yet; returns whether anything was learnt."""
+        wanted = self.wanted(runs)[:MOST_AT_ONCE]
+        if not wanted:
+            return False
+        within = self._seconds(len(wanted))
+        if within <= 0:
+            self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
+            return False
+        self._tried |= {run.name for run in wanted}
+        began = time.time(), time.monotonic()
+        together = [run for run in wanted if can_be_exchanged(run.policy)]
+        rounds = self._together(together, within) if together else []
+        apart = [run for run in wanted if run not in together]
+        times = {run.name: [(r[REFERENCE], r[run.name]) for r in rounds if run.name in r] for run in together}
+        times |= {run.name: self._apart(run, within) for run in apart}
+        found = [self._record(run, times[run.name], began) for run in wanted if len(times[run.name]) >= FEWEST]
+        for one in found:
+            self._ledger.store.add(replace(one, number=self._ledger.store.next_number()))
+        if found:
+            told = ", ".join(f"{one.name} {one['speedup']:.3g}x {interval_text(one)}" for one in found)
+            self._ledger.listener.note(f"timed beside the script in one process: {told}")
+        self._ledger.add_seconds("duels_s", time.monotonic() - began[1])
+        return bool(found)
+
+    def _seconds(self, count: int) -> float:
+        """Return the seconds of its own that a duel may take; 0 where the budget leaves none."""
+        ledger, budget = self._ledger, self._setup.options.budget_s
+        most = max(_FIRST_S + _EACH_S * count, _RUNS * ledger.timings.get("reference_run_s", 0.0))
+        if budget is None:
+            return most
+        left = budget - ledger.elapsed() - ledger.seconds_to_close()
+        return min(most, left) if left > 0 else 0.0
+
+    def _precision(self) -> float:
+        cores = os.cpu_count() or 1
+        return _PRECISE_BESIDE_LOAD if os.getloadavg()[0] - 1 > BUSY * cores else _PRECISE
+
+    def _together(self, runs: Sequence[Run], within_s: float) -> list[dict[str, float]]:
+        rounds: list[dict[str, float]] = []
+        probes, began = tuple(Probe(run.name, run.policy) for run in runs), time.monotonic()
+        for _ in range(_PROCESSES):
+            spec = self._runner.spec(
+                self._setup.reference_policy(),
+                kind="duel",
+                probes=probes,
+                within_s=max(1.0, within_s - (time.monotonic() - began)),
+                precision=self._precision(),
+            )
+            result = self._runner.duel(spec)
+            found: dict[str, Any] = result.payload.get("duel", {})
+            rounds += found.get("rounds", [])
+            enough = len(rounds) >= FEWEST or time.monotonic() - began > within_s
+            if not result.ok or enough or not found.get("rounds"):
+                if not result.ok:
+                    self._ledger.note(f"a duel failed ({result.status}: {result.reason}): times are those of trials")
+                break
+        return rounds
+
+    def _apart(self, run: Run, within_s: float) -> list[tuple[float, float]]:
+        """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
+        found: list[tuple[float, float]] = []
+        began = time.monotonic()
+        while len(found) < 2 * FEWEST and (len(found) < FEWEST or time.monotonic() - began < within_s):
+            policies = [self._setup.reference_policy(), run.policy]
+            if len(found) % 2:
+                policies.reverse()
+            results = [
+                self._runner.duel(self._runner.spec(p, steps=_STEPS, warmup=_WARMUP, timed_share=0.0)) for p in policies
+            ]
+            if not all(result.ok for result in results):
+                break
+            ms = [step_time(result.step_ms, result.warmup) for result in results]
+            found.append((ms[0], ms[1]) if not len(found) % 2 else (ms[1], ms[0]))
+            budget = self._setup.options.budget_s
+            if budget is not None and self._ledger.elapsed() > budget:
+                break
+        return found
+
+    def _record(self, run: Run, times: Sequence[tuple[float, float]], began: tuple[float, float]) -> Run:
+        middle, low, high = median_interval([reference / own for reference, own in times])
+        step = self._ledger.reference.step_ms
+        metrics = {
+            "speedup": Metric(middle, low=low, high=high),
+            "step_time_ms": Metric(step / middle, low=step / high, high=step / low),
+        }
+        return Run(
+            number=0,
+            kind=DUEL,
+            name=run.name,
+            params=run.params,
+            policy=run.policy,
+            status="ok",
+            metrics=metrics,
+            started=began[0],
+            seconds=time.monotonic() - began[1],
+        )
+
+
+def can_be_exchanged(document: dict[str, Any]) -> bool:
+    """Say whether a policy can be taken off between two steps: it leaves weights, state and gradients as they are."""
+    policy = Policy.model_validate({key: value for key, value in document.items() if key != "evidence"})
+    plain = policy.optimizer == OptimizerPolicy() and policy.communication == CommunicationPolicy()
+    return plain and policy.stability == StabilityPolicy() and policy.loss_scaling == "none" and not policy.phases
+
+
+def interval_text(run: Run) -> str:
+    """Return a speed-up's interval; empty where it has none."""
+    metric = run.metrics.get("speedup")
+    if metric is None or metric.low is None or metric.high is None:
+        return ""
+    return f"[{metric.low:.3g}, {metric.high:.3g}]"
