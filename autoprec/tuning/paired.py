@@ -144,7 +144,7 @@ class PairedRunner:
             "anneal": True,  # no policy causes the noise of a high learning rate
             "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
             "timed_share": timed_share(self._setup),
-            "within_s": self.seconds_left(),
+            "within_s": self.seconds_left() if changes.get("kind", "train") == "train" else None,
         }
         return TrialSpec(**(values | changes))
 

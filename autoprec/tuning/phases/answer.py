@@ -87,7 +87,10 @@ def figures_of_evidence(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a row that a policy's evidence has, four digits each."""
     names = [name for name in METRICS if name not in _NOT_EVIDENCE]
     names.insert(1 + names.index("divergence"), "interval")
-    return {name: _plain(float(row[name])) for name in (*names, "gain_over_preset") if name in row}
+    out = {name: _plain(float(row[name])) for name in (*names, "gain_over_preset") if name in row}
+    if None not in (bounds := row.get("intervals", {}).get("speedup", (None,))):
+        out |= {"speedup_low": _plain(float(bounds[0])), "speedup_high": _plain(float(bounds[1]))}
+    return out
 
 
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
@@ -100,8 +103,9 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
         speedup = chosen.speedup
         out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), decision.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
-        if out["speedup"] != speedup:  # the interval is that of one of its runs
-            out.pop("intervals", None)
+        out.pop("intervals", None)  # that of one of its runs
+        if chosen.low is not None and chosen.high is not None:
+            out["intervals"] = {"speedup": (chosen.low, chosen.high)}
         out["speedup"] = speedup
         out["step_time_ms"] = reference_metrics(setup, ledger)["step_time_ms"] / speedup  # of the one that is given
         out["memory_bytes"] = chosen.memory_bytes
