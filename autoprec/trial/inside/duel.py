@@ -3,7 +3,7 @@
 Step times of two processes, a minute apart, differ by up to a quarter on a busy machine, however many steps each has.
 Here blocks of a few steps take turns in random order, policies are put on and taken off between them, and of each round
 the ratio of the two blocks is taken: what slows one of them slows the other as well. The median of these ratios has a
-95 % interval (:mod:`autoprec.support.intervals`), and a duel goes on until that is narrow enough.
+95 % interval (:mod:`autoprec.trial.intervals`), and a duel goes on until that is narrow enough.
 
 The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold, and
 what compiles does so once. The model is trained on by all of them, so a duel's losses mean nothing.
@@ -24,10 +24,10 @@ from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import world_size
 from autoprec.policy import policy_from_dict
-from autoprec.support.intervals import median_interval
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
+from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.

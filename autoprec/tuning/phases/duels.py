@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, StabilityPolicy
-from autoprec.support.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, Probe
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.ledger import Ledger

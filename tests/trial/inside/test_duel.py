@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from autoprec.policy import Policy
-from autoprec.support.intervals import median_interval
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.inside.duel import ratios_of
+from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from tests.trial.conftest import uniform
 

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from autoprec.support.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import FEWEST, median_interval
 
 
 @pytest.mark.parametrize("count", [6, 9, 12, 25, 60])
