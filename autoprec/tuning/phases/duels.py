@@ -8,7 +8,9 @@ in the study; its losses mean nothing, and what the loss says of a policy comes 
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, Stabil
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, Probe
 from autoprec.tuning.decide.metrics import step_time
+from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import BUSY, PairedRunner
 from autoprec.tuning.setup import Setup
@@ -31,6 +34,11 @@ _FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
 _PROCESSES, _STEPS, _WARMUP = 4, 6, 2
 #: Policies of one duel: each holds its compiled graphs.
 MOST_AT_ONCE = 4
+#: Bounds of the relative timing noise of a median over the seeds.
+LEAST_NOISE, MOST_NOISE = 0.01, 0.10
+#: What two modelled speed-ups have to be apart to be told apart: the model is right within 10 % of a step, and what two
+#: policies have in common is as wrong for both.
+MODEL_RESOLUTION = 0.005
 
 
 class Duels:
@@ -164,3 +172,20 @@ def interval_text(run: Run) -> str:
     if metric is None or metric.low is None or metric.high is None:
         return ""
     return f"[{metric.low:.3g}, {metric.high:.3g}]"
+
+
+def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:
+    """Return the relative difference of two median speed-ups that noise alone stays below with 95 %.
+
+    The spread over the seeds is pooled over the candidates; with few seeds it is itself uncertain (Student's t).
+    Modelled ones have the model's resolution instead.
+    """
+    if not measured_times:
+        return MODEL_RESOLUTION
+    several = [s for s in speedups if len(s) > 1]
+    if not several:
+        return MOST_NOISE
+    free = sum(len(s) - 1 for s in several)
+    spread = math.sqrt(sum((len(s) - 1) * (statistics.stdev(s) / statistics.fmean(s)) ** 2 for s in several) / free)
+    error = spread * math.sqrt(2 / statistics.fmean(len(s) for s in several))
+    return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from autoprec.errors import AutoPrecError
@@ -20,7 +20,7 @@ from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
-from autoprec.tuning.decide.noise import Baseline, student95
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
@@ -28,7 +28,7 @@ from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import why_nothing
-from autoprec.tuning.phases.duels import Duels
+from autoprec.tuning.phases.duels import Duels, timing_noise
 from autoprec.tuning.phases.measuring import leader, scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
@@ -39,30 +39,8 @@ from autoprec.tuning.study.run import Run, pooled
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
-#: Bounds of the relative timing noise of a median over the seeds.
-LEAST_NOISE, MOST_NOISE = 0.01, 0.10
-#: What two modelled speed-ups have to be apart to be told apart: the model is right within 10 % of a step, and what two
-#: policies have in common is as wrong for both.
-MODEL_RESOLUTION = 0.005
 #: Chance of being acceptable from which on a preset that was not run counts as what people would run instead.
 _MAY_BE_FINE = 0.5
-
-
-def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:
-    """Return the relative difference of two median speed-ups that noise alone stays below with 95 %.
-
-    The spread over the seeds is pooled over the candidates; with few seeds it is itself uncertain (Student's t).
-    Modelled ones have the model's resolution instead.
-    """
-    if not measured_times:
-        return MODEL_RESOLUTION
-    several = [s for s in speedups if len(s) > 1]
-    if not several:
-        return MOST_NOISE
-    free = sum(len(s) - 1 for s in several)
-    spread = math.sqrt(sum((len(s) - 1) * (statistics.stdev(s) / statistics.fmean(s)) ** 2 for s in several) / free)
-    error = spread * math.sqrt(2 / statistics.fmean(len(s) for s in several))
-    return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))
 
 
 class Race:

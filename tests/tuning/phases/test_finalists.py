@@ -24,7 +24,8 @@ from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases import finalists
-from autoprec.tuning.phases.finalists import LEAST_NOISE, MODEL_RESOLUTION, MOST_NOISE, Race, timing_noise
+from autoprec.tuning.phases.duels import LEAST_NOISE, MODEL_RESOLUTION, MOST_NOISE, timing_noise
+from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
