@@ -18,7 +18,7 @@ SURFACE = {
         "--space --sweep --target"
     ),
     "run": "--audit --backend --policy --run-steps",
-    "check": "--backend --json --policy --sensitivity --steps",
+    "check": "--backend --json --policy --sensitivity --steps --strict",
     "verify": "--backend --json --max-divergence --max-gradient-error --policy --quiet --seeds --steps",
     "transfer": (
         "--batch --force --from --json --layers --max-gradient-error --output --role --seq --spot --target --to"

@@ -139,6 +139,9 @@ class ModelInfo(_Frozen):
     class_name: str = Field(alias="class")
     parameters: int = Field(ge=0)
     fingerprint: str = ""
+    layers: tuple[str, ...] = Field(
+        (), max_length=MOST_RULES, description="layers that the search saw, numbers as ranges"
+    )
 
 
 #: What a guard can watch -> the threshold where a policy names the metric without one.
@@ -371,7 +374,8 @@ class Policy(_Frozen):
         if self.execution != "keep":
             out["execution"] = self.execution
         if self.model is not None:
-            out["model"] = self.model.model_dump(by_alias=True)
+            out["model"] = self.model.model_dump(by_alias=True, exclude={"layers"})
+            out["model"] |= {"layers": list(self.model.layers)} if self.model.layers else {}
         if self.evidence:
             out["evidence"] = dict(self.evidence)
         if self.guard is not None:

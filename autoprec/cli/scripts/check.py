@@ -66,10 +66,10 @@ def _audited(
             report = record(runner, label, phases)
             phases.begin(f"{passes} forward and backward passes on the model itself")
             spot = ask(runner, host, label, policy.stages[0], report, passes, backend), report
-    _compare_models(policy.to_dict().get("model"), host.model)
     if host.device == "cpu":
         _compare_instructions(str(policy.evidence.get("instructions") or ""))
     audit, *later = audits
+    audit["notes"] = [*audit.get("notes", ()), *_differences(policy, host.model, audit["layers"])]
     if later:
         audit["phases"] = [{"from": phase.start, **row} for phase, row in zip(policy.phases, later, strict=True)]
         audit["ok"] = all(row["ok"] for row in audits)
@@ -88,11 +88,23 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
     return kind(f"the policy could not be checked: {what}", where=where, fix=fix)
 
 
-def _compare_models(made_for: dict[str, Any] | None, found: dict[str, Any]) -> None:
-    """Note a policy that was found on another model: its rules may match, its evidence does not hold."""
-    if made_for and made_for.get("fingerprint") and made_for["fingerprint"] != found.get("fingerprint"):
-        wanted, here = (f"{model['class']} ({model['parameters']:,} parameters)" for model in (made_for, found))
-        echo(f"note: the policy was found on {wanted}, this is {here}: its evidence does not apply", err=True)
+def _differences(policy: Policy, found: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return notes on how this model differs from the one that was searched, for which the evidence holds."""
+    from autoprec.policy.known_layers import unknown_layers
+
+    made_for = policy.model
+    notes: list[str] = []
+    if made_for is None:
+        return notes
+    if made_for.fingerprint and made_for.fingerprint != found.get("fingerprint"):
+        wanted = f"{made_for.class_name} ({made_for.parameters:,} parameters)"
+        here = f"{found['class']} ({found['parameters']:,} parameters)"
+        notes.append(f"the policy was found on {wanted}, this is {here}: its evidence does not apply")
+    decided = [row["name"] for row in rows if set(row["requested"].values()) != {"keep"}]
+    if made_for.layers and (new := unknown_layers(decided, made_for.layers)):
+        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
+        notes.append(f"the search has not seen {', '.join(new[:4])}{more}, which the policy's rules take as well")
+    return notes
 
 
 def _compare_instructions(found_with: str) -> None:
@@ -156,6 +168,7 @@ def _print_table(audit: dict[str, Any]) -> None:
 @options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
 @click.option("--sensitivity", default=0, metavar="N", type=click.IntRange(min=0), help="Also: spot check, N passes.")
+@click.option("--strict", is_flag=True, help="Notes count as mismatches: exit 1.")
 @options.as_json("The audit")
 def check(
     script: tuple[str, ...],
@@ -163,6 +176,7 @@ def check(
     backend: str,
     steps: int,
     sensitivity: int,
+    strict: bool,
     as_json: bool,
 ) -> None:
     """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch.
@@ -183,19 +197,22 @@ def check(
         if title:
             echo(f"\n{title.removesuffix(': ')}")
         _print_table(part)
-    _conclude(parts, policy, quiet=as_json)
+    _conclude(parts, policy, quiet=as_json, strict=strict)
     if spot is not None:
         if not as_json:
             print_spot(spot[0])
         settle(spot[0], loaded, spot[1], policy)
 
 
-def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool) -> None:
+def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool, strict: bool) -> None:
     """Say that everything executed what was asked, in each phase; ``parts`` holds the audits by what begins a name.
 
     Raises:
-        AuditError: something did not.
+        AuditError: something did not; or, where that is to be ``strict``, there is a note.
     """
+    notes = list(dict.fromkeys(note for part in parts.values() for note in part.get("notes", ())))
+    for note in () if quiet else notes:
+        echo(f"note: {note}")
     wrong = [title + row["name"] for title, audit in parts.items() for row in audit["layers"] if not row["ok"]]
     wrong += [
         title + name for title, audit in parts.items() for name, row in audit["operators"].items() if not row["ok"]
@@ -212,7 +229,11 @@ def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool) ->
         silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
         where = f", in each of {len(parts)} phases" if len(parts) > 1 else ""
         echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked{where}")
-        for note in dict.fromkeys(note for part in parts.values() for note in part.get("notes", ())):
-            echo(f"note: {note}")
         if silent:
             echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")
+    if strict and notes:
+        raise AuditError(
+            f"{len(notes)} note{'s' if len(notes) > 1 else ''}: {notes[0]}",
+            where=str(policy),
+            fix="without --strict notes are only printed",
+        )

@@ -17,6 +17,7 @@ from autoprec._version import __version__
 from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
+from autoprec.policy.known_layers import known_layers
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
@@ -194,11 +195,13 @@ def error_at(scale: CostScale, error: float) -> float:
 def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
     """Return the policy to write: the chosen point (or one that changes nothing), how it was found, what to watch."""
     evidence = _evidence(setup, ledger, decision)
+    seen = known_layers(layer.name for layer in setup.graph.layers)
+    model = ModelInfo.model_validate({**setup.graph.model, "layers": seen})
     if decision.run is None:
-        return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
+        return Policy(model=model, evidence=evidence)
     reasons = as_evidence(_explanation(setup, ledger, decision))
     policy = setup.problem.policy(decision.run.params, evidence=evidence | reasons)
-    policy = policy.model_copy(update={"guard": guard_for(policy)})
+    policy = policy.model_copy(update={"guard": guard_for(policy), "model": model})
     return _over_the_run(setup, ledger, policy, decision.phases) if decision.phases else policy
 
 

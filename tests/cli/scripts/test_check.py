@@ -128,7 +128,7 @@ def test_a_policy_found_on_another_model_is_noted(script: Path, policy: Path) ->
     found = autoprec("check", "--policy", policy, "--json", script)
     assert found.code == 0
     assert found.json()["ok"]
-    assert "found on GPT (5,000 parameters), this is Sequential (1,072 parameters)" in found.err
+    assert "found on GPT (5,000 parameters), this is Sequential (1,072 parameters)" in " ".join(found.json()["notes"])
 
 
 def test_a_script_with_fewer_steps_than_asked_for_is_told_how_many_it_has() -> None:
@@ -153,3 +153,20 @@ def test_a_policy_from_a_cpu_with_other_instructions_is_said(
     monkeypatch.setattr(check, "cpu_instructions", lambda: here)
     check._compare_instructions(found_with)
     assert (found_with in capsys.readouterr().err) == said if found_with else not capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_layers_that_the_search_has_not_seen_are_noted_and_strict_refuses_them(script: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    model = "{class: Sequential, parameters: 7, fingerprint: other, layers: ['0']}"
+    policy.write_text(
+        f"schema: autoprec.policy/1\nrecipes: {{bf16: {{format: bf16}}}}\ndefault: bf16\nmodel: {model}\n"
+    )
+    found = autoprec("check", "--policy", policy, "--json", script)
+    assert found.code == 0, found.err
+    evidence, layers = found.json()["notes"][-2:]
+    assert "its evidence does not apply" in evidence
+    assert "has not seen 2," in layers
+    strict = autoprec("check", "--policy", policy, "--strict", script)
+    assert strict.code == 1
+    assert "has not seen 2," in strict.out
