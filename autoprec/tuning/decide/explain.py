@@ -33,6 +33,8 @@ SIGNIFICANT = 3.0
 MOST_REASONS, MOST_DECISIONS = 40, 8
 #: Decisions below this share of both variances are left out: what noise explains has a share of zero.
 LEAST_SHARE = 0.005
+#: Standard deviations from a share to the end of its 95 % interval.
+_TWO_SIDED95 = 1.96
 #: The models are fitted to this many trials at most, the first and the newest, as the sampler's are.
 MOST_RECORDS = 200
 
@@ -254,6 +256,11 @@ def explanation(
     }
 
 
+def is_sure(row: Mapping[str, Any]) -> bool:
+    """Say whether a decision's share of what moves divergence is surely above zero (95 %)."""
+    return float(row["error_share"]) > _TWO_SIDED95 * float(row.get("error_sd", 0.0))
+
+
 def _kind(name: str) -> str:
     """Return a layer's name without the numbers of its blocks."""
     return re.sub(r"\d+", "*", name)
@@ -325,12 +332,15 @@ def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:
     mattered = {
         d["name"].removeprefix("layer:"): f"{d['time_share']:.0%} of what moves time, {error_share(d)} of divergence"
         for d in reasons.get("importance", ())
+        if d["time_share"] >= LEAST_SHARE or is_sure(d)
     }
     return {name: value for name, value in (("why", why), ("mattered", mattered)) if value}
 
 
 def error_share(decision: Mapping[str, Any]) -> str:
-    """Return a decision's share of what moves divergence, with its standard deviation where that is known."""
+    """Return a decision's share of what moves divergence, with its standard deviation; no figure that may be zero."""
+    if not is_sure(decision):
+        return "an unknown share"
     share, sd = float(decision["error_share"]), float(decision.get("error_sd", 0.0))
     return f"{share:.0%} ± {sd:.0%}" if sd >= 0.005 else f"{share:.0%}"
 

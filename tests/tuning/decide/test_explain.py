@@ -201,6 +201,7 @@ def test_what_is_told_is_one_sentence_each() -> None:
     assert evidence["mattered"] == {"head": "50% of what moves time, 25% of divergence"}
     assert as_evidence({}) == {}
     assert error_share({"error_share": 0.25, "error_sd": 0.08}) == "25% ± 8%"
+    assert "%" not in error_share({"error_share": 0.13, "error_sd": 1.3}), "its interval holds zero"
 
 
 def verdict_row(name: str, ms: float, reason: str, *, best: str = "keep", gain: float = 0.0) -> dict[str, object]:

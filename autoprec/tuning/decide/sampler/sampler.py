@@ -44,13 +44,15 @@ _AS_GOOD = 0.95
 class Proposal:
     """The policy of most value, and the name of the preset that it is (empty for others).
 
-    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs.
+    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs,
+    ``bound`` what anything new gains at most with 95 %.
     """
 
     params: dict[str, Any]
     preset: str
     gain: float
     value: float
+    bound: float = 0.0
 
 
 class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
@@ -100,7 +102,10 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         if best is None:
             return NOTHING_NEW
         if best.value <= 0:
-            return f"what is left is expected to gain {best.gain:.1%} at most, too little for the runs it would take"
+            return (
+                f"what is left is expected to gain {best.gain:.1%} (at most {best.bound:.1%} with 95 %), too little "
+                "for the runs it would take"
+            )
         return ""
 
     def best(self, study: optuna.Study, number: int = -1) -> Proposal | None:
@@ -124,7 +129,8 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         needed = 1.0 - np.where(faster, running.chance[None, :], 0.0).max(axis=1, initial=0.0)
         value = outlook.value * needed
         top = int(np.argmax(np.where([bool(name) for name in names], value / _AS_GOOD, value)))
-        return Proposal(fresh[top], names[top], float((outlook.gain * needed).max()), float(value[top]))
+        gain, bound = float((outlook.gain * needed).max()), float(outlook.bound.max())
+        return Proposal(fresh[top], names[top], gain, float(value[top]), bound)
 
     def _new(self, asked: Sequence[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
         """Return names (of presets, or empty) and params of everything that could be asked, within the limits."""
