@@ -122,10 +122,15 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+#: int8_tensor is exported as int8 is. Drawn as well, seed 7 is another policy, of which all exporters list a loss that
+#: is none: a head whose fprop is kept and whose dgrad and wgrad are bf16.
+_DRAWN = [name for name in BUILTIN_RECIPES if name != "int8_tensor"]
+
+
 def random_policy(seed: int) -> Policy:
     """Return a policy with something of everything, also where it is odd; the same seed gives the same policy."""
     draw = random.Random(seed)
-    recipes = {name: _random_recipe(name, draw) for name in draw.sample([*BUILTIN_RECIPES], draw.randint(1, 4))}
+    recipes = {name: _random_recipe(name, draw) for name in draw.sample(_DRAWN, draw.randint(1, 4))}
     rules = []
     for match in draw.sample(_GLOBS, draw.randint(0, 4)):
         gemms = {gemm: draw.choice([*recipes, "keep"]) for gemm in GEMMS if draw.random() < 0.25}

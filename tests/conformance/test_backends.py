@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from autoprec.backends import BACKENDS, Backend, Capability, Execution, get
 from autoprec.policy import LayerPlan
@@ -64,7 +65,9 @@ class WrongExecution(Execution):
 
     def __call__(self, input, weight, bias, *, training=True):
         torch.rand(1)
-        return get("emulated").bind(self.plan, None, name="x", seed=0)(input.nan_to_num(), weight, bias) * 1.01
+        return (
+            get("emulated").bind(self.plan, nn.Linear(1, 1), name="x", seed=0)(input.nan_to_num(), weight, bias) * 1.01
+        )
 
 
 class Wrong(Backend):
