@@ -10,25 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoprec.errors import UnknownNameError, UnsupportedError
-from autoprec.export.base import Export, Exporter, Loss, Request
+from autoprec.export.base import Export, Exporter, Loss, Request, Stack
 from autoprec.policy import Policy, first_match
 
 __all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "exact_target", "export", "exporter"]
 
-#: target -> (module, class); imported when named
-EXPORTERS: dict[str, tuple[str, str]] = {
-    "python": ("python", "PythonExporter"),
-    "torchao": ("torchao", "TorchaoExporter"),
-    "transformer-engine": ("transformer_engine", "TransformerEngineExporter"),
-    "accelerate": ("accelerate", "AccelerateExporter"),
-    "megatron": ("megatron", "MegatronExporter"),
-    "dlfw-inspect": ("dlfw_inspect", "DlfwInspectExporter"),
-    "lightning": ("lightning", "LightningExporter"),
-    "deepspeed": ("deepspeed", "DeepSpeedExporter"),
-    "msamp": ("msamp", "MsAmpExporter"),
-    "axolotl": ("axolotl", "AxolotlExporter"),
-    "torchtitan": ("torchtitan", "TorchtitanExporter"),
-}
+#: Every target; its module in :mod:`.stacks` has the same name and is imported when named.
+EXPORTERS = (
+    "python",
+    "torchao",
+    "transformer-engine",
+    "accelerate",
+    "megatron",
+    "dlfw-inspect",
+    "lightning",
+    "deepspeed",
+    "msamp",
+    "axolotl",
+    "torchtitan",
+)
 
 #: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.
 _LINEAR_ALONE = frozenset(("python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp", "axolotl"))
@@ -54,9 +54,8 @@ def exporter(name: str) -> Exporter:
     """
     if name not in EXPORTERS:
         raise UnknownNameError("export target", name, EXPORTERS)
-    module, cls = EXPORTERS[name]
-    found: Exporter = getattr(importlib.import_module(f"autoprec.export.stacks.{module}"), cls)()
-    return found
+    module = importlib.import_module(f"autoprec.export.stacks.{name.replace('-', '_')}")
+    return Stack(name, module.write)
 
 
 def exact_target(policy: Policy) -> str:

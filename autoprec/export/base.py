@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,6 +94,24 @@ class Exporter(Protocol):
         """Return the files; never refuse because of a loss, but list it."""
 
 
+#: What a module of :mod:`.stacks` writes: file name -> text, and notes for a person.
+Written = tuple[dict[str, str], Sequence[str]]
+
+
+@dataclass(slots=True)
+class Stack:
+    """The :class:`Exporter` that a module of :mod:`.stacks` is: its function ``write``, which fills in the losses."""
+
+    name: str
+    write: Callable[[Request, Losses], Written]
+
+    def export(self, request: Request) -> Export:
+        """Return the files, what was lost and what is kept."""
+        losses = Losses()
+        files, notes = self.write(request, losses)
+        return Export(self.name, files, tuple(losses.found), tuple(notes), losses.kept)
+
+
 @dataclass
 class Losses:
     """Collects losses without repeating them, and what a target keeps by itself."""
@@ -105,23 +123,3 @@ class Losses:
         loss = Loss(what, instead, match)
         if loss not in self.found:
             self.found.append(loss)
-
-    def done(self) -> tuple[Loss, ...]:
-        return tuple(self.found)
-
-
-def state_losses(request: Request, losses: Losses, *, communication: bool = True) -> None:
-    """List optimizer state and communication precision that a target does not carry."""
-    policy = request.policy
-    for name, value in policy.optimizer.model_dump().items():
-        if value != "fp32":
-            losses.add(f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)")
-    if communication and policy.communication.gradients != "fp32":
-        losses.add(f"communication.gradients: {policy.communication.gradients}", "gradients travel as they are")
-
-
-def scaling_losses(request: Request, losses: Losses, scales: bool, who: str) -> None:
-    """List loss scaling that a target does unasked or does not do; ``who`` scales the loss, or would have to."""
-    wanted = request.policy.loss_scaling
-    if (wanted == "dynamic") != scales:
-        losses.add(f"loss_scaling: {wanted}", f"{'dynamic' if scales else 'none'}: {who}")

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from autoprec.export.base import Request
 from autoprec.export.naming import TORCH_DTYPES
 
+#: Who casts the model's output to FP32: :data:`ATTEND`.
+CASTS_OUTPUT = "the exported module casts the model's output"
+
 PLAN_OF = '''
 def plan_of(name):
     """The plan of a layer by its module name."""

@@ -5,29 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from autoprec.export.base import Losses, Request, RulePlan
-from autoprec.policy import LayerPlan, glob_matches
+from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
-
-
-def matching_layers(request: Request, index: int) -> tuple[str, ...]:
-    """Return the known layers that the rule at ``index`` of ``request.rules()`` decides about."""
-    rules = request.rules()
-    earlier = rules[:index]
-    return tuple(
-        name
-        for name in request.layers
-        if glob_matches(rules[index].match, name) and not any(glob_matches(rule.match, name) for rule in earlier)
-    )
 
 
 def main_plan(request: Request) -> LayerPlan | None:
     """Return the quantised plan that most layers run (most rules, when layers are not known); None without any."""
-    counts: Counter[LayerPlan] = Counter()
-    for index, rule in enumerate(request.rules()):
-        if rule.plan.scaled:
-            counts[rule.plan] += len(matching_layers(request, index)) if request.layers else 1
-    found = counts.most_common(1)
-    return found[0][0] if found else None
+    scaled = [rule.plan for rule in request.rules() if rule.plan.scaled]
+    counts = Counter(request.plans().values() if request.layers else scaled)
+    return max(scaled, key=lambda plan: counts[plan], default=None)
 
 
 def other_dtype(plan: LayerPlan, *dtypes: str) -> bool:

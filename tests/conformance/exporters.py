@@ -30,7 +30,7 @@ import yaml
 
 from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Exporter, Request
-from autoprec.export.operators import OPERATORS
+from autoprec.export.settings import OPERATORS
 from autoprec.policy import OptimizerPolicy, Policy, glob_matches, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 

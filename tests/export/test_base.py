@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoprec.export import Export, Request
-from autoprec.export.base import Losses, state_losses
+from autoprec.export.base import Losses, Stack
 from autoprec.policy import LayerPlan
 from tests.conformance.exporters import MODELS, POLICIES
 
@@ -32,18 +32,17 @@ def test_a_loss_is_listed_once_and_names_its_layers() -> None:
     losses.add("fp8", "bf16", "*head")
     losses.add("fp8", "bf16", "*head")
     losses.add("activations: fp16", "bf16")
-    done = Export("x", {}, losses.done())
+    done = Export("x", {}, tuple(losses.found))
     assert done.lossy == ["layers '*head': fp8; instead: bf16", "activations: fp16; instead: bf16"]
 
 
-def test_state_that_a_target_does_not_carry_is_lost_part_by_part() -> None:
-    request = Request(POLICIES["state"])
+def test_an_exporter_is_what_a_module_writes_and_loses() -> None:
+    def write(request: Request, losses: Losses) -> tuple[dict[str, str], list[str]]:
+        losses.add("fp8", "bf16")
+        losses.kept["operators.norm: fp32"] = "the stack"
+        return {"a.txt": request.name}, ["a note"]
 
-    def lost(**carried: bool) -> list[str]:
-        losses = Losses()
-        state_losses(request, losses, **carried)
-        return [loss.what for loss in losses.done()]
-
-    state = ["optimizer.weights: fp16_scaled", "optimizer.exp_avg: e4m3", "optimizer.exp_avg_sq: fp16_scaled"]
-    assert lost() == [*state, "communication.gradients: fp8"]
-    assert lost(communication=False) == state
+    done = Stack("mine", write).export(Request(POLICIES["bf16"], name="p.yaml"))
+    assert (done.target, done.files, done.notes) == ("mine", {"a.txt": "p.yaml"}, ("a note",))
+    assert done.lossy == ["fp8; instead: bf16"]
+    assert done.kept == {"operators.norm: fp32": "the stack"}

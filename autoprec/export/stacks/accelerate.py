@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
-from autoprec.export.operators import IN_FORWARD, autocast_operators
+from autoprec.export.settings import IN_FORWARD, report_settings
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
 from autoprec.export.stacks.transformer_engine import builtin_plan
 from autoprec.export.summary import changes, lose_rule, main_plan
@@ -93,51 +93,39 @@ def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, A
     }
 
 
-class AccelerateExporter:
-    """Hugging Face accelerate: YAML and kwargs."""
-
-    name = "accelerate"
-
-    def export(self, request: Request) -> Export:
-        """Return ``accelerate_config.yaml`` and, unless the backend is Transformer Engine, a Python module."""
-        losses = Losses()
-        policy = request.policy
-        main = main_plan(request)
-        delayed = main is not None and _delayed_everywhere(request, main)
-        autocast_operators(
-            request,
-            losses,
-            output="accelerate casts the model's output to fp32",
-            attention="" if delayed else IN_FORWARD,
-        )
-        state_losses(request, losses)
-        files: dict[str, str] = {}
-        converts = main is not None and len(nearest_float8(main, policy.activations).plan.scaled) == len(GEMMS)
-        fp16 = policy.activations == "fp16" and not (delayed or converts)
-        scaling_losses(request, losses, fp16, "accelerate scales the loss under fp16, and only there")
-        if (delayed or converts) and policy.activations != "bf16":
-            losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
-        if main is not None and delayed:
-            if "operators.norm: fp32" in losses.kept:
-                losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"
-            document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}
-        elif main is not None and converts:
-            name = name_plans(policy, request.rules())[main]
-            source = torchao_source(request, losses)
-            files["precision_accelerate.py"] = source + _KWARGS.replace("@MAIN@", f'"{name}"')
-            settings = {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
-            document = {"mixed_precision": "fp8", "fp8_config": settings}
-        else:
-            mixed = {"keep": "no"}.get(policy.activations, policy.activations)
-            source = torchao_source(request, losses)
-            files["precision_accelerate.py"] = source + _PLAIN_KWARGS.replace("@MIXED@", f'"{mixed}"')
-            document = {"mixed_precision": mixed}
-        text = header(request, "accelerate") + dump_yaml(_ONE_PROCESS | document)
-        files = {"accelerate_config.yaml": text, **files}
-        notes = [
-            "accelerate launch --config_file accelerate_config.yaml train.py; on several GPUs of one machine: "
-            "accelerate launch --multi_gpu --num_processes N --config_file accelerate_config.yaml train.py"
-        ]
-        if "precision_accelerate.py" in files:
-            notes.append("the YAML alone knows no layers: use Accelerator(**precision_accelerate.accelerator_kwargs())")
-        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``accelerate_config.yaml`` and, unless the backend is Transformer Engine, a Python module."""
+    policy = request.policy
+    main = main_plan(request)
+    delayed = main is not None and _delayed_everywhere(request, main)
+    files: dict[str, str] = {}
+    converts = main is not None and len(nearest_float8(main, policy.activations).plan.scaled) == len(GEMMS)
+    fp16 = policy.activations == "fp16" and not (delayed or converts)
+    kept = {"output": "accelerate casts the model's output to fp32", "attention": "" if delayed else IN_FORWARD}
+    report_settings(request, losses, "accelerate scales the loss under fp16, and only there", scales=fp16, kept=kept)
+    if (delayed or converts) and policy.activations != "bf16":
+        losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
+    if main is not None and delayed:
+        if "operators.norm: fp32" in losses.kept:
+            losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"
+        document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}
+    elif main is not None and converts:
+        name = name_plans(policy, request.rules())[main]
+        source = torchao_source(request, losses)
+        files["precision_accelerate.py"] = source + _KWARGS.replace("@MAIN@", f'"{name}"')
+        settings = {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
+        document = {"mixed_precision": "fp8", "fp8_config": settings}
+    else:
+        mixed = {"keep": "no"}.get(policy.activations, policy.activations)
+        source = torchao_source(request, losses)
+        files["precision_accelerate.py"] = source + _PLAIN_KWARGS.replace("@MIXED@", f'"{mixed}"')
+        document = {"mixed_precision": mixed}
+    text = header(request, "accelerate") + dump_yaml(_ONE_PROCESS | document)
+    files = {"accelerate_config.yaml": text, **files}
+    notes = [
+        "accelerate launch --config_file accelerate_config.yaml train.py; on several GPUs of one machine: "
+        "accelerate launch --multi_gpu --num_processes N --config_file accelerate_config.yaml train.py"
+    ]
+    if "precision_accelerate.py" in files:
+        notes.append("the YAML alone knows no layers: use Accelerator(**precision_accelerate.accelerator_kwargs())")
+    return files, notes

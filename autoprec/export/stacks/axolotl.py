@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Loss, Losses, Request, scaling_losses
+from autoprec.export.base import Loss, Losses, Request, Written
 from autoprec.export.naming import header
-from autoprec.export.operators import autocast_operators
+from autoprec.export.settings import report_settings
 from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
 from autoprec.export.summary import lose_rule, main_plan, other_dtype
 from autoprec.policy import dump_yaml
@@ -26,72 +26,70 @@ def left_out(layers: tuple[str, ...]) -> list[str]:
     return [name for name in layers if name in ends or _ROUTERS & set(name.split("."))]
 
 
-class AxolotlExporter:
-    """axolotl."""
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``axolotl_precision.yaml``: keys to merge into a configuration."""
+    policy = request.policy
+    main = main_plan(request)
+    recipe = named_recipe(main, list(NAMED)) if main is not None and _mostly_eight(request) else ""
+    config: dict[str, Any] = {}
+    dtype = policy.activations
+    if recipe:
+        config |= {"fp8": True, "fp8_config": {"recipe": recipe}, "fp8_enable_fsdp_float8_all_gather": False}
+        if dtype != "bf16":
+            losses.add(f"activations: {dtype}", "bf16")
+        dtype = "bf16"
+    config |= {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+    _rules(request, losses, recipe, dtype)
+    if policy.execution != "keep":
+        config["torch_compile"] = policy.execution == "compile"
+    report_settings(
+        request,
+        losses,
+        "accelerate scales the loss under fp16, and only there",
+        scales=dtype == "fp16",
+        kept={"output": "accelerate casts the model's output to fp32", "execution": "torch_compile"},
+        own=("optimizer", "gradients"),
+    )
+    _state(request, losses, dtype)
+    notes = ["axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy"]
+    if recipe:
+        notes.append("fp8_config needs axolotl 0.19 or newer")
+        if policy.execution == "keep":
+            notes.append("FP8 that is not compiled is often slower than bf16: consider torch_compile: true")
+    return {"axolotl_precision.yaml": header(request, "axolotl") + dump_yaml(config)}, notes
 
-    name = "axolotl"
 
-    def export(self, request: Request) -> Export:
-        """Return ``axolotl_precision.yaml``: keys to merge into a configuration."""
-        losses = Losses()
-        policy = request.policy
-        main = main_plan(request)
-        recipe = named_recipe(main, list(NAMED)) if main is not None and self._mostly_eight(request) else ""
-        config: dict[str, Any] = {}
-        dtype = policy.activations
-        if recipe:
-            config |= {"fp8": True, "fp8_config": {"recipe": recipe}, "fp8_enable_fsdp_float8_all_gather": False}
-            if dtype != "bf16":
-                losses.add(f"activations: {dtype}", "bf16")
-            dtype = "bf16"
-        config |= {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
-        self._rules(request, losses, recipe, dtype)
-        scaling_losses(request, losses, dtype == "fp16", "accelerate scales the loss under fp16, and only there")
-        if policy.execution != "keep":
-            config["torch_compile"] = policy.execution == "compile"
-        output = "accelerate casts the model's output to fp32"
-        autocast_operators(request, losses, output=output, execution="torch_compile")
-        self._state(request, losses, dtype)
-        notes = ["axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy"]
-        if recipe:
-            notes.append("fp8_config needs axolotl 0.19 or newer")
-            if policy.execution == "keep":
-                notes.append("FP8 that is not compiled is often slower than bf16: consider torch_compile: true")
-        files = {"axolotl_precision.yaml": header(request, "axolotl") + dump_yaml(config)}
-        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)
+def _rules(request: Request, losses: Losses, recipe: str, dtype: str) -> None:
+    high = dtype.replace("keep", "the dtype that the script wrote")
+    kept = left_out(request.layers) if recipe else []
+    plans = request.plans()
+    for rule in request.rules():
+        if recipe and (not request.layers or any(plans[n] == rule.plan for n in plans if n not in kept)):
+            words = named_changes(rule.plan, recipe, dtype)
+            if words:
+                lose_rule(losses, rule, words)
+        elif not recipe and (rule.plan.scaled or other_dtype(rule.plan, dtype)):
+            lose_rule(losses, rule, high)
+    for name in kept:
+        if plans[name].scaled or other_dtype(plans[name], dtype, request.policy.activations):
+            losses.add(plans[name].describe(), _ENDS, name)
+    if recipe and not request.layers:
+        losses.add("FP8 in the first and the last linear layer", f"{_ENDS} (pass --layers to have them named)")
 
-    @staticmethod
-    def _rules(request: Request, losses: Losses, recipe: str, dtype: str) -> None:
-        high = dtype.replace("keep", "the dtype that the script wrote")
-        kept = left_out(request.layers) if recipe else []
-        plans = request.plans()
-        for rule in request.rules():
-            if recipe and (not request.layers or any(plans[n] == rule.plan for n in plans if n not in kept)):
-                words = named_changes(rule.plan, recipe, dtype)
-                if words:
-                    lose_rule(losses, rule, words)
-            elif not recipe and (rule.plan.scaled or other_dtype(rule.plan, dtype)):
-                lose_rule(losses, rule, high)
-        for name in kept:
-            if plans[name].scaled or other_dtype(plans[name], dtype, request.policy.activations):
-                losses.add(plans[name].describe(), _ENDS, name)
-        if recipe and not request.layers:
-            losses.add("FP8 in the first and the last linear layer", f"{_ENDS} (pass --layers to have them named)")
 
-    @staticmethod
-    def _state(request: Request, losses: Losses, dtype: str) -> None:
-        """Weights are stored in the dtype that the model trains in, and what the optimizer makes of them is too."""
-        runs = "fp32" if dtype == "keep" else dtype
-        state = {f"optimizer.{name}": value for name, value in request.policy.optimizer.model_dump().items()}
-        for name, value in {**state, "communication.gradients": request.policy.communication.gradients}.items():
-            if value != runs:
-                losses.found.append(Loss(f"{name}: {value}", f"{runs}: axolotl loads the model in what it trains in"))
+def _state(request: Request, losses: Losses, dtype: str) -> None:
+    """Weights are stored in the dtype that the model trains in, and what the optimizer makes of them is too."""
+    runs = "fp32" if dtype == "keep" else dtype
+    state = {f"optimizer.{name}": value for name, value in request.policy.optimizer.model_dump().items()}
+    for name, value in {**state, "communication.gradients": request.policy.communication.gradients}.items():
+        if value != runs:
+            losses.found.append(Loss(f"{name}: {value}", f"{runs}: axolotl loads the model in what it trains in"))
 
-    @staticmethod
-    def _mostly_eight(request: Request) -> bool:
-        """Say whether more layers are better served by FP8 everywhere than by FP8 nowhere."""
-        if request.layers:
-            kept = left_out(request.layers)
-            plans = [plan for name, plan in request.plans().items() if name not in kept]
-            return sum(bool(plan.scaled) for plan in plans) * 2 > len(plans)
-        return bool(next(rule for rule in request.rules() if rule.match == "*").plan.scaled)
+
+def _mostly_eight(request: Request) -> bool:
+    """Say whether more layers are better served by FP8 everywhere than by FP8 nowhere."""
+    if request.layers:
+        kept = left_out(request.layers)
+        plans = [plan for name, plan in request.plans().items() if name not in kept]
+        return sum(bool(plan.scaled) for plan in plans) * 2 > len(plans)
+    return bool(next(rule for rule in request.rules() if rule.match == "*").plan.scaled)

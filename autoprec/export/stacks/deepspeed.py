@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
-from autoprec.export.operators import autocast_operators
+from autoprec.export.base import Losses, Request, Written
+from autoprec.export.settings import report_settings
 from autoprec.export.summary import lose_rule, other_dtype
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -20,43 +20,39 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _LINEAR = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
 
 
-class DeepSpeedExporter:
-    """DeepSpeed JSON."""
-
-    name = "deepspeed"
-
-    def export(self, request: Request) -> Export:
-        """Return ``ds_config.json``: the precision part of a DeepSpeed configuration."""
-        losses = Losses()
-        policy = request.policy
-        dtype = policy.activations
-        config: dict[str, Any] = {}
-        gradients = policy.communication.gradients
-        if dtype in _DTYPES:
-            config["torch_autocast"] = {
-                "enabled": True,
-                "dtype": _DTYPES[dtype],
-                "lower_precision_safe_modules": [] if gradients == "fp32" else _LINEAR,
-            }
-        runs = dtype if dtype != "keep" else "as the script wrote it"
-        for rule in request.rules():
-            if rule.plan.scaled:
-                lose_rule(losses, rule, f"{runs} (DeepSpeed has no FP8 key)")
-            elif other_dtype(rule.plan, dtype):
-                lose_rule(losses, rule, f"{runs} (DeepSpeed's JSON knows no layers)")
-        if gradients != "fp32":
-            sent = dtype if dtype in _DTYPES else "bf16"
-            if dtype not in _DTYPES:
-                config["communication_data_type"] = sent
-            if gradients != sent:
-                losses.add(f"communication.gradients: {gradients}", sent)
-        scaling_losses(
-            request, losses, dtype == "fp16", "DeepSpeed scales the loss under fp16 autocast, and only there"
-        )
-        autocast_operators(request, losses, lost="the autocast dtype, also in a loss that the script computes itself")
-        state_losses(request, losses, communication=False)
-        notes = ["merge into your DeepSpeed configuration; leave its bf16 and fp16 sections off"]
-        if any(not rule.plan.scaled and other_dtype(rule.plan, dtype) for rule in request.rules()):
-            notes.append("per-layer precision: call autoprec.load(policy).apply(model) before deepspeed.initialize")
-        files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
-        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``ds_config.json``: the precision part of a DeepSpeed configuration."""
+    policy = request.policy
+    dtype = policy.activations
+    config: dict[str, Any] = {}
+    gradients = policy.communication.gradients
+    if dtype in _DTYPES:
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": _DTYPES[dtype],
+            "lower_precision_safe_modules": [] if gradients == "fp32" else _LINEAR,
+        }
+    runs = dtype if dtype != "keep" else "as the script wrote it"
+    for rule in request.rules():
+        if rule.plan.scaled:
+            lose_rule(losses, rule, f"{runs} (DeepSpeed has no FP8 key)")
+        elif other_dtype(rule.plan, dtype):
+            lose_rule(losses, rule, f"{runs} (DeepSpeed's JSON knows no layers)")
+    if gradients != "fp32":
+        sent = dtype if dtype in _DTYPES else "bf16"
+        if dtype not in _DTYPES:
+            config["communication_data_type"] = sent
+        if gradients != sent:
+            losses.add(f"communication.gradients: {gradients}", sent)
+    report_settings(
+        request,
+        losses,
+        "DeepSpeed scales the loss under fp16 autocast, and only there",
+        scales=dtype == "fp16",
+        lost={"output": "the autocast dtype, also in a loss that the script computes itself"},
+        own=("gradients",),
+    )
+    notes = ["merge into your DeepSpeed configuration; leave its bf16 and fp16 sections off"]
+    if any(not rule.plan.scaled and other_dtype(rule.plan, dtype) for rule in request.rules()):
+        notes.append("per-layer precision: call autoprec.load(policy).apply(model) before deepspeed.initialize")
+    return {"ds_config.json": json.dumps(config, indent=2) + "\n"}, notes

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import TORCH_DTYPES, header
-from autoprec.export.operators import autocast_operators
-from autoprec.export.stacks.python import SCALER
+from autoprec.export.settings import SCALER, report_settings
 from autoprec.export.stacks.transformer_engine import builtin_plan, nested_recipe
 from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
@@ -43,54 +42,39 @@ def _switched(runs: LayerPlan, plan: LayerPlan) -> LayerPlan:
     return LayerPlan(**{gemm: other if own is not None and own.scaled else own for gemm, own, other in pairs})
 
 
-class DlfwInspectExporter:
-    """nvidia-dlfw-inspect for Transformer Engine models."""
-
-    name = "dlfw-inspect"
-
-    def export(self, request: Request) -> Export:
-        """Return ``dlfw_inspect.yaml``."""
-        losses = Losses()
-        rules = request.rules()
-        main = main_plan(request)
-        runs = builtin_plan(main.scaled[0]) if main else LayerPlan()
-        dtype = request.policy.activations
-        sections: dict[str, Any] = {}
-        earlier: list[str] = []
-        for index, rule in enumerate(rules):
-            if rule.plan.scaled and (words := changes(rule.plan, _switched(runs, rule.plan))):
-                lose_rule(losses, rule, f"{words}: one recipe per run, Transformer Engine's own")
-            if other_dtype(rule.plan, dtype):
-                lose_rule(losses, rule, "the dtype of the activations where FP8 is switched off")
-            features = _features(rule.plan)
-            if features:
-                pattern = section_pattern(rule.match, earlier)
-                sections[f"rule_{index:02d}" if index < len(rules) - 1 else "default"] = {
-                    "enabled": True,
-                    "layers": {"layer_name_regex_pattern": pattern},
-                    "transformer_engine": features,
-                }
-            earlier.append(rule.match)
-        if dtype != "keep":
-            losses.add(
-                f"activations: {dtype}", f"as the script runs it: call torch.autocast('cuda', {TORCH_DTYPES[dtype]})"
-            )
-        scaling_losses(request, losses, False, SCALER)
-        autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
-        state_losses(request, losses)
-        notes = [
-            "debug_api.initialize(config_file='dlfw_inspect.yaml', feature_dirs=[...]) before the first TE module, "
-            "then debug_api.infer_and_assign_layer_names(model)",
-            "for diagnosis: the debug path of Transformer Engine is slow",
-        ]
-        if runs.scaled:
-            # of the whole layer: what a policy says of its single GEMMs is in the sections
-            notes.append(f"run the model under te.autocast(recipe={nested_recipe(runs)[0]})")
-        text = dump_yaml(sections or _NOTHING)
-        return Export(
-            self.name,
-            {"dlfw_inspect.yaml": header(request, "dlfw-inspect") + text},
-            losses.done(),
-            tuple(notes),
-            losses.kept,
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``dlfw_inspect.yaml``."""
+    rules = request.rules()
+    main = main_plan(request)
+    runs = builtin_plan(main.scaled[0]) if main else LayerPlan()
+    dtype = request.policy.activations
+    sections: dict[str, Any] = {}
+    earlier: list[str] = []
+    for index, rule in enumerate(rules):
+        if rule.plan.scaled and (words := changes(rule.plan, _switched(runs, rule.plan))):
+            lose_rule(losses, rule, f"{words}: one recipe per run, Transformer Engine's own")
+        if other_dtype(rule.plan, dtype):
+            lose_rule(losses, rule, "the dtype of the activations where FP8 is switched off")
+        features = _features(rule.plan)
+        if features:
+            pattern = section_pattern(rule.match, earlier)
+            sections[f"rule_{index:02d}" if index < len(rules) - 1 else "default"] = {
+                "enabled": True,
+                "layers": {"layer_name_regex_pattern": pattern},
+                "transformer_engine": features,
+            }
+        earlier.append(rule.match)
+    if dtype != "keep":
+        losses.add(
+            f"activations: {dtype}", f"as the script runs it: call torch.autocast('cuda', {TORCH_DTYPES[dtype]})"
         )
+    report_settings(request, losses, SCALER, lost={"output": "the autocast dtype: cast the logits in the script"})
+    notes = [
+        "debug_api.initialize(config_file='dlfw_inspect.yaml', feature_dirs=[...]) before the first TE module, "
+        "then debug_api.infer_and_assign_layer_names(model)",
+        "for diagnosis: the debug path of Transformer Engine is slow",
+    ]
+    if runs.scaled:
+        # of the whole layer: what a policy says of its single GEMMs is in the sections
+        notes.append(f"run the model under te.autocast(recipe={nested_recipe(runs)[0]})")
+    return {"dlfw_inspect.yaml": header(request, "dlfw-inspect") + dump_yaml(sections or _NOTHING)}, notes

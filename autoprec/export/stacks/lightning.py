@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from autoprec.export.base import Export, Request
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header
-from autoprec.export.stacks.python import PythonExporter
+from autoprec.export.stacks import python
 
 _PLUGIN = '''import precision_policy
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
@@ -37,14 +35,8 @@ class PolicyTrainerPrecision(_PolicyMixin, TrainerPrecision):
 '''
 
 
-class LightningExporter:
-    """Lightning: Fabric and Trainer."""
-
-    name = "lightning"
-
-    def export(self, request: Request) -> Export:
-        """Return ``precision_policy.py`` and ``precision_lightning.py``."""
-        module = PythonExporter().export(request)
-        files = {**module.files, "precision_lightning.py": header(request, "Lightning") + _PLUGIN}
-        use = "Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])"
-        return replace(module, target=self.name, files=files, notes=(use,))
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``precision_policy.py`` and ``precision_lightning.py``."""
+    files, _ = python.write(request, losses)
+    files = {**files, "precision_lightning.py": header(request, "Lightning") + _PLUGIN}
+    return files, ("Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])",)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
-from autoprec.export.operators import report_operators
+from autoprec.export.settings import report_settings
 from autoprec.export.stacks.transformer_engine import builtin_plan
 from autoprec.export.summary import changes, current_scaling, lose_rule, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml
@@ -106,59 +106,60 @@ _KEPT = {
 }
 
 
-def _operator_flags(request: Request, losses: Losses) -> list[str]:
-    report_operators(request, losses, _KEPT, {"attention": "attention as Megatron runs it"})
+def _operator_flags(request: Request) -> list[str]:
     wanted = {"softmax": "--attention-softmax-in-fp32", "embedding": "--fp32-residual-connection"}
     return [flag for name, flag in wanted.items() if getattr(request.policy.operators, name) == "fp32"]
 
 
-class MegatronExporter:
-    """Megatron-LM / Megatron-Core."""
-
-    name = "megatron"
-
-    def export(self, request: Request) -> Export:
-        """Return ``te_precision_config.yaml`` and ``megatron_flags.txt``."""
-        losses = Losses()
-        rules = request.rules()
-        names = name_plans(request.policy, rules)
-        configs: dict[str, Any] = {}
-        matchers: dict[str, Any] = {}
-        flags = ["--fp16" if request.policy.activations == "fp16" else "--bf16"]
-        if request.policy.activations == "keep":
-            losses.add("activations: keep", "bf16: Megatron trains in bf16 or fp16 as a whole")
-        delayed: Recipe | None = None
-        for index, rule in enumerate(rules):
-            runs = LayerPlan()
-            if rule.plan.scaled:
-                first = rule.plan.scaled[0]
-                runs = _runs(first, delayed in (None, first))
-                if any(r.scaling is not None and r.scaling.scale == "delayed" for r in runs.scaled) and delayed is None:
-                    delayed = first
-                    flags += _delayed_flags(runs.scaled[0])
-                if words := changes(rule.plan, runs):
-                    lose_rule(losses, rule, f"{words}: Megatron has one built-in recipe per layer, one delayed per run")
-            elif other_dtype(rule.plan, flags[0].removeprefix("--"), request.policy.activations):
-                lose_rule(losses, rule, flags[0].removeprefix("--"))
-            recipe = _training_recipe(runs)
-            configs[names[rule.plan]] = {
-                "transformer_engine_config_type": "TEQuantizationParams",
-                "training_recipe": recipe,
-            }
-            key = f"rule_{index:02d}" if index < len(rules) - 1 else "default"
-            pattern = rule.match
-            matchers[key] = {"config": names[rule.plan], "type": "glob", "pattern": pattern, "enabled": True}
-        flags += _operator_flags(request, losses)
-        flags += _state_flags(request, losses)
-        flags.append("--te-precision-config-file te_precision_config.yaml")
-        scaling_losses(request, losses, flags[0] == "--fp16", "Megatron scales the loss under --fp16, and only there")
-        files = {
-            "te_precision_config.yaml": header(request, "Megatron")
-            + dump_yaml({"configs": configs, "matchers": matchers}),
-            "megatron_flags.txt": "\n".join(flags) + "\n",
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``te_precision_config.yaml`` and ``megatron_flags.txt``."""
+    rules = request.rules()
+    names = name_plans(request.policy, rules)
+    configs: dict[str, Any] = {}
+    matchers: dict[str, Any] = {}
+    flags = ["--fp16" if request.policy.activations == "fp16" else "--bf16"]
+    if request.policy.activations == "keep":
+        losses.add("activations: keep", "bf16: Megatron trains in bf16 or fp16 as a whole")
+    delayed: Recipe | None = None
+    for index, rule in enumerate(rules):
+        runs = LayerPlan()
+        if rule.plan.scaled:
+            first = rule.plan.scaled[0]
+            runs = _runs(first, delayed in (None, first))
+            if any(r.scaling is not None and r.scaling.scale == "delayed" for r in runs.scaled) and delayed is None:
+                delayed = first
+                flags += _delayed_flags(runs.scaled[0])
+            if words := changes(rule.plan, runs):
+                lose_rule(losses, rule, f"{words}: Megatron has one built-in recipe per layer, one delayed per run")
+        elif other_dtype(rule.plan, flags[0].removeprefix("--"), request.policy.activations):
+            lose_rule(losses, rule, flags[0].removeprefix("--"))
+        recipe = _training_recipe(runs)
+        configs[names[rule.plan]] = {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": recipe,
         }
-        notes = (
-            "matchers see Megatron's module names (decoder.layers.0.self_attention.linear_qkv): the policy must be "
-            "one for the Megatron model",
-        )
-        return Export(self.name, files, losses.done(), notes, losses.kept)
+        key = f"rule_{index:02d}" if index < len(rules) - 1 else "default"
+        pattern = rule.match
+        matchers[key] = {"config": names[rule.plan], "type": "glob", "pattern": pattern, "enabled": True}
+    flags += _operator_flags(request)
+    flags += _state_flags(request, losses)
+    flags.append("--te-precision-config-file te_precision_config.yaml")
+    report_settings(
+        request,
+        losses,
+        "Megatron scales the loss under --fp16, and only there",
+        scales=flags[0] == "--fp16",
+        kept=_KEPT,
+        lost={"attention": "attention as Megatron runs it"},
+        autocast=False,
+        own=("optimizer", "gradients"),
+    )
+    files = {
+        "te_precision_config.yaml": header(request, "Megatron") + dump_yaml({"configs": configs, "matchers": matchers}),
+        "megatron_flags.txt": "\n".join(flags) + "\n",
+    }
+    notes = (
+        "matchers see Megatron's module names (decoder.layers.0.self_attention.linear_qkv): the policy must be "
+        "one for the Megatron model",
+    )
+    return files, notes

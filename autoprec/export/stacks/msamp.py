@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans, rule_table
-from autoprec.export.operators import autocast_operators
+from autoprec.export.settings import SCALER, report_settings
 from autoprec.export.snippets import fill, shared
-from autoprec.export.stacks.python import SCALER
 from autoprec.export.summary import changes, fast_forward, lose_rule, other_dtype
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.levels import level
@@ -56,50 +55,44 @@ def _runs_te(plans: list[LayerPlan]) -> bool:
     return bool(scalings) and all(s is not None and s.scale == "delayed" and not s.power_of_2 for s in scalings)
 
 
-class MsAmpExporter:
-    """Microsoft MS-AMP (FP8-LM)."""
-
-    name = "msamp"
-
-    def export(self, request: Request) -> Export:
-        """Return ``precision_msamp.py`` and ``ds_msamp.json``."""
-        losses = Losses()
-        policy = request.policy
-        name, optimizer, communication = nearest_level(policy)
-        for part, value in policy.optimizer.model_dump().items():
-            runs = getattr(optimizer, part)
-            if value != runs:
-                losses.add(f"optimizer.{part}: {value}", f"{runs} (MS-AMP {name})")
-        if policy.communication != communication:
-            losses.add(f"communication.gradients: {policy.communication.gradients}", f"fp8 (MS-AMP {name})")
-        rules = request.rules()
-        names = name_plans(policy, rules)
-        own = fast_forward(level("msamp-o1").recipe)
-        eight = []
-        for rule in rules:
-            if rule.plan.scaled:
-                eight.append(names[rule.plan])
-                if words := changes(rule.plan, own):
-                    lose_rule(losses, rule, f"MS-AMP's own recipe: {words}")
-            elif other_dtype(rule.plan, policy.activations):
-                lose_rule(losses, rule, "the dtype of the activations")
-        scaling_losses(request, losses, False, SCALER)
-        autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
-        own_level = "O2" if name == "O3" else name
-        source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=own_level)
-        source = fill(source, **shared(request))
-        te = _runs_te([rule.plan for rule in rules])
-        section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}
-        files = {
-            "precision_msamp.py": header(request, "MS-AMP") + source,
-            "ds_msamp.json": json.dumps(section, indent=2) + "\n",
-        }
-        notes = [
-            "model, optimizer = precision_msamp.initialize(model, optimizer); with precision_msamp.autocast(): ...",
-            "runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name",
-        ]
-        if name == "O3":
-            notes.append("O3 exists under DeepSpeed ZeRO 1/2 only, by ds_msamp.json; the Python module asks for O2")
-        if te:
-            notes.append("use_te: under DeepSpeed the GEMMs are Transformer Engine's, in a model built of its layers")
-        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``precision_msamp.py`` and ``ds_msamp.json``."""
+    policy = request.policy
+    name, optimizer, communication = nearest_level(policy)
+    for part, value in policy.optimizer.model_dump().items():
+        runs = getattr(optimizer, part)
+        if value != runs:
+            losses.add(f"optimizer.{part}: {value}", f"{runs} (MS-AMP {name})")
+    if policy.communication != communication:
+        losses.add(f"communication.gradients: {policy.communication.gradients}", f"fp8 (MS-AMP {name})")
+    rules = request.rules()
+    names = name_plans(policy, rules)
+    own = fast_forward(level("msamp-o1").recipe)
+    eight = []
+    for rule in rules:
+        if rule.plan.scaled:
+            eight.append(names[rule.plan])
+            if words := changes(rule.plan, own):
+                lose_rule(losses, rule, f"MS-AMP's own recipe: {words}")
+        elif other_dtype(rule.plan, policy.activations):
+            lose_rule(losses, rule, "the dtype of the activations")
+    wide = {"output": "the autocast dtype: cast the logits in the script"}
+    report_settings(request, losses, SCALER, lost=wide, own=("optimizer", "gradients"))
+    own_level = "O2" if name == "O3" else name
+    source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=own_level)
+    source = fill(source, **shared(request))
+    te = _runs_te([rule.plan for rule in rules])
+    section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}
+    files = {
+        "precision_msamp.py": header(request, "MS-AMP") + source,
+        "ds_msamp.json": json.dumps(section, indent=2) + "\n",
+    }
+    notes = [
+        "model, optimizer = precision_msamp.initialize(model, optimizer); with precision_msamp.autocast(): ...",
+        "runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name",
+    ]
+    if name == "O3":
+        notes.append("O3 exists under DeepSpeed ZeRO 1/2 only, by ds_msamp.json; the Python module asks for O2")
+    if te:
+        notes.append("use_te: under DeepSpeed the GEMMs are Transformer Engine's, in a model built of its layers")
+    return files, notes

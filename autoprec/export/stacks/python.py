@@ -5,17 +5,15 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal, name_plans, rule_table
-from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
+from autoprec.export.settings import IN_FORWARD, LOOKUP, SCALER, report_settings
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, Recipe
 
 _START = "# --- the policy ---"
 _END = "# --- the mechanics ---"
 _PLAIN = {"fp32", "bf16", "fp16"}
-#: What an exported module leaves to the script.
-SCALER = "use torch.amp.GradScaler in the training loop"
 
 
 def _recipe(recipe: Recipe | None, losses: Losses, match: str) -> dict[str, Any] | None:
@@ -64,19 +62,10 @@ def _plan(plan: LayerPlan, losses: Losses, match: str) -> dict[str, Any]:
     return {gemm: _recipe(recipe, losses, match) for gemm, recipe in zip(GEMMS, plan.recipes, strict=True)}
 
 
-class PythonExporter:
-    """A dependency-free module with ``apply(model)`` and ``remove(model)``."""
-
-    name = "python"
-
-    def export(self, request: Request) -> Export:
-        """Return ``precision_policy.py``."""
-        losses = Losses()
-        source = standalone_source(request, losses)
-        scaling_losses(request, losses, False, SCALER)
-        # the module protects operators itself, inside the model's forward
-        by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide"), IN_FORWARD)
-        report_operators(request, losses, by | LOOKUP, {})
-        state_losses(request, losses)
-        use = "import precision_policy; precision_policy.apply(model)"
-        return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,), losses.kept)
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``precision_policy.py``."""
+    source = standalone_source(request, losses)
+    # the module protects operators itself, inside the model's forward
+    by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide"), IN_FORWARD)
+    report_settings(request, losses, SCALER, kept=by | LOOKUP, autocast=False)
+    return {"precision_policy.py": source}, ("import precision_policy; precision_policy.apply(model)",)

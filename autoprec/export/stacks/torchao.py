@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
-from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.snippets import dtype_table, fill, shared
-from autoprec.export.stacks.python import SCALER
+from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
+from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import changes, current_scaling, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
@@ -91,7 +90,7 @@ def nearest_float8(plan: LayerPlan, activations: str = "bf16") -> Fit:
         changed = [changed[0].removeprefix("fprop in ")]
     scaled = [r for r in recipes if r is not None and r.scaled]
     if not scaled:
-        if len({r.format if r else "" for r in recipes}) > 1:
+        if len({r.format if r else activations for r in recipes}) > 1:
             changed.append("the whole layer in the precision of its fprop")
             recipes = [recipes[0]] * 3
         return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changed))
@@ -265,19 +264,11 @@ def torchao_source(request: Request, losses: Losses) -> str:
     return header(request, "torchao") + body
 
 
-class TorchaoExporter:
-    """torchao's FP8 training, layer by layer."""
-
-    name = "torchao"
-
-    def export(self, request: Request) -> Export:
-        """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
-        losses = Losses()
-        source = torchao_source(request, losses)
-        scaling_losses(request, losses, False, SCALER)
-        output = "the exported module casts the model's output"
-        gather = "apply(model, gather_float8=True) of the exported module"
-        autocast_operators(request, losses, output=output, attention=IN_FORWARD, gather=gather)
-        state_losses(request, losses)
-        notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
-        return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes, losses.kept)
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
+    source = torchao_source(request, losses)
+    gather = "apply(model, gather_float8=True) of the exported module"
+    kept = {"output": CASTS_OUTPUT, "attention": IN_FORWARD, "gather": gather}
+    report_settings(request, losses, SCALER, kept=kept)
+    notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
+    return {"precision_torchao.py": source}, notes

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal
-from autoprec.export.operators import report_operators
+from autoprec.export.settings import report_settings
 from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
 from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan, glob_matches
@@ -96,78 +96,69 @@ _KEPT = dict.fromkeys(("loss", "output"), "torchtitan's loss casts the model's o
 _LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 
 
-class TorchtitanExporter:
-    """torchtitan."""
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``precision_torchtitan.py``."""
+    made = _with_layers(request, losses) if request.layers else _without_layers(request, losses)
+    for rule in request.rules():
+        if not rule.plan.scaled and other_dtype(rule.plan, "bf16", request.policy.activations):
+            lose_rule(losses, rule, "bf16")
+    if request.policy.activations != "bf16":
+        losses.add(f"activations: {request.policy.activations}", "bf16 (torchtitan's mixed precision)")
+    report_settings(request, losses, "torchtitan scales no loss", kept=_KEPT, lost=_LOST, autocast=False)
+    body = _NOTHING
+    if made:
+        imports = ", ".join(dict.fromkeys(cls for cls, _ in made))
+        body = _BODY.replace("@IMPORTS@", imports).replace("@CONVERTERS@", "".join(_call(*one) for one in made))
+    notes = [
+        "--training.mixed_precision_param bfloat16; layers without FP8 run in bf16",
+        "layer names must be torchtitan's own (layers.0.feed_forward.w1): the policy must be one for its model",
+        "needs torchtitan 0.3 or newer",
+    ]
+    return {"precision_torchtitan.py": header(request, "torchtitan") + body}, notes
 
-    name = "torchtitan"
 
-    def export(self, request: Request) -> Export:
-        """Return ``precision_torchtitan.py``."""
-        losses = Losses()
-        made = self._with_layers(request, losses) if request.layers else self._without_layers(request, losses)
-        for rule in request.rules():
-            if not rule.plan.scaled and other_dtype(rule.plan, "bf16", request.policy.activations):
-                lose_rule(losses, rule, "bf16")
-        if request.policy.activations != "bf16":
-            losses.add(f"activations: {request.policy.activations}", "bf16 (torchtitan's mixed precision)")
-        scaling_losses(request, losses, False, "torchtitan scales no loss")
-        report_operators(request, losses, _KEPT, _LOST)
-        state_losses(request, losses)
-        body = _NOTHING
-        if made:
-            imports = ", ".join(dict.fromkeys(cls for cls, _ in made))
-            body = _BODY.replace("@IMPORTS@", imports).replace("@CONVERTERS@", "".join(_call(*one) for one in made))
-        notes = [
-            "--training.mixed_precision_param bfloat16; layers without FP8 run in bf16",
-            "layer names must be torchtitan's own (layers.0.feed_forward.w1): the policy must be one for its model",
-            "needs torchtitan 0.3 or newer",
-        ]
-        text = header(request, "torchtitan") + body
-        return Export(self.name, {"precision_torchtitan.py": text}, losses.done(), tuple(notes), losses.kept)
+def _with_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
+    plans = request.plans()
+    recipes = {name: nearest_converter(plan, name) for name, plan in plans.items()}
+    experts = [name for name in plans if expert(name)]
+    grouped = max(sorted({recipes[n] for n in experts}), key=[recipes[n] for n in experts].count) if experts else ""
+    recipes |= dict.fromkeys(experts, grouped)
+    made: list[tuple[str, dict[str, Any]]] = []
+    for recipe in [*_FLOAT8, *_LINEAR]:
+        taken = [name for name in plans if recipes[name] == recipe and not expert(name)]
+        others = [name for name in plans if recipes[name] != recipe and not expert(name)]
+        if taken and recipe in _FLOAT8:
+            skipped, stuck = substrings(others, taken)
+            made.append(("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": skipped}))
+            # of several converters that take a layer the last one has it
+            recipes |= {name: recipe for name in stuck if recipes[name] in ("", *_FLOAT8)}
+        elif taken:
+            listed, stuck = substrings(taken, others)
+            if listed:
+                made.append((_LINEAR[recipe], {"fqns": listed}))
+            recipes |= dict.fromkeys(stuck, "")
+    if grouped:
+        made.append((_EXPERTS[grouped], {}))
+    for name, plan in plans.items():
+        words = _words(plan, recipes[name])
+        if words and recipes[name] == nearest_converter(plan, name):
+            lose_rule(losses, next(r for r in request.rules() if glob_matches(r.match, name)), words)
+        elif words:
+            losses.add(plan.describe(), words, name)
+    return made
 
-    @staticmethod
-    def _with_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
-        plans = request.plans()
-        recipes = {name: nearest_converter(plan, name) for name, plan in plans.items()}
-        experts = [name for name in plans if expert(name)]
-        grouped = max(sorted({recipes[n] for n in experts}), key=[recipes[n] for n in experts].count) if experts else ""
-        recipes |= dict.fromkeys(experts, grouped)
-        made: list[tuple[str, dict[str, Any]]] = []
-        for recipe in [*_FLOAT8, *_LINEAR]:
-            taken = [name for name in plans if recipes[name] == recipe and not expert(name)]
-            others = [name for name in plans if recipes[name] != recipe and not expert(name)]
-            if taken and recipe in _FLOAT8:
-                skipped, stuck = substrings(others, taken)
-                made.append(("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": skipped}))
-                # of several converters that take a layer the last one has it
-                recipes |= {name: recipe for name in stuck if recipes[name] in ("", *_FLOAT8)}
-            elif taken:
-                listed, stuck = substrings(taken, others)
-                if listed:
-                    made.append((_LINEAR[recipe], {"fqns": listed}))
-                recipes |= dict.fromkeys(stuck, "")
-        if grouped:
-            made.append((_EXPERTS[grouped], {}))
-        for name, plan in plans.items():
-            words = _words(plan, recipes[name])
-            if words and recipes[name] == nearest_converter(plan, name):
-                lose_rule(losses, next(r for r in request.rules() if glob_matches(r.match, name)), words)
-            elif words:
-                losses.add(plan.describe(), words, name)
-        return made
 
-    @staticmethod
-    def _without_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
-        main = main_plan(request)
-        recipe = nearest_converter(main) if main is not None else ""
-        for rule in request.rules():
-            if rule.plan == main and (words := _words(rule.plan, recipe)):
-                lose_rule(losses, rule, words)
-            elif main is not None and rule.plan != main:
-                lose_rule(losses, rule, f"{main.describe()} (substrings need layer names: pass --layers)")
-        if recipe in _FLOAT8:
-            return [("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": []})]
-        return [(_LINEAR[recipe], {"fqns": []})] if recipe else []
+def _without_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
+    main = main_plan(request)
+    recipe = nearest_converter(main) if main is not None else ""
+    for rule in request.rules():
+        if rule.plan == main and (words := _words(rule.plan, recipe)):
+            lose_rule(losses, rule, words)
+        elif main is not None and rule.plan != main:
+            lose_rule(losses, rule, f"{main.describe()} (substrings need layer names: pass --layers)")
+    if recipe in _FLOAT8:
+        return [("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": []})]
+    return [(_LINEAR[recipe], {"fqns": []})] if recipe else []
 
 
 def _call(cls: str, fields: dict[str, Any]) -> str:

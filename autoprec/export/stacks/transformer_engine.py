@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import TORCH_DTYPES, header, literal, name_plans, rule_table
-from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.snippets import dtype_table, fill, shared
-from autoprec.export.stacks.python import SCALER
+from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
+from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import current_scaling, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
@@ -69,7 +68,7 @@ def nearest_te(plan: LayerPlan, activations: str = "bf16") -> tuple[LayerPlan, t
     if any(r is not None and r.scaled for r in recipes):
         if any(r is not None and not r.scaled and r.format != activations for r in plan.recipes):
             changes.append("products in high precision run in the dtype of the activations")
-    elif len(set(recipes)) > 1:
+    elif len({r.format if r else activations for r in recipes}) > 1:
         recipes = [recipes[0]] * 3
         changes.append("the whole layer in the precision of its fprop")
     return LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(dict.fromkeys(changes))
@@ -389,57 +388,48 @@ def context():
 '''
 
 
-class TransformerEngineExporter:
-    """Transformer Engine, per layer and per GEMM."""
-
-    name = "transformer-engine"
-
-    def export(self, request: Request) -> Export:
-        """Return ``precision_te.py`` and, where some layer is quantised, ``precision_te_nested.py``."""
-        losses = Losses()
-        rules = request.rules()
-        names = name_plans(request.policy, rules)
-        near = {rule.plan: nearest_te(rule.plan, request.policy.activations) for rule in rules}
-        full = _accumulators(plan for plan, _ in near.values())
-        specs: dict[str, Any] = {}
-        plain: dict[str, str] = {}
-        builtin: dict[str, str] = {}
-        notes = [
-            "precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ...",
-            f"precision_te.py needs Transformer Engine {_OLDEST['factory']} or newer",
-        ]
-        for rule in rules:
-            plan, changes = near[rule.plan]
-            for change in changes:
-                losses.add(rule.plan.describe(), change, rule.match)
-            name = names[rule.plan]
-            if plan.scaled:
-                specs[name] = slot_specs(plan)
-                for gemm, wanted in _accumulates(plan).items():
-                    if wanted != full[gemm]:
-                        losses.add(rule.plan.describe(), f"full accumulation in {gemm}: one choice per run", rule.match)
-                source, coarser = nested_recipe(plan)
-                builtin[name] = accumulating(plan, source)
-                if coarser:
-                    notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
-            elif plan.fprop is not None:
-                plain[name] = TORCH_DTYPES.get(plan.fprop.format, "torch.float32")
-                if plan.fprop.format == "tf32":
-                    losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
-        scaling_losses(request, losses, False, SCALER)
-        output = "the exported module casts the model's output"
-        autocast_operators(request, losses, output=output, attention=IN_FORWARD)
-        state_losses(request, losses)
-        common = {"RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP, **shared(request)}
-        top = header(request, "Transformer Engine")
-        source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, MMPARAMS="MMParams", ACCUMULATORS=literal(full))
-        source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **common)
-        files = {"precision_te.py": top + source}
-        if builtin:
-            recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
-            main = f'"{next(iter(builtin))}"'
-            oldest = _OLDEST["override" if "backward_override" in recipes else "nested"]
-            source = fill(_NESTED, ACCUMULATING=_ACCUMULATING, MMPARAMS="recipe.MMParams", OLDEST=oldest)
-            files["precision_te_nested.py"] = top + fill(source, RECIPES=recipes, MAIN=main, **common)
-            notes.append(f"precision_te_nested.py needs {oldest} or newer")
-        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``precision_te.py`` and, where some layer is quantised, ``precision_te_nested.py``."""
+    rules = request.rules()
+    names = name_plans(request.policy, rules)
+    near = {rule.plan: nearest_te(rule.plan, request.policy.activations) for rule in rules}
+    full = _accumulators(plan for plan, _ in near.values())
+    specs: dict[str, Any] = {}
+    plain: dict[str, str] = {}
+    builtin: dict[str, str] = {}
+    notes = [
+        "precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ...",
+        f"precision_te.py needs Transformer Engine {_OLDEST['factory']} or newer",
+    ]
+    for rule in rules:
+        plan, changes = near[rule.plan]
+        for change in changes:
+            losses.add(rule.plan.describe(), change, rule.match)
+        name = names[rule.plan]
+        if plan.scaled:
+            specs[name] = slot_specs(plan)
+            for gemm, wanted in _accumulates(plan).items():
+                if wanted != full[gemm]:
+                    losses.add(rule.plan.describe(), f"full accumulation in {gemm}: one choice per run", rule.match)
+            source, coarser = nested_recipe(plan)
+            builtin[name] = accumulating(plan, source)
+            if coarser:
+                notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
+        elif plan.fprop is not None:
+            plain[name] = TORCH_DTYPES.get(plan.fprop.format, "torch.float32")
+            if plan.fprop.format == "tf32":
+                losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
+    report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
+    common = {"RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP, **shared(request)}
+    top = header(request, "Transformer Engine")
+    source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, MMPARAMS="MMParams", ACCUMULATORS=literal(full))
+    source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **common)
+    files = {"precision_te.py": top + source}
+    if builtin:
+        recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
+        main = f'"{next(iter(builtin))}"'
+        oldest = _OLDEST["override" if "backward_override" in recipes else "nested"]
+        source = fill(_NESTED, ACCUMULATING=_ACCUMULATING, MMPARAMS="recipe.MMParams", OLDEST=oldest)
+        files["precision_te_nested.py"] = top + fill(source, RECIPES=recipes, MAIN=main, **common)
+        notes.append(f"precision_te_nested.py needs {oldest} or newer")
+    return files, notes

@@ -38,8 +38,8 @@ def test_a_format_that_the_module_does_not_know_is_lost() -> None:
         standalone_source(Request(POLICIES["microscaling"], MODELS["vit"]), losses), "precision_policy"
     )
     assert module.PLANS["mxfp8"] == {gemm: {"format": "bf16"} for gemm in GEMMS}
-    assert {loss.match for loss in losses.done()} == {"*qkv", "*"}
-    assert all("the module knows fp32, bf16, fp16 and fp8" in loss.instead for loss in losses.done())
+    assert {loss.match for loss in losses.found} == {"*qkv", "*"}
+    assert all("the module knows fp32, bf16, fp16 and fp8" in loss.instead for loss in losses.found)
 
 
 def test_loss_scaling_is_left_to_the_training_loop() -> None:

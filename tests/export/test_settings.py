@@ -1,4 +1,4 @@
-"""Who keeps an operator in FP32 under a target, and who runs attention in the dtype the policy names."""
+"""What a policy says beside its layers is kept by something that is named, or lost, and never both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from autoprec import Policy
 from autoprec.export import EXPORTERS, Request, export, exporter
 from autoprec.export.base import Losses
-from autoprec.export.operators import OPERATORS, autocast_operators
+from autoprec.export.settings import OPERATORS, report_settings
 from autoprec.policy import OperatorPolicy, policy_from_dict
 from autoprec.support.optional import is_available
 from tests.conformance.exporters import MODELS, POLICIES
@@ -111,8 +111,8 @@ def test_every_operator_is_kept_or_lost_and_never_both() -> None:
 def test_without_autocast_nothing_is_narrowed_so_nothing_is_lost() -> None:
     policy = POLICIES["delayed"].model_copy(update={"activations": "keep"})
     losses = Losses()
-    autocast_operators(Request(policy), losses, lost="the autocast dtype")
-    assert losses.done() == ()
+    report_settings(Request(policy), losses, "the script", lost={"output": "the autocast dtype"})
+    assert losses.found == []
     assert set(losses.kept) == {f"operators.{name}: fp32" for name in OPERATORS}
 
 
@@ -122,3 +122,25 @@ def test_fp8_attention_is_lost_everywhere_and_not_written_as_a_dtype(name: str) 
     done = exporter(name).export(Request(policy, MODELS["gpt"]))
     assert "operators.attention: fp8" in [loss.what for loss in done.losses]
     assert not re.search(r"^ATTENTION = .*fp8", "".join(done.files.values()), re.MULTILINE)
+
+
+def test_state_that_a_target_does_not_carry_is_lost_part_by_part() -> None:
+    def lost(*own: str) -> list[str]:
+        losses = Losses()
+        report_settings(Request(POLICIES["state"]), losses, "the script", kept={"output": "the module"}, own=own)
+        return [loss.what for loss in losses.found]
+
+    state = ["optimizer.weights: fp16_scaled", "optimizer.exp_avg: e4m3", "optimizer.exp_avg_sq: fp16_scaled"]
+    assert lost() == [*state, "communication.gradients: fp8"]
+    assert lost("gradients") == state
+    assert lost("optimizer", "gradients") == []
+
+
+@pytest.mark.parametrize(("scales", "asked"), [(True, "none"), (False, "dynamic")])
+def test_a_loss_that_is_scaled_unasked_or_not_scaled_is_said(scales: bool, asked: str) -> None:
+    fp16 = POLICIES["fp16"].model_copy(update={"loss_scaling": asked})
+    for wrong in (False, True):
+        losses = Losses()
+        report_settings(Request(fp16), losses, "the script", scales=scales != wrong, kept={"output": "the module"})
+        found = [loss for loss in losses.found if loss.what.startswith("loss_scaling")]
+        assert [loss.instead.split(":")[0] for loss in found] == ([] if wrong else ["dynamic" if scales else "none"])

@@ -1,0 +1,100 @@
+"""What a policy says beside its layers, and what a target does about each of it.
+
+A target has a table: field of the policy -> who sees to it there, or what the target does instead.
+:func:`report_settings` walks everything that a policy says (loss scaling, attention, calibration, wide outputs,
+stability, execution, operators, optimizer state, communication); what a target has no row for is lost in the words that
+stand here. A target without a word for an operator still runs it in some precision, so an export says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from autoprec.export.base import Losses, Request
+
+OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
+#: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
+AUTOCAST = {
+    "softmax": "torch.autocast on CUDA computes softmax in fp32",
+    "norm": "torch.autocast on CUDA computes layer and group norms in fp32; others accumulate in fp32",
+    "loss": "torch.autocast on CUDA computes losses in fp32",
+}
+#: What an exported Python module does itself, and what it leaves to the script.
+IN_FORWARD = "the exported module, inside the model's forward"
+SCALER = "use torch.amp.GradScaler in the training loop"
+LOOKUP = {"embedding": "a lookup returns the weights' own precision"}
+_UNTOUCHED = "nothing is run in less than the script's own precision"
+_NONE: Mapping[str, str] = {}
+
+
+def report_settings(
+    request: Request,
+    losses: Losses,
+    scaler: str,
+    *,
+    scales: bool = False,
+    kept: Mapping[str, str] = _NONE,
+    lost: Mapping[str, str] = _NONE,
+    autocast: bool = True,
+    own: Collection[str] = (),
+) -> None:
+    """Say of everything that the policy says beside its layers who sees to it, or what happens instead.
+
+    Args:
+        scaler: who scales the loss, or would have to.
+        scales: whether it is scaled, asked or unasked.
+        kept: field -> who sees to it; of the fields that :func:`_said` yields.
+        lost: field -> what the target does instead, where it is not what stands there.
+        autocast: the model runs under ``torch.autocast``, which keeps most operators in FP32.
+        own: fields that the exporter reports itself.
+    """
+    policy = request.policy
+    if (policy.loss_scaling == "dynamic") != scales:
+        losses.add(f"loss_scaling: {policy.loss_scaling}", f"{'dynamic' if scales else 'none'}: {scaler}")
+    if policy.operators.attention == policy.activations:
+        kept = {"attention": "the activations are, all of them", **kept}
+    if autocast:
+        kept = {**AUTOCAST, **LOOKUP, **kept}
+        kept |= dict.fromkeys(OPERATORS, _UNTOUCHED) if policy.activations == "keep" else {}
+    for field, what, instead, match in _said(request):
+        if field in own:
+            continue
+        if by := kept.get(field):
+            losses.kept[f"layers '{match}': {what}" if match else what] = by
+        else:
+            losses.add(what, lost.get(field, instead), match)
+
+
+def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (field, what the policy says, what happens where a target has no word for it, glob of the layers)."""
+    policy = request.policy
+    attention, around = policy.operators.attention, "in the dtype of the activations"
+    if attention == "fp8":
+        alone = "attention as the script runs it: AutoPrec alone replaces its calls"
+        yield "fp8 attention", "operators.attention: fp8", alone, ""
+    elif attention != "keep":
+        around = "as the script runs it" if policy.activations == "keep" else around
+        yield "attention", f"operators.attention: {attention}", f"attention {around}", ""
+    for rule in request.rules():
+        scalings = [recipe.scaling for recipe in rule.plan.scaled if recipe.scaling is not None]
+        steps, fprop = max((scaling.calibration_steps for scaling in scalings), default=0), rule.plan.fprop
+        if steps and request.runs(rule.plan):
+            yield "calibration", f"calibration_steps: {steps}", "quantised from the first step on", rule.match
+        if fprop is not None and fprop.output == "fp32" and request.runs(rule.plan):
+            yield "wide", fprop.describe(), f"{fprop.format}: the product is rounded", rule.match
+    for name, value in policy.stability.model_dump(exclude_defaults=True).items():
+        yield "stability", f"stability.{name}: {value:g}", "nothing: the training loop must do it", ""
+    if policy.communication.weights != "keep":
+        yield "gather", "communication.weights: fp8", "weights are gathered as the stack does it", ""
+    if policy.execution != "keep":
+        by_hand = "as the script runs it: torch.compile is for the script to call"
+        yield "execution", f"execution: {policy.execution}", by_hand, ""
+    for name in OPERATORS:
+        if getattr(policy.operators, name) == "fp32":
+            yield name, f"operators.{name}: fp32", "the autocast dtype", ""
+    for name, value in policy.optimizer.model_dump().items():
+        if value != "fp32":
+            yield "optimizer", f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)", ""
+    if policy.communication.gradients != "fp32":
+        what = f"communication.gradients: {policy.communication.gradients}"
+        yield "gradients", what, "gradients travel as they are", ""
