@@ -104,14 +104,21 @@ def autocast(device_type="cuda"):
 '''
 
 
+#: What is written of the policy at the top of a module that converts a model, beside its rules.
+SETTINGS = """# plans in a plain floating-point format
+DTYPES = @DTYPES@
+ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
+WIDE_OUTPUT = @WIDE@  # the model returns float32"""
+
+
 def shared(request: Request) -> dict[str, str]:
     """Return what every exported module is filled in with: the snippets above, and the policy's settings."""
     policy = request.policy
     return {
+        "SETTINGS": SETTINGS,
         "PLAN_OF": PLAN_OF,
-        "LEFT_OUT": LEFT_OUT,
-        "RUN_IN": RUN_IN,
-        "ATTEND": ATTEND,
+        "MECHANICS": "\n".join((LEFT_OUT, RUN_IN, ATTEND, CONTEXT)),
         "CONTEXT": CONTEXT,
         "ACTIVATIONS": TORCH_DTYPES.get(policy.activations, "None"),
         "ATTENTION": TORCH_DTYPES.get(policy.operators.attention, "None"),

@@ -189,11 +189,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 
 # (regular expression on module names, plan); the first match wins
 RULES = @RULES@
-# plans in a plain floating-point format
-DTYPES = @DTYPES@
-ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
-ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
-WIDE_OUTPUT = @WIDE@  # the model returns float32
+@SETTINGS@
 
 
 def configs(emulate=False, gather_float8=False):
@@ -250,17 +246,14 @@ def after_step(model):
     """With gather_float8: compute all scales of the new weights in one all-reduce, after each optimizer step."""
     precompute_float8_dynamic_scale_for_fsdp(model)
 
-@LEFT_OUT@
-@RUN_IN@
-@ATTEND@
-@CONTEXT@'''
+@MECHANICS@'''
 
 
 def torchao_source(request: Request, losses: Losses) -> str:
     """Return the module that converts a model with torchao."""
     eight, plain, rules = float8_configs(request, losses)
     configs = "{\n" + "".join(f'        "{name}": {source},\n' for name, source in eight.items()) + "    }"
-    body = fill(_BODY, RULES=rules, DTYPES=dtype_table(plain), CONFIGS=configs, **shared(request))
+    body = fill(_BODY, **shared(request), RULES=rules, DTYPES=dtype_table(plain), CONFIGS=configs)
     return header(request, "torchao") + body
 
 

@@ -261,11 +261,7 @@ RULES = @RULES@
 # plan -> operand -> how it is quantised for its two products (None: high precision):
 #   input: fprop, wgrad; weight: fprop, dgrad; grad_output: dgrad, wgrad
 QUANTIZED = @QUANTIZED@
-# plans in a plain floating-point format
-DTYPES = @DTYPES@
-ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
-ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
-WIDE_OUTPUT = @WIDE@  # the model returns float32
+@SETTINGS@
 ACCUMULATORS = @ACCUMULATORS@  # product -> accumulate in full
 FORMATS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
 
@@ -327,10 +323,7 @@ def recipe():
 
 @ACCUMULATING@
 @SWAP@
-@LEFT_OUT@
-@RUN_IN@
-@ATTEND@
-@CONTEXT@
+@MECHANICS@
 
 def context(fixed):
     """Run the forward pass inside; call backward outside. ``fixed`` is what recipe() returned, once."""
@@ -354,11 +347,7 @@ from transformer_engine.common import recipe
 RULES = @RULES@
 # plans that run in FP8 or FP4, as Transformer Engine's built-in recipes; made once, kept for the whole run
 QUANTIZED = @RECIPES@
-# plans in a plain floating-point format
-DTYPES = @DTYPES@
-ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
-ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
-WIDE_OUTPUT = @WIDE@  # the model returns float32
+@SETTINGS@
 MAIN = QUANTIZED[@MAIN@]  # what the outer context runs; other layers override it
 
 @PLAN_OF@
@@ -377,10 +366,7 @@ def _under(forward, own, *args, **kwargs):
     with te.autocast(enabled=True, recipe=own):
         return forward(*args, **kwargs)
 
-@LEFT_OUT@
-@RUN_IN@
-@ATTEND@
-@CONTEXT@
+@MECHANICS@
 
 def context():
     """Run the forward pass inside; call backward outside. The outermost context must stay enabled."""
@@ -420,7 +406,7 @@ def write(request: Request, losses: Losses) -> Written:
             if plan.fprop.format == "tf32":
                 losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
-    common = {"RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP, **shared(request)}
+    common = {**shared(request), "RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP}
     top = header(request, "Transformer Engine")
     source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, MMPARAMS="MMParams", ACCUMULATORS=literal(full))
     source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **common)
