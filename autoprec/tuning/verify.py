@@ -1,7 +1,8 @@
 """Longer paired runs of a policy beside the reference and the presets it must beat.
 
-Whether the policy is acceptable is judged by the rules of a search (:class:`autoprec.tuning.decide.decision.Rules`), so
-that the answer of a search and its verification differ in what was measured only.
+Each policy is run once per paired seed beside that seed's reference, as the finalists of a search are, and its runs
+(:class:`~autoprec.tuning.study.run.Run`) are judged by the rules of a search
+(:class:`~autoprec.tuning.decide.decision.Rules`): a search and a verification differ in what was measured only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autoprec.errors import (
@@ -25,16 +26,16 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
-from autoprec.tuning.decide.metrics import divergence, signed_gap, step_time
+from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap, step_time
 from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import baseline_of, perturbed_runs
 from autoprec.tuning.phases.record import record_step
-from autoprec.tuning.phases.sensitivity import scan_warmup
+from autoprec.tuning.phases.sensitivity import errors_of, scan_warmup
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import error_text
+from autoprec.tuning.study.run import Run, error_text, metrics_of
 from autoprec.tuning.workers.local import HostPool
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
@@ -47,53 +48,75 @@ TINY = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One policy over all paired seeds; ratios, divergences and errors are fractions, memory is in bytes.
+    """One policy over all paired seeds.
 
-    ``excess`` are the divergences with their sign (positive: a worse loss); ``rejection`` says why the policy is not
-    acceptable, ``caveat`` what judged it where the loss could not (:mod:`autoprec.tuning.decide.decision`), ``unsure``
-    that its seeds cannot tell whether the rejection is right. ``gradient_error`` is relative to the gradient, the
-    geometric mean of ``gradient_errors``, one per seed in which it could be measured.
+    Attributes:
+        runs: one per seed, as a search has them; ``gradient_error`` is that of its seed, where it could be measured.
+        standing: what the rules of a search say of it.
+        unsure: its seeds cannot tell whether the rejection is right.
     """
 
-    name: str
-    speedups: tuple[float, ...]
-    divergences: tuple[float, ...]
-    memory_bytes: int
-    step_time_ms: float
-    failures: tuple[str, ...] = ()
-    excess: tuple[float, ...] = ()
-    gradient_error: float | None = None
-    rejection: str = ""
-    caveat: str = ""
-    gradient_errors: tuple[float, ...] = ()
+    runs: tuple[Run, ...]
+    standing: Standing
     unsure: bool = False
 
     @property
-    def speedup(self) -> float:
-        """Median speed-up over the reference of the same seed."""
-        return statistics.median(self.speedups) if self.speedups else 0.0
+    def name(self) -> str:
+        return self.standing.name
+
+    @property
+    def measured(self) -> list[Run]:
+        """The runs that were measured to their end."""
+        return [run for run in self.runs if run.ok]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why its other runs failed."""
+        return tuple(f"{run.status}: {run.reason}" for run in self.runs if not run.ok)
+
+    @property
+    def speedups(self) -> tuple[float, ...]:
+        """Speed-ups over the reference of the same seed."""
+        return tuple(run["speedup"] for run in self.measured)
 
     @property
     def divergence(self) -> float:
-        return statistics.fmean(self.divergences) if self.divergences else float("inf")
+        """Mean divergence of the runs that were measured; infinity where none was."""
+        return statistics.fmean(run["divergence"] for run in self.measured) if self.measured else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        out = asdict(self) | {"speedup": self.speedup}
-        return out | {"divergence": self.divergence if self.divergences else None}
+        """Return ratios, divergences and gradient errors as fractions, memory in bytes."""
+        one, measured = self.standing, self.measured
+        return {
+            "name": one.name,
+            "speedup": one.speedup,
+            "speedups": self.speedups,
+            "divergence": self.divergence if measured else None,
+            "divergences": [run["divergence"] for run in measured],
+            "excess": one.excess,
+            "gradient_error": one.gradient_error,
+            "gradient_errors": _errors(self.runs),
+            "memory_bytes": int(one.memory_bytes),
+            "step_time_ms": statistics.median(run["step_time_ms"] for run in measured) if measured else 0.0,
+            "failures": self.failures,
+            "rejection": str(one.rejection or ""),
+            "caveat": str(one.caveat or ""),
+            "unsure": self.unsure,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
     """The outcome: the policy first, then what it was compared with.
 
-    ``verdict`` is ``holds`` (``ok``), ``fails``, or ``undecided`` where the seeds cannot tell. ``timed`` is False where
-    speed says nothing about the policy's target, see :func:`is_timed`.
+    ``verdict`` is ``holds``, ``fails``, or ``undecided`` where the seeds cannot tell, and ``why`` says so. ``timed`` is
+    False where speed says nothing about the policy's target, see :func:`is_timed`.
     ``first_seed`` is 0 where the script's own seed was run. ``limits`` are ``divergence``,
     ``gradient_error`` and ``gradient_noise``, the last two relative to the gradient, None where they are unknown.
     """
 
     verdict: str
-    reason: str
+    why: Reason
     rows: tuple[Contender, ...]
     seeds: int
     steps: int
@@ -103,12 +126,11 @@ class Verification:
     reference: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float | None] = field(default_factory=dict)
 
-    @property
-    def ok(self) -> bool:
-        return self.verdict == "holds"
-
     def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok} | asdict(self) | {"rows": [row.to_json() for row in self.rows]}
+        """Return every field, the reason as text and as a code with its data."""
+        out = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "why"}
+        words = {"reason": str(self.why), "reasons": [self.why.to_json()]}
+        return {"ok": self.verdict == "holds"} | out | words | {"rows": [row.to_json() for row in self.rows]}
 
 
 def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> tuple[float, float]:
@@ -278,7 +300,7 @@ def verify(
         tell(f"seed {seed}: {runs.measure(seed)}")
         if seed:
             pool.release(seed)
-    if not runs.reference_ms:
+    if not runs.references:
         failed = runs.failed
         short = failed is not None and failed.status == "too_short"
         raise NothingAcceptableError(
@@ -287,22 +309,22 @@ def verify(
             if failed and short
             else "make the script train as it is first",
         )
-    rows = [_contender(name, pairs, runs.errors[name]) for name, pairs in runs.pairs.items()]
     noise = statistics.geometric_mean(runs.noises) if runs.noises else None
     why = uninformative(max_divergence, runs.baseline)
     limit = gradient_limit(noise, max_gradient_error, uninformative=why is not None)
-    rows = _judged(rows, runs.baseline, max_divergence, limit, noise)
-    verdict, reason = _verdict(rows, max_divergence, timed, runs.reference_memory)
+    rules = Rules(max_divergence, runs.baseline, max_gradient=limit, gradient_noise=noise)
+    rows = [judge(rules, name, own) for name, own in runs.by_policy.items()]
+    verdict, reason = decide(rows, rules, timed=timed, reference_memory=runs.references[0].memory_bytes)
     return Verification(
         verdict=verdict,
-        reason=reason,
+        why=reason,
         rows=tuple(rows),
         seeds=seeds,
         steps=spec.steps,
         noise_floor=runs.baseline.floor,
         timed=timed,
         first_seed=first_seed,
-        reference={"step_time_ms": statistics.median(runs.reference_ms)},
+        reference={"step_time_ms": statistics.median(one.step_ms for one in runs.references)},
         limits={"divergence": max_divergence, "gradient_error": limit, "gradient_noise": noise},
     )
 
@@ -311,46 +333,48 @@ class _Runs:
     """The paired runs of one verification.
 
     Attributes:
-        pairs: by policy, its run and the reference's of every usable seed.
-        reference_ms: step times of the reference, two per seed.
-        reference_memory: bytes of the first reference.
-        baseline: what is known of the script itself.
+        by_policy: its run under every usable seed, by name.
+        references: runs of the script as written, two per seed.
         failed: the last reference that failed.
-        errors: by policy, its relative gradient error under every seed where it could be measured.
         noises: the mini-batch gradient noise under every seed.
     """
 
     def __init__(self, pool: HostPool, policies: dict[str, dict[str, Any]], spec: TrialSpec, budget: float) -> None:
         self._pool, self._policies, self._spec, self._budget = pool, policies, spec, budget
-        self.pairs: dict[str, list[tuple[TrialResult, TrialResult]]] = {name: [] for name in policies}
-        self.reference_ms: list[float] = []
-        self.reference_memory = 0
-        self.baseline = Baseline()
+        self.by_policy: dict[str, list[Run]] = {name: [] for name in policies}
+        self.references: list[Reference] = []
+        self._own, self._further = Baseline(), list[tuple[float, float]]()
         self.failed: TrialResult | None = None
-        self.errors: dict[str, list[float]] = {name: [] for name in policies}
         self.noises: list[float] = []
-        self._known = False
+
+    @property
+    def baseline(self) -> Baseline:
+        """What is known of the script itself."""
+        return self._own.over_seeds(self._further)
 
     def measure(self, seed: int) -> str:
         """Run everything under one seed; return what to tell of it."""
-        reference = self._run(None, seed)
-        if not reference.ok:
-            self.failed = reference
-            return f"the reference failed: {reference.status}: {reference.reason}"
-        self.reference_memory = self.reference_memory or reference.memory_bytes
-        order = list(self._policies)
-        shift = len(self.pairs[order[0]]) % len(order)
-        for name in (*order[shift:], *order[:shift]):
-            run = self._run(self._policies[name], seed)
-            if name == order[0]:
-                _check_fit(run)
-            self.pairs[name].append((run, reference))
+        first = self._run(None, seed)
+        if not first.ok:
+            self.failed = first
+            return f"the reference failed: {first.status}: {first.reason}"
+        names, results = list(self._policies), {}
+        shift = len(self.by_policy[names[0]]) % len(names)
+        for name in (*names[shift:], *names[:shift]):
+            results[name] = self._run(self._policies[name], seed)
+            if name == names[0]:
+                _check_fit(results[name])
         # a second reference after the candidates: a machine that drifted is seen, and both readings count
-        again = self._run(None, seed)
-        self.reference_ms += [step_time(r.step_ms, r.warmup) for r in (reference, again) if r.ok]
-        self._perturb(seed, reference, again if again.ok else reference)
-        self._gradient_errors(seed)
-        return f"{', '.join(order)} measured"
+        second = self._run(None, seed)
+        again = second if second.ok else first
+        self._perturb(seed, first, again)
+        self.references += [_reference(result) for result in (first, second) if result.ok]
+        errors = self._gradient_errors(seed)
+        for name, result in results.items():
+            plan = Run(0, "finalist", name, {}, self._policies[name], "ok", seed=seed)
+            run = score(plan, result, _reference(first), estimate=None, error=math.nan)
+            self.by_policy[name].append(run.with_metrics(metrics_of({"gradient_error": errors.get(name, math.nan)})))
+        return f"{', '.join(names)} measured"
 
     def _perturb(self, seed: int, reference: TrialResult, again: TrialResult) -> None:
         """Learn the script's own noise under the first seed; under the others, too, where it is beyond the budget."""
@@ -364,19 +388,13 @@ class _Runs:
                 )
             return result
 
-        if not self._known:
-            self.baseline = baseline_of(reference, again, perturbed_runs(run, reference, self._budget))
-            self._known = True
-        elif self.baseline.reach > self._budget:
-            perturbed = run("bf16").losses
-            own = self.baseline
-            self.baseline = replace(
-                own,
-                benign=(*own.benign, divergence(perturbed, reference.losses)),
-                benign_excess=(*own.benign_excess, signed_gap(perturbed, reference.losses)),
-            )
+        if not self.references:
+            self._own = baseline_of(reference, again, perturbed_runs(run, reference, self._budget))
+        elif self._own.reach > self._budget:
+            losses = run("bf16").losses
+            self._further.append((divergence(losses, reference.losses), signed_gap(losses, reference.losses)))
 
-    def _gradient_errors(self, seed: int) -> None:
+    def _gradient_errors(self, seed: int) -> dict[str, float]:
         """Compare the gradients of all policies on one state and batch, the one that a search would take."""
         probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in self._policies.items()]
         warmup = scan_warmup(self._spec.steps)
@@ -385,95 +403,66 @@ class _Runs:
         )
         result = self._pool.run(scan, seed)
         if not result.ok:
-            return
-        for row in result.payload["probes"]:
-            if row.get("gradient_error") is not None and not row.get("nonfinite"):
-                self.errors[str(row["id"])].append(float(row["gradient_error"]))
+            return {}
         if noise := result.payload.get("gradient_noise"):
             self.noises.append(float(noise))
+        return errors_of(result.payload)
 
     def _run(self, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
         return self._pool.run(replace(self._spec, policy=policy, perturb=perturb), seed)
 
 
-def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]], errors: Sequence[float]) -> Contender:
-    good = [(run, reference) for run, reference in pairs if run.ok]
-    times = [step_time(run.step_ms, run.warmup) for run, _ in good]
-    return Contender(
-        name=name,
-        speedups=tuple(step_time(ref.step_ms, ref.warmup) / t for t, (_, ref) in zip(times, good, strict=True)),
-        divergences=tuple(divergence(run.losses, ref.losses) for run, ref in good),
-        memory_bytes=good[0][0].memory_bytes if good else 0,
-        step_time_ms=statistics.median(times) if times else 0.0,
-        failures=tuple(f"{run.status}: {run.reason}" for run, _ in pairs if not run.ok),
-        excess=tuple(signed_gap(run.losses, ref.losses) for run, ref in good),
-        gradient_error=statistics.geometric_mean(max(error, TINY) for error in errors) if errors else None,
-        gradient_errors=tuple(errors),
-    )
+def _reference(result: TrialResult) -> Reference:
+    return Reference(result.losses, step_time(result.step_ms, result.warmup), result.memory_bytes, result.samples)
 
 
-def _judged(
-    rows: Sequence[Contender], baseline: Baseline, max_divergence: float, limit: float | None, noise: float | None
-) -> list[Contender]:
-    candidates = [
-        Standing(
-            row.name,
-            row.speedup,
-            (math.inf,) if row.failures else row.divergences,
-            excess=row.excess,
-            gradient_error=row.gradient_error,
-        )
-        for row in rows
-    ]
-    rules = Rules(max_divergence, baseline, max_gradient=limit, gradient_noise=noise)
-    judged = [rules.judge(c) for c in candidates]
-    chaotic = baseline.reach > max_divergence
-    out = []
-    for row, found in zip(rows, judged, strict=True):
-        shares = [max(error, TINY) / limit for error in row.gradient_errors] if limit else []
-        wrong = bool(shares) and error_over_limit(shares)[1] > 1.0
-        unsure, why = _is_unsure(row, found, max_divergence, chaotic=chaotic), found.rejection
-        if unsure and wrong and row.gradient_error is not None and limit is not None:  # of two reasons the sure one
-            unsure = False
-            why = Reason("gradient_error", {"error": row.gradient_error, "limit": limit, "noise": noise})
-        out.append(replace(row, rejection=str(why or ""), caveat=str(found.caveat or ""), unsure=unsure))
-    return out
+def judge(rules: Rules, name: str, runs: Sequence[Run]) -> Contender:
+    """Return a policy with what the rules of a search say of its runs, one per paired seed."""
+    errors, limit = [max(error, TINY) for error in _errors(runs)], rules.gradient_limit
+    error = statistics.geometric_mean(errors) if errors else None
+    found = rules.judge(Standing.of(name, runs, error))
+    wrong = bool(errors) and limit is not None and error_over_limit([one / limit for one in errors])[1] > 1.0
+    unsure = _is_unsure(found, rules, failed=not all(run.ok for run in runs), known=bool(errors))
+    if unsure and wrong:  # of two reasons the sure one
+        unsure = False
+        why = Reason("gradient_error", {"error": error, "limit": limit, "noise": rules.gradient_noise})
+        found = replace(found, rejection=why)
+    return Contender(tuple(runs), found, unsure)
 
 
-def _is_unsure(row: Contender, judged: Standing, budget: float, *, chaotic: bool) -> bool:
+def _errors(runs: Sequence[Run]) -> tuple[float, ...]:
+    """Return the gradient errors of the seeds under which they could be measured."""
+    return tuple(error for run in runs if (error := run.get("gradient_error")) is not None and math.isfinite(error))
+
+
+def _is_unsure(one: Standing, rules: Rules, *, failed: bool, known: bool) -> bool:
     """Whether further seeds may take a rejection back, unless the gradient error is beyond its limit for sure."""
-    if not judged.rejection or row.failures or (judged.final and not row.gradient_errors):
+    if not one.rejection or failed or (one.final and not known):
         return False
-    if chaotic:  # what the loss says there is said for sure
-        return not judged.by_loss
+    if rules.baseline.reach > rules.max_divergence:  # what the loss says there is said for sure
+        return not one.by_loss
     # the bound lies as far below the mean as the upper one above it, in the logarithm
-    return judged.upper is not None and judged.mean * judged.mean / judged.upper <= budget
+    return one.upper is not None and one.mean * one.mean / one.upper <= rules.max_divergence
 
 
-def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, reference_memory: int) -> tuple[str, str]:
-    """Return (verdict, reason) for the first of the judged rows."""
-    policy, others = rows[0], rows[1:]
+def decide(rows: Sequence[Contender], rules: Rules, *, timed: bool, reference_memory: float) -> tuple[str, Reason]:
+    """Return (verdict, reason) for the first of the judged rows, beside the others."""
+    policy, one = rows[0], rows[0].standing
     if policy.failures:
-        return "fails", f"the policy failed in {len(policy.failures)} runs, first: {policy.failures[0]}"
-    if policy.rejection:
+        return "fails", Reason("failed", {"runs": len(policy.failures), "first": policy.failures[0]})
+    if one.rejection is not None:
         if not policy.unsure:
-            return "fails", policy.rejection
-        return "undecided", f"{policy.rejection}; so few seeds cannot tell that from chance: more --seeds can"
-    held = f"divergence {policy.divergence:.3%}"
-    within = f"; {policy.caveat}" if policy.caveat else f" within {max_divergence:.3%}"
+            return "fails", one.rejection
+        return "undecided", Reason("too_few_seeds", {"why": one.rejection})
+    held = {"divergence": one.mean, "limit": rules.max_divergence, "caveat": one.caveat}
     if not timed:
-        return "holds", f"{held}{within}; speed not judged: this is not the policy's target"
-    smaller = 0 < policy.memory_bytes < SMALLER * reference_memory  # what some policies are for
-    if policy.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
-        return "fails", f"it is slower than the script as written: {policy.speedup:.2f}x, and saves no memory"
-    faster = [
-        row
-        for row in others
-        if row.divergences
-        and not row.rejection
-        and row.speedup > policy.speedup * FASTER
-        and min(row.speedups) > max(policy.speedups)  # a policy that is that preset must not lose to it by chance
-    ]
-    if faster:
-        return "fails", f"preset '{faster[0].name}' is faster ({faster[0].speedup:.2f}x against {policy.speedup:.2f}x)"
-    return "holds", f"{policy.speedup:.2f}x at {held}{within}"
+        return "holds", Reason("holds", held)
+    smaller = 0 < one.memory_bytes < SMALLER * reference_memory  # what some policies are for
+    if one.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
+        return "fails", Reason("slower_than_script", {"speedup": one.speedup})
+    for row in rows[1:]:
+        ahead = row.standing.rejection is None and row.standing.speedup > one.speedup * FASTER
+        if ahead and min(row.speedups) > max(policy.speedups):  # not by chance
+            faster = {"name": row.name, "speedup": row.standing.speedup, "own": one.speedup}
+            return "fails", Reason("preset_faster", faster)
+    return "holds", Reason("holds", held | {"speedup": one.speedup})

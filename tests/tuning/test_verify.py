@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +11,17 @@ from autoprec.errors import PolicyMismatchError, UsageError
 from autoprec.policy import LayerRule, Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.decide.decision import Rules
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.verify import (
-    Contender,
     Verification,
-    _judged,
-    _verdict,
     contenders,
+    decide,
     first_fresh_seed,
     is_timed,
+    judge,
     limits_of,
     refuse_another_model,
     search_setup,
@@ -42,30 +45,29 @@ def uniform(name: str) -> Policy:
 
 def test_a_good_policy_holds_over_every_seed(tmp_path: Path) -> None:
     result = check(uniform("fp8_rowwise"), tmp_path)
-    assert result.ok
+    assert result.verdict == "holds"
     assert len(result.rows[0].speedups) == 3
     assert {row.name for row in result.rows} == {"policy", "bf16 autocast", "all bf16"}
-    assert result.to_json()["rows"][0]["speedup"] == result.rows[0].speedup
+    assert result.to_json()["rows"][0]["speedup"] == result.rows[0].standing.speedup
 
 
 def test_a_policy_that_a_preset_beats_does_not_hold_and_names_it(tmp_path: Path) -> None:
     slow = Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, layers=({"match": "head", "recipe": "bf16"},))  # type: ignore[arg-type]
     result = check(slow, tmp_path)
-    assert not result.ok
-    assert "bf16 autocast" in result.reason or "all bf16" in result.reason
+    assert (result.verdict, result.why.code) == ("fails", "preset_faster")
+    assert result.why.data["name"] in ("bf16 autocast", "all bf16")
 
 
 def test_a_policy_that_diverges_does_not_hold(tmp_path: Path) -> None:
     result = check(uniform("nvfp4_plain"), tmp_path, script=SimulatedScript(head_factor=40.0))
-    assert not result.ok
-    assert "divergence" in result.reason
+    assert (result.verdict, result.why.code) == ("fails", "divergence")
 
 
 def test_emulated_numerics_are_never_judged_by_speed(tmp_path: Path) -> None:
     slow = Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, layers=({"match": "head", "recipe": "bf16"},))  # type: ignore[arg-type]
     result = check(slow, tmp_path, timed=False)
-    assert result.ok
-    assert "speed not judged" in result.reason
+    assert (result.verdict, result.why.code) == ("holds", "holds")
+    assert "speed not judged" in result.to_json()["reason"]
 
 
 @pytest.mark.parametrize(
@@ -83,27 +85,43 @@ def test_speed_is_judged_where_it_tells_something(recipe: str, target: str | Non
     assert is_timed(policy, device) is timed
 
 
-def contender(name: str, *speedups: float, memory: int = 100) -> Contender:
-    return Contender(name, speedups, (0.0001,) * len(speedups), memory, 1.0, ())
+Measured = tuple[str, list[Run]]
 
 
-def verdict(*rows: Contender) -> tuple[bool, str]:
-    found, reason = _verdict(_judged(rows, Baseline(), 0.0025, None, None), 0.0025, True, 100)
-    return found == "holds", reason
+def measured(
+    *gaps: float, errors: Sequence[float] = (), speedups: Sequence[float] = (), memory: int = 100, name: str = "policy"
+) -> Measured:
+    """Return a policy's runs, one per gap."""
+    runs = []
+    for seed, gap in enumerate(gaps):
+        speedup = speedups[seed] if speedups else 1.5
+        values = {"speedup": speedup, "divergence": gap, "memory_bytes": memory, "step_time_ms": 1.0 / speedup}
+        values["gradient_error"] = errors[seed] if errors else math.nan
+        runs.append(Run(0, "finalist", name, {}, {}, "ok", metrics=metrics_of(values), seed=seed))
+    return name, runs
+
+
+def contender(name: str, *speedups: float, memory: int = 100) -> Measured:
+    return measured(*[0.0001] * len(speedups), speedups=speedups, memory=memory, name=name)
+
+
+def verdict(*policies: Measured, rules: Rules | None = None) -> tuple[str, str]:
+    rules = rules or Rules()
+    rows = [judge(rules, name, runs) for name, runs in policies]
+    found, reason = decide(rows, rules, timed=True, reference_memory=100)
+    return found, reason.code
 
 
 def test_a_policy_that_is_slower_than_the_script_and_saves_nothing_does_not_hold() -> None:
-    ok, reason = verdict(contender("policy", 0.6, 0.62))
-    assert not ok
-    assert "slower than the script as written: 0.6" in reason
-    assert verdict(contender("policy", 0.6, 0.62, memory=80))[0]
-    assert verdict(contender("policy", 0.97, 0.98))[0]  # timing noise
+    assert verdict(contender("policy", 0.6, 0.62)) == ("fails", "slower_than_script")
+    assert verdict(contender("policy", 0.6, 0.62, memory=80))[0] == "holds"
+    assert verdict(contender("policy", 0.97, 0.98))[0] == "holds"  # timing noise
 
 
 def test_a_policy_does_not_lose_by_chance_to_a_preset_that_does_the_same() -> None:
     policy = contender("policy", 1.4, 1.6, 1.5)
-    assert verdict(policy, contender("bf16 autocast", 1.58, 1.62, 1.7))[0]
-    assert not verdict(policy, contender("bf16 autocast", 1.7, 1.8, 1.75))[0]
+    assert verdict(policy, contender("bf16 autocast", 1.58, 1.62, 1.7))[0] == "holds"
+    assert verdict(policy, contender("bf16 autocast", 1.7, 1.8, 1.75)) == ("fails", "preset_faster")
 
 
 def test_a_script_noisier_than_the_budget_is_verified_as_it_is_searched(tmp_path: Path) -> None:
@@ -112,31 +130,32 @@ def test_a_script_noisier_than_the_budget_is_verified_as_it_is_searched(tmp_path
     for name, holds in (("fp8_rowwise", True), ("nvfp4_plain", False)):
         noisy.calls.clear()
         result = check(uniform(name), tmp_path / name, script=noisy, timed=False)
-        assert result.ok is holds, result.reason
-        assert "gradient error" in result.reason
+        assert (result.verdict == "holds") is holds, result.why
+        assert (result.why.data["caveat"] if holds else result.why).code.endswith(
+            "gradient" if holds else "gradient_error"
+        )
         benign = [seed for seed, spec in noisy.calls if spec.perturb]
         assert benign == [0, 0, 0, 0, 1, 2]
     assert result.noise_floor > 0.0025
-    assert "beyond" in result.reason
     steady = check(uniform("nvfp4_plain"), tmp_path / "steady", timed=False)
-    assert not steady.ok, "a floor below the budget forgives nothing"
+    assert steady.verdict == "fails", "a floor below the budget forgives nothing"
 
 
-def test_a_mean_within_the_budget_is_not_enough_and_more_seeds_are_named(tmp_path: Path) -> None:
-    shaky = Contender("policy", (1.5, 1.5), (0.0004, 0.0044), 100, 1.0)
-    ok, reason = verdict(shaky)
-    assert not ok
-    assert "at 95 % confidence, is beyond 0.250%; so few seeds cannot tell that from chance: more --seeds can" in reason
+def test_a_mean_within_the_budget_is_not_enough() -> None:
+    assert verdict(measured(0.0004, 0.0044)) == ("undecided", "too_few_seeds")
 
 
-def judged(row: Contender, limit: float | None = None, noise: float | None = None) -> str:
-    return _verdict(_judged([row], Baseline(), 0.0025, limit, noise), 0.0025, True, 100)[0]
+def judged(policy: Measured, limit: float | None = None, noise: float | None = None) -> str:
+    return verdict(policy, rules=Rules(max_gradient=limit, gradient_noise=noise))[0]
 
 
-def measured(*gaps: float, errors: tuple[float, ...] = ()) -> Contender:
-    error = errors[0] if errors else None
-    speedups = (1.5,) * len(gaps)
-    return Contender("policy", speedups, gaps, 100, 1.0, gradient_error=error, gradient_errors=errors)
+def test_a_run_that_did_not_execute_what_was_asked_fails_as_in_a_search(tmp_path: Path) -> None:
+    name, runs = measured(0.0001, 0.0001)
+    runs[1] = replace(runs[1], status="mismatch", reason="1 layers did not run as asked", metrics={})
+    assert verdict((name, runs)) == ("fails", "failed")
+    row = judge(Rules(), name, runs).to_json()
+    assert row["failures"] == ("mismatch: 1 layers did not run as asked",)
+    assert row["divergence"] == 0.0001
 
 
 def test_what_chance_may_explain_is_undecided_and_only_what_is_sure_fails() -> None:
@@ -160,13 +179,10 @@ def test_the_limits_are_those_of_the_search_unless_others_are_asked_for() -> Non
 
 def test_gradient_errors_are_measured_under_every_seed_and_told_in_both_units(tmp_path: Path) -> None:
     result = check(uniform("fp8_rowwise"), tmp_path, script=SimulatedScript(error_scale=2.0))
-    assert len(result.rows[0].gradient_errors) == 3
+    assert len(result.to_json()["rows"][0]["gradient_errors"]) == 3
     assert result.limits == {"divergence": 0.0025, "gradient_error": pytest.approx(0.06), "gradient_noise": 0.5}
-    assert result.verdict == "fails"
-    error = result.rows[0].gradient_error
-    assert error is not None
-    share = f"({error / 0.5:.2g} is beyond 0.12 of its noise)"
-    assert f"gradient error {100 * error:.2g} % is beyond 6 % of the gradient {share}" in result.reason
+    assert (result.verdict, result.why.code) == ("fails", "gradient_error")
+    assert result.why.data == {"error": result.rows[0].standing.gradient_error, "limit": 0.06, "noise": 0.5}
 
 
 def test_what_the_search_found_is_told_beside_it() -> None:
@@ -240,9 +256,9 @@ def test_where_training_is_chaotic_what_the_loss_says_for_sure_is_not_undecided(
     """Nor is it where the gradient error is beyond its limit as well, by so little that chance may explain that."""
     chaotic = Baseline(0.01, benign=(0.01, 0.011, 0.009), benign_excess=(0.0, 0.0, 0.0))
     errors = (0.0612, 0.0612, 0.0612)
-    for gaps, verdict in (((0.5, 0.6, 0.55), "fails"), ((0.01, 0.012, 0.011), "undecided")):
-        rows = _judged([measured(*gaps, errors=errors)], chaotic, 0.0025, 0.06, 0.5)
-        assert _verdict(rows, 0.0025, True, 100)[0] == verdict
+    rules = Rules(baseline=chaotic, max_gradient=0.06, gradient_noise=0.5)
+    for gaps, found in (((0.5, 0.6, 0.55), "fails"), ((0.01, 0.012, 0.011), "undecided")):
+        assert verdict(measured(*gaps, errors=errors), rules=rules)[0] == found
 
 
 @pytest.mark.parametrize(("evidence", "first"), [({}, 0), ({"seeds": 3}, 3), ({"seeds": 0}, 0)])
@@ -254,7 +270,7 @@ def test_it_runs_under_seeds_that_the_search_has_not_used(tmp_path: Path, eviden
         result = verify(pool, contenders(policy), TrialSpec(steps=8), seeds=2, first_seed=first, timed=True,
                         max_divergence=0.0025, tell=lambda _: None)  # fmt: skip
     assert {seed for seed, _ in script.calls} == {first, first + 1}
-    assert result.ok
+    assert result.verdict == "holds"
     assert result.to_json()["first_seed"] == first
 
 

@@ -121,15 +121,16 @@ def _print(result: Verification, searched: str) -> None:
         table.add_column(name, justify="left" if not name else "right")
     table.add_row("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")
     for row in result.rows:
+        one = row.standing
         spread = f"{min(row.speedups):.2f}-{max(row.speedups):.2f}x" if row.speedups else ""
-        speed = f"{row.speedup:.2f}x" if result.timed else "not judged"
-        gap = f"{row.divergence:.3%}" if row.divergences else "; ".join(row.failures)[:60]
-        error = error_text(row.gradient_error, noise) if row.gradient_error is not None else "-"
-        table.add_row(row.name, speed, spread if result.timed else "", gap, error, memory_text(row.memory_bytes))
+        speed = f"{one.speedup:.2f}x" if result.timed else "not judged"
+        gap = f"{row.divergence:.3%}" if row.measured else "; ".join(row.failures)[:60]
+        error = error_text(one.gradient_error, noise) if one.gradient_error is not None else "-"
+        table.add_row(row.name, speed, spread if result.timed else "", gap, error, memory_text(int(one.memory_bytes)))
     console = stdout_console()
     console.print(table)
     told = {"holds": "holds", "fails": "does not hold"}.get(result.verdict, result.verdict)
-    console.print(f"{told}: {result.reason}", markup=False, soft_wrap=True)
+    console.print(f"{told}: {result.why}", markup=False, soft_wrap=True)
     if result.first_seed:
         console.print(
             f"these seeds are new: the search measured the policy under {counted(result.first_seed, 'other one')}"

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from autoprec.tuning.decide.metrics import signed_gap
 from autoprec.tuning.decide.noise import (
     UNINFORMATIVE_GRADIENT_ERROR,
     Baseline,
@@ -33,7 +34,7 @@ from autoprec.tuning.decide.noise import (
     uninformative,
 )
 from autoprec.tuning.decide.sentences import Reason, sentence
-from autoprec.tuning.study.run import Run
+from autoprec.tuning.study.run import DUEL, Metric, Run, pooled
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
@@ -84,6 +85,25 @@ class Standing:
     chance: float = 0.0
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def of(cls, name: str, runs: Sequence[Run], gradient_error: float | None) -> Standing:
+        """Return a policy over its runs, one per paired seed, and its duel, if any, that was not judged yet.
+
+        A seed that failed is an infinite divergence: such a policy is never accepted.
+        """
+        known, paired = pooled(runs).get(name), [run for run in runs if run.kind != DUEL]
+        speedup = Metric(0.0) if known is None else known.metrics["speedup"]
+        return cls(
+            name=name,
+            speedup=speedup.value,
+            divergences=tuple(run["divergence"] if run.ok else math.inf for run in paired),
+            excess=tuple(signed_gap(run.losses, run.reference_losses) for run in paired if run.ok),
+            gradient_error=gradient_error,
+            memory_bytes=0.0 if known is None else known["memory_bytes"],
+            low=speedup.low,
+            high=speedup.high,
+        )
 
     @property
     def seeds(self) -> int:

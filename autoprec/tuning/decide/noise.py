@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,18 @@ class Baseline:
     def reach(self) -> float:
         """How far the benign perturbation itself may be from the reference: upper 95 % bound of the floor."""
         return max(self.floor, confidence_bound(self.benign)[1] if self.benign else 0.0)
+
+    def over_seeds(self, further: Sequence[tuple[float, float]]) -> Baseline:
+        """Return it with (divergence, signed gap) of the benign perturbation under further seeds: one of each counts.
+
+        Without any it is as it was.
+        """
+        if not further:
+            return self
+        gaps, excess = zip(*further, strict=True)
+        benign = (*self.benign[:1], *gaps)
+        floor = max(self.floor, float(np.mean(benign)))
+        return replace(self, floor=floor, benign=benign, benign_excess=(*self.benign_excess[:1], *excess))
 
 
 def student95(freedom: int) -> float:

@@ -144,6 +144,13 @@ def _over_preset(name: str, gain: float, measured: bool, noise: float = 0.0) -> 
     return f"{text}, within the timing noise of {noise:.1%}: a preset is enough here" if within else text
 
 
+def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: float | None = None) -> str:
+    text = f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {limit:.3%}")
+    if speedup is None:
+        return f"{text}; speed not judged: this is not the policy's target"
+    return f"{speedup:.2f}x at {text}"
+
+
 def _figures(name: str, speedup: float, memory: float) -> str:
     return f"{name} ({speedup:.2f}x, {memory_text(memory)})"
 
@@ -207,6 +214,15 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "adopted": _adopted,
     "faster_not_taken": _faster_not_taken,
     "over_preset": _over_preset,
+    # what a verification found
+    "holds": _holds,
+    "failed": lambda runs, first: f"the policy failed in {runs} runs, first: {first}",
+    "too_few_seeds": lambda why: f"{why}; so few seeds cannot tell that from chance: more --seeds can",
+    "slower_than_script": lambda speedup: (
+        f"it is slower than the script as written: {speedup:.2f}x, and saves no memory"
+    ),
+    "preset_faster": lambda name, speedup, own: f"preset '{name}' is faster ({speedup:.2f}x against {own:.2f}x)",
+    # why a search has no answer, or a narrower one
     "none_measured": lambda: "no trial other than the script as written could be measured",
     "seeds_missing": lambda **best: (
         f"{_figures(**best)} is within the limits so far, but was not measured under the further seeds that it takes"

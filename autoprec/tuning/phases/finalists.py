@@ -35,7 +35,7 @@ from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, plain_speedup, sixteen_bit_speedup
-from autoprec.tuning.study.run import Run, pooled
+from autoprec.tuning.study.run import Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
@@ -261,12 +261,7 @@ class Race:
     # --- judging ----------------------------------------------------------------------------------------------------
     def _baseline(self) -> Baseline:
         """Return what candidates are compared with: benign gaps under further seeds, too, where they were measured."""
-        known = self._ledger.reference.baseline
-        if not self._benign:
-            return known
-        gaps, excess = zip(*self._benign.values(), strict=True)
-        benign, more = (*known.benign[:1], *gaps), (*known.benign_excess[:1], *excess)
-        return replace(known, floor=max(known.floor, statistics.fmean(benign)), benign=benign, benign_excess=more)
+        return self._ledger.reference.baseline.over_seeds(list(self._benign.values()))
 
     def _rules(self) -> Rules:
         return Rules(
@@ -279,23 +274,11 @@ class Race:
 
     def _standing(self, record: Run) -> Standing:
         runs, duel = self._rows[record.number], self._known.get(record.name)
-        known = pooled([*runs, *([duel] if duel is not None else [])]).get(record.name)
-        figures = record if known is None else known
-        factor = self._factor(record) if self._correction else 1.0
-        whole, speed = duel is not None or any(map(is_whole, runs)), figures.metrics["speedup"]
-        return Standing(
-            name=record.name,
-            speedup=0.0 if known is None else figures["speedup"] / (1.0 if whole else factor),
-            # a failed seed is an infinite divergence: such a policy is never accepted
-            divergences=tuple(run["divergence"] if run.ok else math.inf for run in runs),
-            excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
-            gradient_error=self._error(record),
-            memory_bytes=figures["memory_bytes"],
-            preset=record.kind == "preset",
-            run=record,
-            low=speed.low if duel is not None else None,
-            high=speed.high if duel is not None else None,
-        )
+        one = Standing.of(record.name, [*runs, *([duel] if duel is not None else [])], self._error(record))
+        whole = duel is not None or any(map(is_whole, runs)) or not self._correction
+        speedup = one.speedup / (1.0 if whole else self._factor(record))
+        memory, preset = one.memory_bytes or record["memory_bytes"], record.kind == "preset"
+        return replace(one, speedup=speedup, memory_bytes=memory, preset=preset, run=record)
 
     def _decide(self) -> Decision | None:
         """Return the decision over everything measured; None where nothing was measured under enough seeds.

@@ -123,6 +123,11 @@ def measure_errors(
         ledger.note(f"the finalists' gradient errors could not be measured: {error.what}")
         return {}
     ledger.timings["error_run_s"] = time.monotonic() - began
+    return errors_of(payload)
+
+
+def errors_of(payload: Mapping[str, Any]) -> dict[str, float]:
+    """Return the relative gradient errors that a scan measured, by the names of its probes."""
     return {
         str(row["id"]): float(row["gradient_error"])
         for row in payload["probes"]

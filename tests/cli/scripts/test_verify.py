@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from click.testing import CliRunner
 from autoprec.cli.scripts.verify import verify
 from autoprec.errors import PolicyError
 from autoprec.trial.protocol import HostInfo
-from autoprec.tuning.verify import Contender, Verification
+from autoprec.tuning.decide.decision import Rules
+from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.study.run import Run, metrics_of
+from autoprec.tuning.verify import Verification, judge
 
 
 @pytest.fixture
@@ -31,8 +35,10 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def run(verdict: str, *words: str) -> Any:
         def done(_pool: Any, policies: dict[str, Any], spec: Any, **options: Any) -> Verification:
             options["tell"]("seed 0: measured")
-            rows = tuple(Contender(name, (1.4, 1.6), (0.001, 0.002), 2**30, 5.0) for name in policies)
-            why = "faster and within the budget" if verdict == "holds" else "beyond the budget"
+            values = {"speedup": 1.5, "divergence": 0.001, "memory_bytes": 2**30, "step_time_ms": 5.0}
+            runs = [Run(0, "finalist", "", {}, {}, "ok", metrics=metrics_of(values), seed=seed) for seed in (0, 1)]
+            rows = tuple(judge(Rules(), name, [replace(run, name=name) for run in runs]) for name in policies)
+            why = Reason("cost_model", {"text": "why it is so"})
             return Verification(
                 verdict, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"], options["first_seed"]
             )
@@ -50,14 +56,14 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_what_holds_is_exit_0_and_each_seed_is_told(verified: Any) -> None:
     found = verified("holds", "--seeds", "2")
     assert found.return_value == 0, found.exception
-    assert "holds: faster and within the budget" in found.stdout
+    assert "holds: why it is so" in found.stdout
     assert "1.50x" in found.stdout
     assert "running train.py to its first training step" in found.stderr
     assert "seed 0: measured" in found.stderr
 
 
 def test_what_does_not_hold_is_exit_1(verified: Any) -> None:
-    assert "does not hold: beyond the budget" in verified("fails").stdout
+    assert "does not hold: why it is so" in verified("fails").stdout
     quiet = verified("fails", "--json", "--quiet")
     assert quiet.return_value == 1
     assert quiet.stderr == ""
@@ -67,7 +73,7 @@ def test_what_does_not_hold_is_exit_1(verified: Any) -> None:
 def test_what_its_seeds_cannot_tell_is_exit_3(verified: Any) -> None:
     found = verified("undecided")
     assert found.return_value == 3
-    assert "undecided: beyond the budget" in found.stdout
+    assert "undecided: why it is so" in found.stdout
 
 
 def test_a_policy_that_is_not_there_is_refused_before_the_script_starts(tmp_path: Path) -> None:
