@@ -11,7 +11,7 @@ from autoprec.report.text import cost_text
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.rows import headings, row_cells
+from autoprec.tuning.study.rows import headings, over_16bit, row_cells
 from autoprec.tuning.study.run import Run
 
 
@@ -20,12 +20,18 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (headings, marks, *rows)]
 
 
-def _reasons(result: SearchResult) -> list[str]:
-    """Return why each kind of layer got its precision, and what mattered."""
+def comparison(result: SearchResult) -> list[str]:
+    """Return the table of the policy, the script as written and the presets, as lines."""
+    over = over_16bit(result.rows())
+    return _table(("what", *headings(over_16bit=over)[1:]), [row_cells(row, over_16bit=over) for row in result.rows()])
+
+
+def why(result: SearchResult, most: int | None = None) -> list[str]:
+    """Return as lines why each kind of layer got its precision (the first ``most`` kinds), and what mattered."""
     layers, decisions = result.explanation.get("layers", ()), important(result)
     lines = ["", "## Why", ""] if layers or decisions else []
     if layers:
-        lines += _table(("layers", "why"), [(f"`{row['layers']}`", str(row["text"])) for row in layers])
+        lines += _table(("layers", "why"), [(f"`{row['layers']}`", str(row["text"])) for row in layers[:most]])
     if decisions:
         shares = [(f"`{name}`", time, gap) for name, time, gap in decisions]
         lines += ["", *_table(("decision", "of what moves time", "of what moves divergence"), shares)]
@@ -39,12 +45,11 @@ def markdown(result: SearchResult, records: Sequence[Run]) -> str:
     lines += [f"**{result.verdict.capitalize()}.** {markdown_text(result.reason)}", ""]
     about = [f"target {result.target or 'this machine'}", "script " + markdown_text(f"`{Path(result.script).name}`")]
     lines += ["; ".join(about + result.facts()).capitalize() + ".", ""]
-    over = summary.over_16bit
-    lines += _table(("what", *headings(over_16bit=over)[1:]), [row_cells(row, over_16bit=over) for row in summary.rows])
+    lines += comparison(result)
     if summary.assignment:
         lines += ["", "## Layer by layer", ""]
         lines += _table(("layers", "precision"), [(f"`{k}`", v) for k, v in summary.assignment.items()])
-    lines += _reasons(result)
+    lines += why(result)
     if result.front:
         rows = [(str(row.get("name", "?")), *row_cells(row)[1:]) for row in result.front]
         lines += ["", "## The front", "", *_table(("what", *headings(over_16bit=False)[1:]), rows)]

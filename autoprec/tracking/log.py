@@ -7,21 +7,16 @@ import fcntl
 import os
 import shlex
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from autoprec.errors import StudyError
 from autoprec.support.files import file_lock
 from autoprec.support.redact import redact_text, redact_uri
 from autoprec.support.text import visible
-from autoprec.tracking.folder import State, TrackedFolder, default_uri, named_uri
 from autoprec.tracking.rows import trial_runs
-
-if TYPE_CHECKING:
-    pass
+from autoprec.tracking.study import TrackedStudy, default_uri, named_uri
 
 #: What MLflow is told in our processes: no telemetry, and no minutes of retries when a server is gone.
 ENVIRONMENT = {
@@ -99,28 +94,23 @@ def log_study(
         storage: address of the study's database with its login; default: ``OPTUNA_STORAGE``, or the study's own file.
         running: whether the search is at work; None: see whether one holds the study.
     """
-    folder = TrackedFolder(Path(study_dir))
-    about = folder.about()
+    study = TrackedStudy(Path(study_dir))
+    about = study.about()
     named = named_uri(tracking_uri)
     if not named and about.tracking_uri and not about.tracking_uri.startswith(("sqlite:", "file:")):
-        told = _UNNAMED.format(visible(shlex.quote(about.tracking_uri)))
-        return Logged(about.study, about.tracking_uri, reason=told)
-    uri = named or about.tracking_uri or default_uri(folder.path.resolve().parent)
-    news, begun = folder.news, Logged(about.study, redact_uri(uri))
-    done = begun
+        why = _UNNAMED.format(visible(shlex.quote(about.tracking_uri)))
+        return Logged(about.study, about.tracking_uri, reason=why)
+    uri = named or about.tracking_uri or default_uri(study.path.resolve().parent)
+    done = Logged(about.study, redact_uri(uri))
     os.environ.update(ENVIRONMENT)
     try:
         with contextlib.ExitStack() as stack:
-            _hold(stack, folder.own / "lock")
-            at_work = _is_at_work(folder.path) if running is None else running
-            for done in _write(folder, uri, experiment or about.experiment, storage, at_work, begun):
-                folder.save_state(State(done.tracking_uri, done.experiment_id, done.run_id))
-        folder.save_state(State(done.tracking_uri, done.experiment_id, done.run_id, news))
+            _hold(stack, study.own / "lock")
+            at_work = is_at_work(study.path) if running is None else running
+            return _write(study, uri, experiment or about.experiment, storage, at_work, done)
     except Exception as error:  # whatever a server or a database does must not be the search's problem
         why = redact_text(error.what if isinstance(error, StudyError) else f"{type(error).__name__}: {error}")[:2000]
-        done = replace(done, reason=why or "it failed")
-        folder.save_state(State(done.tracking_uri, done.experiment_id, done.run_id, 0, done.reason))
-    return done
+        return replace(done, reason=why or "it failed")
 
 
 def _hold(stack: contextlib.ExitStack, path: Path) -> None:
@@ -135,7 +125,7 @@ def _hold(stack: contextlib.ExitStack, path: Path) -> None:
             time.sleep(0.2)
 
 
-def _is_at_work(study_dir: Path) -> bool:
+def is_at_work(study_dir: Path) -> bool:
     """Say whether a search holds the study."""
     try:
         with (study_dir / "lock").open("rb") as stream:
@@ -147,16 +137,14 @@ def _is_at_work(study_dir: Path) -> bool:
     return False
 
 
-def _write(
-    folder: TrackedFolder, uri: str, experiment: str, storage: str, running: bool, done: Logged
-) -> Iterator[Logged]:
-    """Write a study into a store, and yield what has become of it: once its run is there, and at the end.
+def _write(study: TrackedStudy, uri: str, experiment: str, storage: str, running: bool, begun: Logged) -> Logged:
+    """Write a study into a store and return what has become of it.
 
     Raises:
         StudyError: the study's database cannot be read, or the store's server does not answer.
         Exception: of MLflow.
     """
-    records, outcome, about = folder.records(storage), folder.outcome(), folder.about()
+    records, outcome, about = study.records(storage), study.outcome(), study.about()
     result, found_at = outcome or (None, 0.0)
     if problem := reachable(uri):
         raise StudyError(problem)
@@ -164,13 +152,10 @@ def _write(
 
     with contextlib.ExitStack() as stack:
         # two studies may meet a new database at the same moment; its tables must be created once
-        _hold(stack, folder.path.parent / ".mlflow-setup.lock")
-        store = Store(uri, experiment, folder.uid, about.study)
+        _hold(stack, study.path.parent / ".mlflow-setup.lock")
+        store = Store(uri, experiment, study.uid, about.study)
         store.open_parent(about.info, about.started, running=running)
-    done = replace(done, run_id=store.run_id, experiment_id=store.experiment_id)
-    yield done
     runs = trial_runs(records, result, about.info, about.study)
     written = sum([store.write_trial(record, run, found_at) for record, run in zip(records, runs, strict=True)])
-    status = "RUNNING" if running else about.ended or "KILLED"
-    written += store.write_study(result, records, folder.files(), status, found_at)
-    yield replace(done, written=written)
+    written += store.write_study(result, records, study.files(), study.status(running=running), found_at)
+    return replace(begun, written=written, run_id=store.run_id, experiment_id=store.experiment_id)

@@ -1,15 +1,14 @@
 """What each trial's run shows in MLflow, from the study's records and its answer alone; nothing here talks to a server.
 
 A row of the table is a policy. Once there is an answer, the row of a policy that was measured again has the figures of
-all its paired runs, as the report has them, those of its first run beside them as ``first_run/...``, and every row that
-is not the answer says why.
+all its paired runs, as the report has them, and every row that is not the answer says why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autoprec.support.redact import redact_text
@@ -23,8 +22,6 @@ TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned", BY
 WHY_NOT = "not_taken"
 #: Kinds of records that are a row of the table; further runs of a policy are beneath the study's own run only.
 ROWS = ("reference", "preset", "search")
-#: Before the figures of a policy's first run where its row has those of all its paired runs.
-FIRST_RUN = "first_run/"
 #: A script of less than this share of the 16-bit run's speed is not drawn beside policies.
 _NEAR = 0.5
 _STATUS = {"ok": "FINISHED", "pruned": "FINISHED", "duplicate": "FINISHED"}
@@ -32,14 +29,13 @@ _STATUS = {"ok": "FINISHED", "pruned": "FINISHED", "duplicate": "FINISHED"}
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """A trial as MLflow shows it: ``figures`` are the record's own, ``final`` what the answer added or changed."""
+    """A trial as MLflow shows it."""
 
     name: str
     status: str
     params: dict[str, str]
     figures: dict[str, float]
     tags: dict[str, str]
-    final: dict[str, float] = field(default_factory=dict)
 
 
 def trial_runs(
@@ -51,16 +47,15 @@ def trial_runs(
         result: the answer; None while the search is at work.
         info: what the study was asked: its limits.
     """
-    final = _final_figures(records, result) if result is not None else {}
+    known = _known_at_end(records, result) if result is not None else {}
     marks = _marks(records, result, info) if result is not None else {}
     return [
         TrialRun(
             name=_name(record, marks.get(index, {})),
             status=_STATUS.get(record.status, "FAILED"),
             params={key.replace("layer:", "layer/", 1): str(value) for key, value in record.params.items()},
-            figures=_own_figures(record),
+            figures=_figures(record, known.get(index)),
             tags=_tags(record, study) | marks.get(index, {}),
-            final=final.get(index, {}),
         )
         for index, record in enumerate(records)
     ]
@@ -91,24 +86,18 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and math.isfinite(v)}
 
 
-def _reference_figures(metrics: Mapping[str, Any], *, drawn: bool = True) -> dict[str, float]:
-    """Return the script's figures of the table, once it is known how it compares with the 16-bit run.
+def _figures(record: Run, at_end: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the metrics of a trial's run: the record's own, or those that an answer gives its policy.
 
-    Its divergence is from itself: 0, which says nothing. Without it the script is not drawn in the chart of time
-    against divergence, where an fp32 script that takes ten times as long as bf16 would push all policies into one
-    corner; a script that comes near the 16-bit run is drawn.
+    The script's divergence is from itself: 0, which says nothing. Without it the script is not drawn in the chart of
+    time against divergence, where an fp32 script that takes ten times as long as bf16 would push all policies into one
+    corner; a script that comes near the 16-bit run, which is known at the end only, is drawn.
     """
+    metrics = record.figures | dict(at_end or {})
     shown = shown_metrics(metrics)
-    if not drawn or metrics.get("speedup_over_16bit", 1.0) < _NEAR:
+    if record.kind == "reference" and (at_end is None or metrics.get("speedup_over_16bit", 1.0) < _NEAR):
         shown.pop("divergence_pct", None)
-    return shown
-
-
-def _own_figures(record: Run) -> dict[str, float]:
-    # whether the script is drawn among policies is known at the end only
-    reference = record.kind == "reference"
-    shown = _reference_figures(record.figures, drawn=False) if reference else shown_metrics(record.figures)
-    return _finite({**record.figures, **shown, "seconds": record.seconds})
+    return _finite({**metrics, **shown, "seconds": record.seconds})
 
 
 def _name(record: Run, marks: Mapping[str, str]) -> str:
@@ -182,38 +171,24 @@ def _broken(record: Run, limits: Limits, budget: Mapping[str, Any]) -> str:
     return "; ".join(map(said, limits.exceeded(metrics, most)))
 
 
-def _final_figures(records: Sequence[Run], result: SearchResult) -> dict[int, dict[str, float]]:
-    """Return, by index, the figures that became known after a policy's trial.
+def _known_at_end(records: Sequence[Run], result: SearchResult) -> dict[int, dict[str, Any]]:
+    """Return, by index of its row, the figures of every policy over all its paired runs.
 
-    Those of a policy that was measured again are over all its paired runs. The script's gain over 16 bit is known once
-    a 16-bit run was measured; without it an fp32 script would show 1.00 beside the 1.00 of bf16, ten times as fast.
+    All gains over 16 bit are over one 16-bit run, the answer's: a trial was reported over it as it was known then.
     """
+    plain = _plain_speedup(result)
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in pooled(records).items():
+        over = {"speedup_over_16bit": run["speedup"] / plain} if plain and "speedup" in run.metrics else {}
+        found[name] = {"seeds": 1.0} | run.figures | over
+    for row in (result.reference, result.best):
+        name = str(row.get("name"))
+        found[name] = found.get(name, {}) | {key: row[key] for key in (*METRICS, "seeds") if key in row}
     rows: dict[str, int] = {}
     for index, record in enumerate(records):
         if record.kind in ROWS:
             rows.setdefault(record.name, index)
-    plain, best = _plain_speedup(result), str(result.best.get("name"))
-    several: dict[str, Mapping[str, Any]] = {}
-    final: dict[str, dict[str, float]] = {}
-    for name, record in pooled(records).items():
-        metrics = dict(record.figures)
-        if plain:
-            metrics["speedup_over_16bit"] = metrics.get("speedup", math.nan) / plain
-        shown = shown_metrics(metrics)
-        if "seeds" in metrics:
-            several[name], final[name] = metrics, shown | {"seeds": metrics["seeds"]}
-        else:  # the 16-bit run was not measured yet at its trial, or not as well
-            final[name] = {key: shown[key] for key in ("gain",) if key in shown}
-    seeds = float(result.best.get("seeds") or 1)
-    if seeds > 1:
-        several[best] = result.best
-    final[best] = shown_metrics(result.best) | {"seeds": seeds}
-    final[str(result.reference.get("name"))] = _reference_figures(result.reference)
-    return {
-        rows[name]: figures | _of_all_runs(_own_figures(records[rows[name]]), several.get(name, {}))
-        for name, figures in final.items()
-        if name in rows
-    }
+    return {rows[name]: figures for name, figures in found.items() if name in rows}
 
 
 def _plain_speedup(result: SearchResult) -> float | None:
@@ -221,13 +196,3 @@ def _plain_speedup(result: SearchResult) -> float | None:
     rows = (result.best, result.reference, *result.presets)
     known = [row for row in rows if row.get("speedup") and row.get("speedup_over_16bit")]
     return known[0]["speedup"] / known[0]["speedup_over_16bit"] if known else None
-
-
-def _of_all_runs(own: Mapping[str, float], figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return a policy's figures over all its runs by the names its first run had them, and that run's own as such."""
-    shown = shown_metrics(figures)
-    out: dict[str, float] = {}
-    for name, value in _finite(figures).items():
-        if name in own and name not in shown and value != own[name]:
-            out |= {name: value, f"{FIRST_RUN}{name}": own[name]}
-    return out

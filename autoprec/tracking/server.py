@@ -17,21 +17,19 @@ from urllib.parse import urlsplit
 
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError, StudyError
 from autoprec.support.optional import installed_version
-from autoprec.support.redact import HIDDEN
-from autoprec.tracking.folder import TrackedFolder, default_uri, named_uri
-from autoprec.tracking.listener import child_environment
-from autoprec.tracking.log import reachable
+from autoprec.tracking.beside import child_environment
+from autoprec.tracking.log import is_at_work, reachable
 from autoprec.tracking.page import STORE
-from autoprec.tracking.view import trials_url
+from autoprec.tracking.study import TrackedStudy
 
 
-def studies(runs: Path) -> list[TrackedFolder]:
+def studies(runs: Path) -> list[TrackedStudy]:
     """Return the tracked studies in ``autoprec-runs``, or the one that the path itself is."""
     found = sorted(runs.glob("*/tracking/id")) or sorted(runs.glob("tracking/id"))
-    return [TrackedFolder(path.parent.parent) for path in found]
+    return [TrackedStudy(path.parent.parent) for path in found]
 
 
-def newest_study(runs: Path, name: str | None = None) -> TrackedFolder:
+def newest_study(runs: Path, name: str | None = None) -> TrackedStudy:
     """Return the study last written under ``runs``, or the one named.
 
     One with trials and an answer, or still running, comes before one that was cut short, and that before one without
@@ -49,27 +47,14 @@ def newest_study(runs: Path, name: str | None = None) -> TrackedFolder:
     return max(chosen, key=lambda folder: (_to_look_at(folder), folder.changed))
 
 
-def _to_look_at(folder: TrackedFolder) -> int:
+def _to_look_at(folder: TrackedStudy) -> int:
     """Say how much of a study there is to look at: 0 without trials, 1 with trials, 2 with an answer or one to come."""
     with suppress(StudyError):
         if any(record.kind in ("preset", "search") for record in folder.records()):
             outcome = folder.outcome()
             answered = outcome is not None and outcome[0].verdict != "undecided"
-            return 2 if answered or not folder.about().ended else 1
+            return 2 if answered or is_at_work(folder.path) else 1
     return 0
-
-
-def study_url(folder: TrackedFolder, base: str, experiment_id: str, *, charts: bool = False) -> str:
-    """Return the address of a study's table of policies on a server, or that of their charts."""
-    return trials_url(base, experiment_id or "0", uid=folder.uid, charts=charts)
-
-
-def store_of(folder: TrackedFolder, tracking_uri: str | None = None) -> str:
-    """Return the store to show a study in: the named one, else its own, else ``mlflow.db`` beside it."""
-    recorded = folder.about().tracking_uri
-    if HIDDEN in recorded or not recorded.startswith(("sqlite:", "file:", "http:", "https:")):
-        recorded = ""  # a folder of somebody else's must not choose the database that is sent the user's password
-    return named_uri(tracking_uri) or recorded or default_uri(folder.path.resolve().parent)
 
 
 def free_port(wanted: int) -> int:

@@ -161,11 +161,11 @@ class Store:
             if not token:
                 return
 
-    def write_trial(self, record: Run, run: TrialRun, finished: float) -> bool:
+    def write_trial(self, record: Run, run: TrialRun, found_at: float) -> bool:
         """Write one trial as a child run, or bring it up to date; return whether there was anything to write.
 
-        ``finished`` (epoch seconds) stamps the figures of the answer: of two values with one stamp MLflow shows the
-        larger.
+        ``found_at`` (epoch seconds) stamps the figures that an answer gave it: of two values with one stamp MLflow
+        shows the larger.
         """
         if run.tags["autoprec.row"] == "policy":
             self._params.append({safe_key(key): value for key, value in run.params.items()})
@@ -182,8 +182,8 @@ class Store:
         elif known.info.run_name != visible(run.name):  # the answer is marked in its name, once it is known
             self.client.update_run(known.info.run_id, name=visible(run.name))
         run_id = known.info.run_id
-        metrics = [*_metrics(run.figures, started), *_curves(record, started)]
-        self._log(run_id, params=run.params, metrics=[*metrics, *_metrics(run.final, int(finished * 1000))])
+        metrics = [*_metrics(run.figures, max(started, int(found_at * 1000))), *_curves(record, started)]
+        self._log(run_id, params=run.params, metrics=metrics)
         if record.policy:
             self.client.log_text(run_id, dump_yaml(record.policy), "policy.yaml")
         if record.tail and not record.ok:
@@ -199,7 +199,7 @@ class Store:
 
         Args:
             result: the answer, None before there is one; ``at`` is when it was found (epoch seconds).
-            status: of the run: RUNNING, FINISHED, FAILED, or KILLED for an interrupted search.
+            status: of the run: RUNNING, FINISHED, or KILLED for an interrupted search.
 
         Returns:
             Whether there was anything to write.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 #: Columns of the trials table, in order, with their widths in pixels; MLflow alone sorts them by name.
 COLUMNS = {
@@ -127,20 +126,16 @@ def shared_view(uid: str, study: str, params: Sequence[str] = ()) -> tuple[str, 
     return _PREFIX + share_key(uid), text
 
 
-def trials_url(base: str, experiment_id: str, *, uid: str = "", charts: bool = False) -> str:
+def trials_url(base: str, experiment_id: str, uid: str, *, charts: bool = False) -> str:
     """Return the address of a study's trials, fastest first.
 
     Args:
         base: address of the server, e.g. ``http://127.0.0.1:5000``.
-        uid: identity of the study; without it the table shows every study's trials with default columns.
+        uid: identity of the study.
         charts: the charts beside the list of trials, instead of the table.
     """
-    page = f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs"
-    kind = "workflowType=machine_learning"  # else MLflow shows its pages for language model applications
-    if uid:  # MLflow ignores a shared view when the address also carries a filter or an order
-        return f"{page}?{kind}&viewStateShareKey={share_key(uid)}" + ("&compareRunsMode=CHART" if charts else "")
-    condition = "tags.`autoprec.role` = 'trial'"
-    return (
-        f"{page}?{kind}&searchFilter={quote(condition)}&orderByKey={quote('metrics.`speedup`')}"
-        "&orderByAsc=false&startTime=ALL"
-    )
+    # without the type of workflow MLflow shows its pages for language model applications; a filter or an order in the
+    # address would make it ignore the view
+    view = f"workflowType=machine_learning&viewStateShareKey={share_key(uid)}"
+    page = f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{view}"
+    return page + ("&compareRunsMode=CHART" if charts else "")

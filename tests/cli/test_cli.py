@@ -13,7 +13,7 @@ from autoprec import __version__
 from autoprec import cli as door
 from autoprec.cli import COMMANDS, cli
 from autoprec.errors import NoSpaceError, ScriptError, StudyError
-from autoprec.tracking.folder import About, TrackedFolder
+from autoprec.tracking.study import About, TrackedStudy
 from tests.cli.helpers import autoprec
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -186,7 +186,7 @@ def test_an_address_that_is_none_is_told_without_its_password(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.chdir(tmp_path)
-    TrackedFolder(tmp_path / "autoprec-runs" / "train").save_about(About("train"))
+    TrackedStudy(tmp_path / "autoprec-runs" / "train").save_about(About("train"))
     (tmp_path / "train.py").touch()
     found = autoprec(command, *(["train.py"] if command == "search" else []))
     assert found.code == 2

@@ -11,7 +11,7 @@ import pytest
 
 from autoprec.support import redact
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_text, remember
-from autoprec.tracking.listener import TrackingListener
+from autoprec.tracking.beside import TrackingListener
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners

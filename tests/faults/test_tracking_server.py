@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.tracking.listener import TrackingListener
+from autoprec.tracking.beside import TrackingListener
 from tests.faults.servers import serving
 from tests.tracking.conftest import make_records, make_study
-from tests.tracking.test_listener import INFO
+from tests.tracking.test_beside import INFO
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", ["failing", "trickling"])
 def test_a_bad_server_costs_less_than_two_seconds(kind: str, tmp_path: Path) -> None:
-    """A dead and a silent server are in tests/tracking/test_listener.py, sending later is in test_log.py."""
+    """A dead and a silent server are in tests/tracking/test_beside.py, sending later is in test_log.py."""
     records = make_records()
     folder = make_study(tmp_path / "demo", records)
     with serving(kind) as uri:
@@ -35,4 +35,4 @@ def test_a_bad_server_costs_less_than_two_seconds(kind: str, tmp_path: Path) -> 
         process.wait()
     assert seconds < 2.0
     assert len(folder.records()) == len(records)
-    assert folder.about().ended == "KILLED"
+    assert folder.status(running=False) == "KILLED"

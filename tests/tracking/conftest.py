@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from autoprec.support.redact import redact_arguments
-from autoprec.tracking.folder import About, TrackedFolder, default_uri
-from autoprec.tracking.listener import TrackingListener
+from autoprec.tracking.beside import TrackingListener
+from autoprec.tracking.study import About, TrackedStudy, default_uri
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
@@ -93,14 +93,14 @@ def result(records: list[Run]) -> SearchResult:
 
 def make_study(
     folder: Path, records: Sequence[Run] = (), result: SearchResult | None = None, **about: Any
-) -> TrackedFolder:
-    """Make the folder of a study as a search leaves it; without ``ended`` as one that was killed."""
+) -> TrackedStudy:
+    """Make the folder of a study as a search leaves it; without a result as one that was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     store = StudyStore(default_storage(folder), folder.name, ("step_time_ms", "divergence"), resume=False, begun=True)
     for record in records:
         store.add(record)
     store.close()
-    made = TrackedFolder(folder)
+    made = TrackedStudy(folder)
     made.save_about(About(folder.name, **{"started": 1_700_000_000.0, **about}))
     if result is not None:
         made.save_outcome(result)
@@ -132,7 +132,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
-        folder = make_study(runs / "demo", records)
+        make_study(runs / "demo", records)
         listener = TrackingListener(runs)
         listener.started(replace(info, script=" ".join(redact_arguments(script))))
         for record in records:
@@ -146,12 +146,12 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(tracking_uri=default_uri(runs))
-    state = folder.state(default_uri(runs))
-    return {"runs": runs, "client": client, "state": state, "mlflow": attached.mlflow, "records": records}
+    logged = listener._logged
+    return {"runs": runs, "client": client, "logged": logged, "mlflow": attached.mlflow, "records": records}
 
 
 def tracked_runs(tracked: dict[str, Any], condition: str = "") -> list[Any]:
     """Return the runs of the tracked study that meet a condition; other tests write other studies beside it."""
     own = " and ".join(filter(None, ("tags.`autoprec.study` = 'demo'", condition)))
-    experiment = tracked["state"].experiment_id
+    experiment = tracked["logged"].experiment_id
     return list(tracked["client"].search_runs([experiment], filter_string=own, max_results=100))

@@ -14,11 +14,11 @@ from autoprec.tuning.study.records import SearchResult
 def test_the_winner_table_comes_first(result: SearchResult) -> None:
     lines = parent_note(replace(result, script="/somewhere/train.py")).splitlines()
     assert lines[0].startswith("| what | speed |")
-    assert lines[2].startswith("| **the policy** | 2.50x | 4 ms |")
+    assert lines[2].startswith("| the policy | 2.50x | 4 ms |")
     assert "/somewhere" not in "\n".join(lines)
     assert "autoprec run --policy policy.yaml train.py" in lines
     assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in lines
-    assert "What mattered most: `layer:h.0.mlp` (50% of time, 25% of divergence)." in lines
+    assert "| `layer:h.0.mlp` | 50% | 25% |" in lines
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoprec.tracking.rows import TrialRun, _reference_figures, shown_metrics, trial_runs
+from autoprec.tracking.rows import TrialRun, shown_metrics, trial_runs
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
 
@@ -36,13 +36,17 @@ def test_names_of_trials(records: list[Run], result: SearchResult) -> None:
     assert "\u2605 search 5" in _runs(records, replace(result, best={**result.best, "name": "search 5"}))
 
 
-def test_a_script_much_slower_than_bf16_is_not_drawn_beside_the_policies() -> None:
-    metrics = {"speedup": 1.0, "step_time_ms": 2418.2, "divergence": 0.0}
-    slow = {"gain": 0.1, "step_ms": 2418.2}
-    assert _reference_figures({**metrics, "speedup_over_16bit": 0.0975}) == slow
-    assert _reference_figures({**metrics, "speedup_over_16bit": 0.9})["divergence_pct"] == 0.0
-    assert _reference_figures(metrics)["divergence_pct"] == 0.0
-    assert "divergence_pct" not in _reference_figures(metrics, drawn=False)
+def test_a_script_much_slower_than_bf16_is_not_drawn_beside_the_policies(result: SearchResult) -> None:
+    record = replace(_record("reference", "reference", 0, 1.0), seconds=2.0)
+    row = {"name": "reference", "speedup": 1.0, "step_time_ms": 10.0, "divergence": 0.0}
+    drawn = {}
+    for share in (0.0975, 0.9, None):
+        known = row if share is None else {**row, "speedup_over_16bit": share}
+        (run,) = trial_runs([record], replace(result, best=row, reference=known, presets=()), {}, "demo")
+        drawn[share] = run.figures.get("divergence_pct")
+    assert drawn == {0.0975: None, 0.9: 0.0, None: 0.0}
+    (before,) = trial_runs([record], None, {}, "demo")
+    assert "divergence_pct" not in before.figures, "how it compares is known at the end"
 
 
 def _record(name: str, kind: str, seed: int, speedup: float, **known: float) -> Run:
@@ -63,9 +67,8 @@ def test_the_gain_of_every_row_is_over_one_16_bit_run(result: SearchResult) -> N
     reference = {"name": "script as written", "speedup": 1.0, "speedup_over_16bit": 1 / 1.6}
     presets = ({"name": "all bf16", "speedup": 1.6, "speedup_over_16bit": 1.0},)
     runs = _runs(records, replace(result, best=reference, reference=reference, presets=presets))
-    five = runs["search 5"].final
-    assert (five["speedup_over_16bit"], five["first_run/speedup_over_16bit"]) == (2.0, 1.6)
-    gains = {name: run.final["gain"] for name, run in runs.items() if run.final}
+    assert runs["search 5"].figures["speedup_over_16bit"] == 2.0
+    gains = {name: run.figures["gain"] for name, run in runs.items() if "seeds" in run.figures}
     assert gains == {"all bf16": 1.0, "search 4": 1.5, "search 5": 2.0, "search 6": 1.0}
 
 
@@ -110,4 +113,4 @@ def test_what_was_faster_and_not_taken_says_why(records: list[Run], result: Sear
 
 def test_before_there_is_an_answer_nothing_is_marked(records: list[Run]) -> None:
     for run in trial_runs(records, None, {}, "demo"):
-        assert (run.final, run.tags.get("not_taken"), run.tags["best"]) == ({}, None, "false")
+        assert (run.figures.get("seeds"), run.tags.get("not_taken"), run.tags["best"]) == (None, None, "false")

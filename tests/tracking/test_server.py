@@ -20,11 +20,17 @@ from typing import Any
 import pytest
 
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
-from autoprec.tracking.folder import About, TrackedFolder
-from autoprec.tracking.server import free_port, newest_study, serve, store_of
+from autoprec.support.files import file_lock
+from autoprec.tracking.server import free_port, newest_study, serve
+from autoprec.tracking.study import TrackedStudy
 from tests.tracking.conftest import make_records, make_result, make_study
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def _last_written(study: TrackedStudy, when: float) -> None:
+    for path in study.path.rglob("*"):
+        os.utime(path, (when, when))
 
 
 def test_the_newest_study_with_an_answer_is_opened_rather_than_one_that_shows_nothing(tmp_path: Path) -> None:
@@ -37,13 +43,12 @@ def test_the_newest_study_with_an_answer_is_opened_rather_than_one_that_shows_no
         "stay": (records[:2], answer),
     }
     for number, (name, (own, result)) in enumerate(studies.items()):
-        folder = make_study(tmp_path / name, own, result, ended="FINISHED")
-        for path in folder.own.iterdir():
-            os.utime(path, (1e9 + number, 1e9 + number))
+        _last_written(make_study(tmp_path / name, own, result), 1e9 + number)
     assert newest_study(tmp_path).path.name == "answered"
     assert newest_study(tmp_path, "stay").path.name == "stay"
     make_study(tmp_path / "running", records[:5])
-    assert newest_study(tmp_path).path.name == "running", "to watch it while trials run"
+    with file_lock(tmp_path / "running" / "lock", what="study"):
+        assert newest_study(tmp_path).path.name == "running", "to watch it while trials run"
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +71,11 @@ def served(tracked: dict[str, Any]) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_the_trials_are_served(tracked: dict[str, Any], served: str) -> None:
-    assert f"/#/experiments/{tracked['state'].experiment_id}/runs?workflowType" in served
+    assert f"/#/experiments/{tracked['logged'].experiment_id}/runs?workflowType" in served
     base = served.split("/#")[0]
     body = json.dumps(
         {
-            "experiment_ids": [tracked["state"].experiment_id],
+            "experiment_ids": [tracked["logged"].experiment_id],
             "filter": "tags.`autoprec.role` = 'trial' AND tags.`autoprec.study` = 'demo'",
             "order_by": ["metrics.`speedup` DESC"],
         }
@@ -120,28 +125,11 @@ def test_a_person_sees_it_in_a_browser(served: str, charts: bool, seen: list[str
 
 def test_the_newest_study_is_chosen_unless_named(tmp_path: Path) -> None:
     for age, name in ((20, "old"), (10, "new")):
-        folder = make_study(tmp_path / name)
-        for path in folder.own.iterdir():
-            os.utime(path, (1e9 - age, 1e9 - age))
+        _last_written(make_study(tmp_path / name), 1e9 - age)
     assert newest_study(tmp_path).path.name == "new"
     assert newest_study(tmp_path, "old").path.name == "old"
     with pytest.raises(FileError, match="new, old"):
         newest_study(tmp_path, "missing")
-
-
-def test_the_store_of_a_folder_is_a_file_or_named_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    default = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    for recorded, shown in (
-        ("", default),
-        ("postgresql://evil/x", default),
-        ("http://[hidden]@host", default),
-        ("http://host:5000", "http://host:5000"),
-    ):
-        folder = TrackedFolder(tmp_path / "s")
-        folder.save_about(About("s", tracking_uri=recorded))
-        assert store_of(folder) == shown
-    assert store_of(folder, "http://mine") == "http://mine"
 
 
 def test_a_taken_port_is_replaced() -> None:

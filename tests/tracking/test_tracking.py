@@ -23,7 +23,7 @@ def test_another_name_is_not_there() -> None:
 
 def test_a_search_imports_neither_mlflow_nor_torch_to_track() -> None:
     code = (
-        "import sys; from autoprec.tracking import log_study; from autoprec.tracking.listener import TrackingListener;"
+        "import sys; from autoprec.tracking import log_study; from autoprec.tracking.beside import TrackingListener;"
         "print({'mlflow', 'torch'} & sys.modules.keys())"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -56,15 +56,14 @@ def test_an_axis_is_a_choice_that_differs_and_the_important_come_first() -> None
 
 
 def test_the_address_carries_nothing_but_the_view() -> None:
-    assert trials_url("http://h:1/", "7", uid="abc").endswith(
+    assert trials_url("http://h:1/", "7", "abc").endswith(
         "/7/runs?workflowType=machine_learning&viewStateShareKey=autoprecabc"
     )
-    assert trials_url("http://h:1", "7", uid="abc", charts=True).endswith("=autoprecabc&compareRunsMode=CHART")
-    assert "orderByKey" in trials_url("http://h:1", "7")
+    assert trials_url("http://h:1", "7", "abc", charts=True).endswith("=autoprecabc&compareRunsMode=CHART")
 
 
 def test_the_view_is_in_the_store(tracked: dict[str, Any]) -> None:
-    experiment = tracked["client"].get_experiment(tracked["state"].experiment_id)
+    experiment = tracked["client"].get_experiment(tracked["logged"].experiment_id)
     uid = (tracked["runs"] / "demo" / "tracking" / "id").read_text().strip()
     view = json.loads(experiment.tags[f"mlflow.sharedViewState.{share_key(uid)}"])
     parallel = next(chart for chart in view["compareRunCharts"] if chart["type"] == "PARALLEL")

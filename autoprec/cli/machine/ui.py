@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from autoprec.cli.echo import echo
-from autoprec.cli.machine.sync import synced
 from autoprec.cli.phases import Phases
+from autoprec.errors import FileError
 
 
 def _has_browser() -> bool:
@@ -42,9 +42,11 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, sync:
     reached.
     """
     if sync:
-        return synced(runs, tracking_uri)
+        return _sync(runs, tracking_uri)
     from autoprec.tracking.log import log_study
-    from autoprec.tracking.server import free_port, newest_study, serve, store_of, study_url
+    from autoprec.tracking.server import free_port, newest_study, serve
+    from autoprec.tracking.study import store_of
+    from autoprec.tracking.view import trials_url
 
     chosen = newest_study(runs, study)
     uri = store_of(chosen, tracking_uri)
@@ -56,8 +58,10 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, sync:
         phases.begin(f"starting MLflow on {chosen.path.name}")
         with serve(uri, free_port(port)) as base:
             phases.close()
-            experiment = logged.experiment_id or chosen.state(uri).experiment_id
-            url, charts = (study_url(chosen, base, experiment, charts=charts) for charts in (False, True))
+            outcome = chosen.outcome()
+            known = outcome[0].mlflow.get("experiment_id") if outcome else ""
+            experiment = logged.experiment_id or known or "0"
+            url, charts = (trials_url(base, experiment, chosen.uid, charts=charts) for charts in (False, True))
             _show(url, charts, no_open)
     return 0
 
@@ -74,3 +78,28 @@ def _show(url: str, charts: str, no_open: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             signal.pause()
+
+
+def _sync(runs: Path, tracking_uri: str | None) -> int:
+    """Write into MLflow the trials of every study under RUNS that it lacks.
+
+    Sending twice changes nothing: trials are recognised, not duplicated. Returns 1 when a store cannot be reached.
+    """
+    from autoprec.tracking.log import log_study
+    from autoprec.tracking.server import studies
+
+    folders = studies(runs)
+    if not folders:
+        raise FileError("no tracked study here", where=str(runs), fix="name the autoprec-runs directory of a search")
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or None
+    complete = True
+    for folder in folders:
+        done = log_study(folder.path, tracking_uri, experiment)
+        complete &= done.ok
+        if not done.ok:
+            echo(f"{done.study}: not sent to {done.tracking_uri}: {done.reason}", err=True)
+        elif done.written:
+            echo(f"{done.study}: {done.written} runs sent to {done.tracking_uri} (run {done.run_id})")
+        else:
+            echo(f"{done.study}: nothing was missing")
+    return 0 if complete else 1

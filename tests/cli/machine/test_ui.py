@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from autoprec.cli.machine.ui import ui
 from autoprec.errors import FileError
 from autoprec.tracking import Logged
+from tests.cli.helpers import autoprec
 from tests.tracking.conftest import make_study
 
 
@@ -56,3 +57,26 @@ def test_the_address_is_printed_and_opened(
     assert "starting MLflow on demo" in done.stderr
     assert bool(opened) is (browser and bool(display))
     assert ("no browser here" in done.stderr) is (browser and not display)
+
+
+def test_without_a_study_there_is_nothing_to_send(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        assert autoprec("ui", "--sync", path).code == 2
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "text"),
+    [
+        (Logged("a", "sqlite:///x", 3, run_id="r1"), 0, "3 runs sent"),
+        (Logged("a", "sqlite:///x"), 0, "nothing was missing"),
+        (Logged("a", "http://x", 0, "does not answer"), 1, "not sent"),
+    ],
+)
+def test_outcomes_of_sending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: Logged, code: int, text: str
+) -> None:
+    make_study(tmp_path / "a")
+    monkeypatch.setattr("autoprec.tracking.log.log_study", lambda *_: report)
+    done = autoprec("ui", "--sync", tmp_path)
+    assert done.code == code
+    assert text in done.out + done.err

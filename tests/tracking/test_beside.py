@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from autoprec.tracking.folder import TrackedFolder
-from autoprec.tracking.listener import TrackingListener
+import autoprec
+from autoprec.tracking.beside import TrackingListener, commit_of, versions
 from autoprec.tracking.log import log_study
 from autoprec.tracking.notes import parent_params
+from autoprec.tracking.study import TrackedStudy
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
@@ -23,7 +26,7 @@ INFO = SearchInfo("demo", "", "sqlite://", "train.py", "cpu", "measured", "fork"
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.tracking.listener.TrackingListener._start", lambda self, folder=None: None)
+    monkeypatch.setattr("autoprec.tracking.beside.TrackingListener._start", lambda self, study: None)
 
 
 def _started(tmp_path: Path, **named: str) -> TrackingListener:
@@ -34,7 +37,7 @@ def _started(tmp_path: Path, **named: str) -> TrackingListener:
 
 @pytest.mark.usefixtures("no_process")
 def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.tracking.listener.commit_of", lambda folder: {"git_commit": f"of {folder}"})
+    monkeypatch.setattr("autoprec.tracking.beside.commit_of", lambda folder: {"git_commit": f"of {folder}"})
     listener = TrackingListener(tmp_path)
     options = {
         "steps": 20,
@@ -46,7 +49,7 @@ def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monk
         "force": False,
     }
     listener.started(replace(INFO, study_dir=str(tmp_path / "demo"), options=options, folder="/there"))
-    params = parent_params(TrackedFolder(tmp_path / "demo").about().info)
+    params = parent_params(TrackedStudy(tmp_path / "demo").about().info)
     assert {key: params[key] for key in ("steps", "seed", "budget_s", "force", "git_commit")} == {
         **{"steps": "20", "seed": "3", "budget_s": "1200.0", "force": "False"},
         "git_commit": "of /there",
@@ -61,7 +64,7 @@ def test_the_environment_names_store_and_experiment(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     listener = _started(tmp_path)
-    about = TrackedFolder(tmp_path / "demo").about()
+    about = TrackedStudy(tmp_path / "demo").about()
     assert (about.tracking_uri, about.experiment) == ("http://[hidden]@127.0.0.1:9", "mine")
     assert listener.reference()["tracking_uri"] == "http://[hidden]@127.0.0.1:9"
 
@@ -70,25 +73,17 @@ def test_the_environment_names_store_and_experiment(tmp_path: Path, monkeypatch:
 def test_the_outcome_and_the_end_are_noted(tmp_path: Path, records: list[Run], result: SearchResult) -> None:
     make_study(tmp_path / "demo", records)
     listener = _started(tmp_path)
-    folder = TrackedFolder(tmp_path / "demo")
-    before = folder.news
+    folder = TrackedStudy(tmp_path / "demo")
     for record in records:
         listener.trial(record, 1, 3, None, 0.0)
-    assert folder.news > before
     assert folder.outcome() is None
+    assert folder.status(running=False) == "KILLED"
     attached = listener.attach(result, tmp_path / "demo")
     assert attached.mlflow["run_id"] is None
     assert (folder.path / "charts" / "pareto.svg").exists()
     assert folder.outcome() is not None
-    assert folder.about().ended == ""
     listener.close(0)
-    assert folder.about().ended == "FINISHED"
-
-
-@pytest.mark.usefixtures("no_process")
-def test_a_search_that_did_not_finish_is_killed(tmp_path: Path) -> None:
-    _started(tmp_path).close(0)
-    assert TrackedFolder(tmp_path / "demo").about().ended == "KILLED"
+    assert folder.status(running=False) == "FINISHED"
 
 
 def test_a_listener_that_was_never_started_does_nothing(tmp_path: Path, result: SearchResult) -> None:
@@ -121,3 +116,27 @@ def test_a_bad_server_costs_less_than_two_seconds_and_loses_nothing(
     assert attached.mlflow["run_id"] is None
     assert len(folder.records()) == len(records)
     assert not log_study(folder.path, uri).ok
+
+
+def test_versions_are_those_that_run() -> None:
+    found = versions()
+    assert found["autoprec"] == autoprec.__version__
+    assert found["torch"] == version("torch")
+    assert "transformer-engine" not in found
+
+
+def test_a_commit_and_what_is_not_in_it(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], capture_output=True, text=True, check=True).stdout
+
+    assert commit_of(str(tmp_path / "missing")) == {}
+    git("init", "-q")
+    assert commit_of(str(tmp_path)) == {}, "nothing was committed"
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    git("add", "train.py")
+    git("commit", "-qm", "one")
+    assert commit_of(str(tmp_path)) == {"git_commit": git("rev-parse", "HEAD").strip(), "git_changes": "none"}
+    script.write_text("print()\n")
+    assert commit_of(str(tmp_path))["git_changes"] == "uncommitted"

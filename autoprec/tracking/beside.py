@@ -1,0 +1,203 @@
+"""A search's side of tracking: a process of its own writes to MLflow, and the search never waits for it.
+
+Two pipes are all there is between them. A line into the process says that the study has one more run, the end of the
+pipe (also that of a search that was killed) that the search is over; each line back is a :class:`.log.Logged`.
+Nothing here raises for what a server does; a moment's waiting at the end is all that a search spends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from autoprec._version import __version__
+from autoprec.report.html import write_charts
+from autoprec.support.optional import installed_version
+from autoprec.support.redact import redact, redact_uri
+from autoprec.tracking.log import ENVIRONMENT, Logged
+from autoprec.tracking.study import About, TrackedStudy, default_uri, named_uri
+from autoprec.tuning.events import SearchInfo
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
+from autoprec.tuning.study.study import default_storage
+
+#: All the waiting one search does for its store, in total: a server that does not answer must cost < 2 s.
+_REMOTE_PATIENCE_S, _LOCAL_PATIENCE_S = 1.0, 20.0
+#: ... and where the search was interrupted: the process beside it writes the rest.
+_INTERRUPTED_S = 1.0
+#: What changes numerics, times or proposals; optional packages only where they are installed.
+_PACKAGES = ("torch", "optuna", "mlflow-skinny", "numpy", "torchao", "transformer_engine", "transformers", "accelerate")
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a process of ours: it finds AutoPrec where this one did, and is not a trial."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    inherited = {key: value for key, value in os.environ.items() if key != "AUTOPREC_SPEC"}
+    return inherited | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def versions() -> dict[str, str]:
+    """Return the version of AutoPrec, of Python, and of every installed package that matters; nothing is imported."""
+    found = {name.replace("_", "-"): installed_version(name) for name in _PACKAGES}
+    known = {name: version for name, version in found.items() if version is not None}
+    return {"autoprec": __version__, "python": platform.python_version(), **known}
+
+
+def commit_of(folder: str) -> dict[str, str]:
+    """Return ``git_commit`` of a folder and ``git_changes``: ``none`` or ``uncommitted``; empty outside one."""
+
+    def git(*words: str) -> str:
+        line = ["git", "-C", folder or ".", *words]
+        return subprocess.run(line, capture_output=True, text=True, timeout=2.0, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        commit = git("rev-parse", "HEAD")
+        return {"git_commit": commit, "git_changes": "uncommitted" if git("status", "--porcelain", "-uno") else "none"}
+    return {}
+
+
+class TrackingListener:
+    """Has a search's runs logged; see :class:`autoprec.tuning.events.Listener`.
+
+    Args:
+        runs_dir: ``autoprec-runs``; the default store is ``mlflow.db`` in it.
+        tracking_uri: MLflow store; else ``MLFLOW_TRACKING_URI``; else the default store.
+        experiment: MLflow experiment; else ``MLFLOW_EXPERIMENT_NAME``; else ``autoprec``.
+    """
+
+    def __init__(self, runs_dir: Path | str, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        self._named = named_uri(tracking_uri)  # refused before anything is run
+        self._uri = self._named or default_uri(Path(runs_dir))
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "autoprec"
+        remote = urlsplit(self._uri).scheme in ("http", "https", "databricks", "postgresql", "mysql", "mssql")
+        self._patience_s = _REMOTE_PATIENCE_S if remote else _LOCAL_PATIENCE_S
+        self._study: TrackedStudy | None = None
+        self._storage = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._logged = Logged("", redact_uri(self._uri))
+        self._finished = False
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Phases are for the terminal."""
+
+    def note(self, text: str) -> None:
+        """Notes are in the result."""
+
+    def finished(self, result: SearchResult) -> None:
+        """The outcome is recorded by :meth:`attach`, which the command calls once the policy is written."""
+
+    def started(self, info: SearchInfo) -> None:
+        """Note what the search was asked; secrets in arguments and settings are hidden."""
+        self._study = TrackedStudy(Path(info.study_dir).resolve())
+        self._storage = info.options.get("storage") or default_storage(self._study.path)
+        document: dict[str, Any] = asdict(info)
+        document["groups"] = len(info.groups)
+        # flat, beside what the script was found to be: steps, seed, budget_s, ...; empty ones say nothing
+        folder = document.pop("folder")
+        asked = {key: value for key, value in document.pop("options").items() if value not in ("", None)}
+        document = redact({**asked, **document, "version": versions(), **commit_of(folder)})
+        store, storage = redact_uri(self._named), redact_uri(info.storage)
+        self._study.save_about(About(info.study, store, self._experiment, storage, document, time.time()))
+        self._tell()
+
+    def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:  # noqa: ARG002
+        """Say that the study has one more record."""
+        self._tell()
+
+    def attach(self, result: SearchResult, study_dir: Path | str) -> SearchResult:
+        """Record the outcome and return it with its ``mlflow`` part filled in; never raises."""
+        if self._study is None:
+            return result
+        with contextlib.suppress(Exception):  # an observer must never end a search
+            self._study = TrackedStudy(Path(study_dir).resolve())
+            write_charts(self._study.path / "charts", result, self._study.records(self._storage))
+            self._study.save_outcome(result)
+            self._finished = True
+            self._tell()
+            share = 0.75 if self._patience_s > _REMOTE_PATIENCE_S else 0.5  # the rest is for close()
+            self._wait(share * self._patience_s, lambda: bool(self._logged.run_id))
+            return replace(result, mlflow=self.reference())
+        return result
+
+    def reference(self) -> dict[str, Any]:
+        """Return where the study is in MLflow, as far as known; ``pending`` is the command that sends the rest."""
+        logged = self._logged
+        ids = {"experiment_id": logged.experiment_id or None, "run_id": logged.run_id or None}
+        rest = {} if logged.ok else {"pending": "autoprec ui --sync", "reason": logged.reason}
+        return {"tracking_uri": redact_uri(self._uri), **ids, **rest}
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Have the reports logged and the run ended (KILLED when the search did not finish); never raises.
+
+        Args:
+            timeout_s: how long to wait for the store; default: what is left of 20 s for a local one, of 1 s for a
+                server. One that is known not to answer is not waited for.
+        """
+        if self._study is None:
+            return
+        self._tell()
+        self._study = None
+        with contextlib.suppress(Exception):
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()
+            patience = self._patience_s if self._finished else _INTERRUPTED_S
+            self._wait(patience if timeout_s is None else timeout_s, lambda: False)
+
+    def _wait(self, limit_s: float, done: Callable[[], bool]) -> None:
+        """Wait until something is done, the store is known to fail, the process has ended, or patience is used up."""
+        start = time.monotonic()
+        while not done() and self._logged.ok and self._process is not None and self._process.poll() is None:
+            if time.monotonic() - start >= limit_s:
+                break
+            time.sleep(0.05)
+        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - start))
+
+    def _tell(self) -> None:
+        """Say that there is something new, to a process that is started where none runs; never waits, never raises."""
+        if self._study is None:
+            return
+        with contextlib.suppress(OSError):  # a full pipe has news enough
+            if self._process is None or self._process.poll() is not None:
+                self._start(self._study)
+            if self._process is not None and self._process.stdin is not None:
+                os.write(self._process.stdin.fileno(), b"\n")
+
+    def _start(self, study: TrackedStudy) -> None:
+        addresses = {"AUTOPREC_TRACKING_STORE": self._uri, "AUTOPREC_TRACKING_STUDY": self._storage}
+        # -P: a file called mlflow.py beside the user's script must not be imported in place of MLflow
+        command = [sys.executable, "-P", "-m", "autoprec.tracking", str(study.path)]
+        with (study.own / "writer.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=child_environment() | addresses | {"PYTHONWARNINGS": "ignore"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                cwd=str(study.own),
+                bufsize=0,
+            )
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+        threading.Thread(target=self._listen, args=(self._process,), name="autoprec-tracking", daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Keep what the process says last, and reap it: it may outlive this object."""
+        if process.stdout is not None:
+            with process.stdout as lines:
+                for line in lines:
+                    with contextlib.suppress(ValueError, TypeError):
+                        self._logged = Logged(**json.loads(line))
+        process.wait()
