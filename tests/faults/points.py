@@ -110,7 +110,7 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     17: (
         "a script with a prefetch thread was forked and hung",
-        ("trial/inside/test_agent.py::test_threads_that_training_may_wait_for_are_an_obstacle",),
+        ("trial/inside/test_host.py::test_threads_that_training_may_wait_for_are_an_obstacle",),
     ),
     18: (
         "a TMPDIR of over 70 characters",
@@ -216,7 +216,7 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     40: (
         "an interrupted apply left half a policy",
-        ("applying/test_policy.py::test_an_interrupted_apply_leaves_the_model_as_it_was",),
+        ("applying/test_stage.py::test_an_interrupted_stage_leaves_the_model_as_it_was",),
     ),
     41: (
         "classes of models that are gone stayed",

@@ -112,18 +112,21 @@ def test_a_script_in_sixteen_bit_stays_without_a_run_of_the_reference(here: Path
     assert trained(simulated) == []
 
 
-def test_a_stay_writes_nothing_over_an_adopted_policy(here: Path) -> None:  # noqa: F811
+def test_a_stay_moves_an_adopted_policy_aside(here: Path) -> None:  # noqa: F811
+    """What --output names always holds this search's answer: who trains under it trains under no earlier one's."""
     search(script(), options(study="first"))
     adopted = (here / "policy.yaml").read_text()
     narrow = {"graph": in_dtype("bfloat16", width=64, tokens=256), "device": "cpu"}
     made, result = search(script(**narrow), options(study="second", target="h100", force=False))
-    assert result.verdict == "stay"
-    assert (here / "policy.yaml").read_text() == adopted
-    assert Path(result.policy) == made.study_dir / "policy.yaml"
-    (here / "policy.yaml").unlink()
+    assert (result.verdict, result.policy) == ("stay", "policy.yaml")
+    written = load_policy(here / "policy.yaml")
+    assert written.evidence["verdict"] == "stay" and not written.recipes
+    assert (here / "policy.yaml").read_text() == (made.study_dir / "policy.yaml").read_text()
+    assert (here / "policy.yaml.1").read_text() == adopted
+    assert "policy.yaml.1" in made.set_aside
     for study in ("third", "fourth"):
         search(script(**narrow), options(study=study, target="h100", force=False))
-    assert [path.name for path in here.glob("policy.yaml*")] == ["policy.yaml"]
+    assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
 
 
 def test_a_script_that_fails_at_once_leaves_no_study(here: Path) -> None:  # noqa: F811
