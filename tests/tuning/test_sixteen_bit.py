@@ -120,7 +120,8 @@ def test_a_stay_moves_an_adopted_policy_aside(here: Path) -> None:  # noqa: F811
     made, result = search(script(**narrow), options(study="second", target="h100", force=False))
     assert (result.verdict, result.policy) == ("stay", "policy.yaml")
     written = load_policy(here / "policy.yaml")
-    assert written.evidence["verdict"] == "stay" and not written.recipes
+    assert written.evidence["verdict"] == "stay"
+    assert not written.recipes
     assert (here / "policy.yaml").read_text() == (made.study_dir / "policy.yaml").read_text()
     assert (here / "policy.yaml.1").read_text() == adopted
     assert "policy.yaml.1" in made.set_aside
