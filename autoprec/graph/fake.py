@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 
@@ -153,21 +151,15 @@ def recorder_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 def record_fake(
     build: Callable[[], nn.Module],
     step: Callable[[nn.Module], Any],
-    *,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-    rules: Rules | Path | str | None = None,
 ) -> GraphReport:
     """Build a model and run one step of it without memory or arithmetic, and report as for a real step.
 
     Args:
         build: returns the model; called under ``FakeTensorMode``.
         step: runs forward and backward on the model; its inputs must be created inside.
-        optimizer: returns the optimizer whose state is to be counted.
-        rules: rules, or a rules file that extends the built-in ones.
     """
     with _GuessingMode(allow_non_fake_inputs=True):
         model = build()
-        optimizers = () if optimizer is None else (optimizer(model),)
-        with FakeStepRecorder(model, optimizers=optimizers) as recorder:
+        with FakeStepRecorder(model) as recorder:
             step(model)
-        return recorder.report(rules)
+        return recorder.report()

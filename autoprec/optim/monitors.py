@@ -7,7 +7,7 @@ run. Gradient errors do not see it either. So a few steps of every trial are wat
 ``lost_state_updates``  the same for the second moment: 1 when it is frozen;
 ``flushed_state``       share of second moments that are zero although the gradient is not (they divide by epsilon);
 ``saturation``          share of stored codes at the format's largest value beyond the one per scale that is meant;
-``update_ratio``        RMS of the intended weight change over RMS of the weights; compared with the reference run's;
+``update_ratio``        RMS of the intended weight change over RMS of the weights: what two runs can be compared by;
 ``skipped_steps``       steps the guard or the loss scaler left out.
 """
 
@@ -25,13 +25,12 @@ from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
 from autoprec.optim.tensor import StoredTensor, decoded
 
-#: What a healthy run stays below (measured: docs/state.md); ``update_ratio`` is a factor against the reference.
+#: What a healthy run stays below (measured: docs/state.md).
 LIMITS: dict[str, float] = {
     "lost_updates": 0.10,
     "lost_state_updates": 0.25,
     "flushed_state": 1e-3,
     "saturation": 0.5,  # scales come from the tensor itself: only near-constant values crowd the top code
-    "update_ratio": 1.10,
     "skipped_share": 0.05,
 }
 
@@ -53,20 +52,9 @@ class StateReport:
         """Return the JSON form; NaN becomes null."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
-    def update_factor(self, reference: StateReport | None) -> float:
-        """Return by how much updates are larger (or smaller) than the reference's, as a factor of at least 1.
-
-        Trials have no reference report: watching the reference would spoil its memory and time (docs/state.md).
-        """
-        if reference is None or not (self.update_ratio > 0 and reference.update_ratio > 0):
-            return 1.0
-        factor = self.update_ratio / reference.update_ratio
-        return max(factor, 1.0 / factor)
-
-    def problems(self, reference: StateReport | None = None) -> list[str]:
+    def problems(self) -> list[str]:
         """Return what is wrong, each in a sentence; empty for a healthy run."""
         skipped = self.skipped_steps / max(self.steps, 1)
-        factor = self.update_factor(reference)
         found = {
             "lost_updates": (self.lost_updates, "of the weight updates are lost in rounding"),
             "lost_state_updates": (self.lost_state_updates, "of the second moment's updates are lost: it stalls"),
@@ -74,16 +62,13 @@ class StateReport:
             "saturation": (self.saturation, "of the stored values are saturated"),
             "skipped_share": (skipped, "of the steps were skipped"),
         }
-        out = [
+        return [
             f"{value:.1%} {text} (limit {LIMITS[name]:.1%})"
             for name, (value, text) in found.items()
             if value > LIMITS[name]
         ]
-        if factor > LIMITS["update_ratio"]:
-            out.append(f"weight updates differ from the reference's by a factor of {factor:.2f}: the loss misleads")
-        return out
 
-    def penalty(self, reference: StateReport | None = None) -> float:
+    def penalty(self) -> float:
         """Return what a trial's divergence must be increased by: 0 for a healthy run, else the worst excess.
 
         It has the unit of divergence (relative), so that a stalled or flushed state cannot win by a lower loss.
@@ -94,7 +79,6 @@ class StateReport:
             self.lost_state_updates - LIMITS["lost_state_updates"],
             self.flushed_state - LIMITS["flushed_state"],
             self.saturation - LIMITS["saturation"],
-            self.update_factor(reference) - LIMITS["update_ratio"],
             skipped - LIMITS["skipped_share"],
         ]
         return max(0.0, *excess)

@@ -24,7 +24,6 @@ from autoprec.policy.matching import first_match, resolve, unmatched_rules
 from autoprec.policy.phases import boundaries
 from autoprec.policy.schema import (
     GUARD_METRICS,
-    SCHEMA,
     CommunicationPolicy,
     Guard,
     LayerPlan,
@@ -39,7 +38,6 @@ from autoprec.policy.schema import (
 
 __all__ = [
     "GUARD_METRICS",
-    "SCHEMA",
     "CommunicationPolicy",
     "Glob",
     "Guard",

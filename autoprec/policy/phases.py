@@ -66,23 +66,23 @@ def plain_recipe(policy: Policy) -> tuple[str, dict[str, object]]:
     return name, {**policy.recipes, name: plain}
 
 
-def last_in_bf16(policy: P, share: float = LAST_SHARE) -> P:
-    """Return the policy with every layer in bf16 for the last ``share`` of the run."""
+def last_in_bf16(policy: P) -> P:
+    """Return the policy with every layer in bf16 for the last :data:`LAST_SHARE` of the run."""
     name, recipes = plain_recipe(policy)
-    last = Phase.model_validate({"from": 1.0 - share, "layers": (_everything(name),)})
+    last = Phase.model_validate({"from": 1.0 - LAST_SHARE, "layers": (_everything(name),)})
     return policy.model_copy(update={"recipes": recipes, "phases": (*policy.phases, last)})
 
 
-def first_in_bf16(policy: P, steps: int = FIRST_STEPS) -> P:
-    """Return the policy with every layer in bf16 for the first ``steps`` optimizer steps.
+def first_in_bf16(policy: P) -> P:
+    """Return the policy with every layer in bf16 for the first :data:`FIRST_STEPS` optimizer steps.
 
     Raises:
         PolicyError: a phase of the policy begins before that.
     """
-    if any(isinstance(phase.start, int) and phase.start <= steps for phase in policy.phases):
-        raise PolicyError(f"a phase of the policy begins within its first {steps} steps", where="phases")
+    if any(isinstance(phase.start, int) and phase.start <= FIRST_STEPS for phase in policy.phases):
+        raise PolicyError(f"a phase of the policy begins within its first {FIRST_STEPS} steps", where="phases")
     name, recipes = plain_recipe(policy)
-    then = Phase.model_validate({"from": steps, "layers": policy.layers})
+    then = Phase.model_validate({"from": FIRST_STEPS, "layers": policy.layers})
     update = {"recipes": recipes, "layers": (_everything(name),), "phases": (then, *policy.phases)}
     return policy.model_copy(update=update)
 

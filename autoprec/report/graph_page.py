@@ -176,9 +176,9 @@ def _layers(report: GraphReport) -> str:
     return f"<table>{head}<th>tunable</th><th>group</th></tr>{''.join(rows)}</table>"
 
 
-def render_page(report: GraphReport, *, title: str = "") -> str:
+def render_page(report: GraphReport) -> str:
     """Return the page as HTML text. Every name of the model is escaped; nothing is loaded from anywhere."""
-    heading = html.escape(title or str(report.model.get("class", "model")))
+    heading = html.escape(str(report.model.get("class", "model")))
     phases = [p for p in ("forward", "backward", "recompute") if any(o.phase == p for o in report.operators)]
     graphs = "".join(_svg(report.operators, phase, shown=phase == phases[0]) for phase in phases)
     buttons = "".join(

@@ -11,8 +11,8 @@ from html import escape
 _LONGEST_LABEL = 32
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers from ``low`` to ``high``, both of which they may undershoot.
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers from ``low`` to ``high``, both of which they may undershoot.
 
     >>> nice_ticks(0, 10)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
@@ -20,7 +20,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return [low]
-    raw = span / max(count, 1)
+    raw = span / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

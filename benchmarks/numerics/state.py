@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from autoprec.optim.codecs import Codec  # noqa: E402
 from autoprec.optim.communication import WIRE, _pack, _shares, _unpack, wire_bytes  # noqa: E402
-from autoprec.optim.monitors import StateMonitor  # noqa: E402
+from autoprec.optim.monitors import StateMonitor, StateReport  # noqa: E402
 from autoprec.optim.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
 from autoprec.optim.tensor import StoredTensor  # noqa: E402
 from autoprec.policy import OptimizerPolicy  # noqa: E402
@@ -135,6 +135,14 @@ def run_gpt(
     return {"train": loss.item(), "validation": value.item(), "state": report.to_json(), "report": report}
 
 
+def update_factor(report: StateReport, reference: StateReport) -> float:
+    """Return by how much updates are larger (or smaller) than the reference's, as a factor of at least 1."""
+    if not (report.update_ratio > 0 and reference.update_ratio > 0):
+        return 1.0
+    factor = report.update_ratio / reference.update_ratio
+    return max(factor, 1.0 / factor)
+
+
 def section_loss(steps: int, seeds: int, levels: list[str]) -> dict[str, Any]:
     data = text(60_000, 0), text(16_000, 1)
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -152,8 +160,8 @@ def section_loss(steps: int, seeds: int, levels: list[str]) -> dict[str, Any]:
             "validation": [round(run["validation"], 5) for run in runs],
             "gap": [round(gap, 5) for gap in gaps],
             "mean_gap": round(statistics.mean(gaps), 5),
-            "update_factor": round(max(r["report"].update_factor(f) for r, f in zip(runs, reference, strict=True)), 4),
-            "problems": [p for r, f in zip(runs, reference, strict=True) for p in r["report"].problems(f)],
+            "update_factor": round(max(update_factor(r["report"], f) for r, f in zip(runs, reference, strict=True)), 4),
+            "problems": [problem for run in runs for problem in run["report"].problems()],
         }
     return out
 

@@ -33,7 +33,7 @@ def test_nothing_is_loaded_and_names_are_escaped():
     evil = "</script><script>alert(1)</script>"
     layer = replace(report.layers[0], name=evil)
     operators = tuple(replace(o, module=evil) for o in report.operators)
-    page = render_page(replace(report, layers=(layer,), operators=operators, notes=(evil,)), title=evil)
+    page = render_page(replace(report, layers=(layer,), operators=operators, notes=(evil,), model={"class": evil}))
     assert evil not in page
     assert "http" not in page.replace("http-equiv", "")
 
