@@ -39,15 +39,36 @@ def limited_matmul(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int, *, wide: bool = False) -> Tensor:
+def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int, *, wide: bool = False, tf32: bool = False) -> Tensor:
     """Sum the product of two matrices over ``a``'s axis ``a_axis`` and ``b``'s axis ``b_axis``.
 
-    ``wide`` returns the FP32 sums of a 16-bit product on a GPU (cuBLAS with a float32 C), instead of rounding them.
+    ``wide`` returns the FP32 sums of a 16-bit product on a GPU (cuBLAS with a float32 C), instead of rounding them;
+    ``tf32`` lets a GPU multiply float32 on its TF32 units, whatever the script has chosen.
     """
     left, right = a if a_axis == 1 else a.t(), b if b_axis == 0 else b.t()
+    if tf32:
+        return torch.ops.autoprec.tf32_mm(left, right) if torch.compiler.is_compiling() else tf32_mm(left, right)
     if wide and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right)
+
+
+def tf32_mm(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply float32 matrices with TF32 allowed for this product alone (``torch.backends.cuda.matmul``).
+
+    The setting is of the process: a product of another thread meanwhile may run on the TF32 units as well.
+    """
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        return torch.mm(left, right)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+#: :func:`tf32_mm` in a compiled graph, where the compiler would settle the precision for all products at once.
+_tf32_mm_in_a_graph = torch.library.custom_op("autoprec::tf32_mm", tf32_mm, mutates_args=())
+_tf32_mm_in_a_graph.register_fake(torch.mm)
 
 
 def product_dtype(a: Spec, b: Spec, device_type: str, *, wide: bool = False) -> torch.dtype:
@@ -93,7 +114,8 @@ def emulated_multiply(
         left, right = operand_values(a, torch.float32), operand_values(b, torch.float32)
         out = limited_matmul(left if axes[0] == 1 else left.t(), right if axes[1] == 0 else right.t())
     else:
-        out = contract(operand_values(a, product), axes[0], operand_values(b, product), axes[1], wide=wide)
+        tf32 = a.spec.format == b.spec.format == "tf32"
+        out = contract(operand_values(a, product), axes[0], operand_values(b, product), axes[1], wide=wide, tf32=tf32)
     if "fp16" in (a.spec.format, b.spec.format) and not wide:
         out = out.to(torch.float16)  # overflow becomes infinity, as it does on the GPU
     scales = product_scales(a, b, axes)

@@ -111,3 +111,24 @@ def test_same_sign_sums_lose_a_bias_that_grows_with_length() -> None:
         errors.append(((exact - found) / exact).mean().item())
     assert errors == sorted(errors)
     assert errors[0] < 2e-4 < 2e-3 < errors[-1] < 2e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tf32_product_runs_on_tf32_units_and_no_other_does(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    multiply = torch.mm
+
+    def mm(*operands: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return multiply(*operands)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    for name in ("tf32", "fp32"):
+        spec = Spec("cast", name)
+        a, b = (quantize(torch.randn(16, 16), spec) for _ in range(2))
+        before = torch.backends.cuda.matmul.fp32_precision
+        out = emulated_multiply(a, b, (1, 0), torch.float32, product=torch.float32)
+        assert torch.equal(out, multiply(a.codes, b.codes))
+        assert torch.backends.cuda.matmul.fp32_precision == before
+    assert seen == ["tf32", before]

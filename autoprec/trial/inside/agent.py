@@ -27,7 +27,7 @@ from autoprec.trial.inside.first_step import FirstStep, stop_at_call
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate
-from autoprec.trial.inside.isolate.loaders import load_in_process
+from autoprec.trial.inside.isolate.loaders import Loading
 from autoprec.trial.inside.isolate.seeding import offset_seeds
 from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found
@@ -77,7 +77,7 @@ class Agent:
         self._pid = os.getpid()
         self._started = float(config.get("started", time.monotonic()))
         self._watching = threading.Event()
-        self._loading: Any = None
+        self._loading: Loading | None = None
         self._overlay: Any = None
         self._running: PolicyRun | None = None
         self._forked = self._reached = False
@@ -133,7 +133,10 @@ class Agent:
         os.environ[MARK_VARIABLE] = str(self.config["mark"])
         hosting = self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ
         if hosting and self._loading is None:
-            self._loading = load_in_process()
+            self._loading = Loading()
+        elif self._loading is not None and not hosting:  # inherited from a host by way of the zygote
+            self._loading.undo()
+            self._loading = None
         self._watching = watch_driver(*self.config["driver"])
 
     # ---------------------------------------------------------------- what a Session reports

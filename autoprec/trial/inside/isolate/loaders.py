@@ -1,71 +1,63 @@
 """DataLoader workers and forking do not go together: load in the training process instead, and do not charge for it.
 
-Worker processes do not survive a fork of their parent. In a host every DataLoader is therefore built without workers;
-map-style data come in the same order. The CPU time that workers would have spent is taken off the step.
+Worker processes do not survive a fork of their parent. In a host that may be forked every DataLoader is therefore
+iterated without workers; map-style data come in the same order. The CPU time that workers would have spent is taken off
+the step. A trial that is a process of its own has the script's workers.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.utils.data.dataloader as dataloader
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 
 class Loading:
-    """What was changed, and the CPU seconds spent on loading that worker processes would have done."""
+    """Iterates DataLoaders without their workers until :meth:`undo`.
+
+    Attributes:
+        loaders: how many iterators have had no workers for that.
+        iterable: whether one of them was over an IterableDataset.
+        charge: called with the CPU seconds of loading that worker processes would have done.
+    """
 
     def __init__(self) -> None:
         self.loaders = 0
         self.iterable = False
         self.charge: Callable[[float], None] = lambda _seconds: None
+        original = self._original = DataLoader.__iter__
+
+        # the loader itself stays as the script made it: a trial that is a process of its own may inherit it
+        def __iter__(loader: Any) -> Any:  # noqa: N807
+            if not loader.num_workers:
+                return original(loader)
+            self.loaders += 1
+            self.iterable |= isinstance(loader.dataset, IterableDataset)
+            settings = loader.num_workers, loader.timeout
+            loader.num_workers = loader.timeout = 0
+            try:
+                return _Iterator(loader, self)
+            finally:
+                loader.num_workers, loader.timeout = settings
+
+        DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+
+    def undo(self) -> None:
+        """Give DataLoaders their workers back."""
+        DataLoader.__iter__ = self._original  # type: ignore[method-assign]
 
 
-def load_in_process() -> Loading:
-    """From now on build every DataLoader with ``num_workers=0``; returns the record of what that changed."""
-    loading = Loading()
-    original = dataloader.DataLoader.__init__
+class _Iterator(_SingleProcessDataLoaderIter):
+    def __init__(self, loader: Any, loading: Loading) -> None:
+        super().__init__(loader)  # type: ignore[no-untyped-call]
+        self._loading = loading
 
-    @functools.wraps(original)
-    def __init__(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if kwargs.get("num_workers", 0) or len(args) > 4:
-            changed = dict(kwargs)
-            positional = list(args)
-            if len(positional) > 4 and positional[4]:
-                changed["num_workers"], positional[4] = positional[4], 0
-            if changed.get("num_workers", 0):
-                loading.loaders += 1
-                loading.iterable |= isinstance(dataset, IterableDataset)
-                changed.pop("num_workers")
-                for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"):
-                    changed.pop(name, None)
-                original(self, dataset, *positional, **changed)
-                self.__dict__["_autoprec_had_workers"] = True
-                return
-        original(self, dataset, *args, **kwargs)
-
-    dataloader.DataLoader.__init__ = __init__  # type: ignore[method-assign]
-    fetch = dataloader._SingleProcessDataLoaderIter._next_data
-
-    def _next_data(self: Any) -> Any:
+    def _next_data(self) -> Any:
         start = time.process_time()
         try:
-            return fetch(self)  # type: ignore[no-untyped-call]
+            return super()._next_data()  # type: ignore[no-untyped-call]
         finally:
-            if self.__dict__.get("_autoprec_free"):
-                loading.charge(time.process_time() - start)
-
-    make = dataloader.DataLoader._get_iterator
-
-    def _get_iterator(self: Any) -> Any:
-        iterator = make(self)
-        if self.__dict__.get("_autoprec_had_workers"):
-            iterator.__dict__["_autoprec_free"] = True
-        return iterator
-
-    dataloader._SingleProcessDataLoaderIter._next_data = _next_data  # type: ignore[method-assign]
-    dataloader.DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign]
-    return loading
+            self._loading.charge(time.process_time() - start)

@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import stat
 import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+#: Caches of tools: the variable that names one; the directory in the home directory that is used without it; and the
+#: module without which nothing uses that.
 _CACHES = (
-    "XDG_CACHE_HOME",
-    "HF_HOME",
-    "TORCH_HOME",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "HF_DATASETS_CACHE",
+    ("XDG_CACHE_HOME", ".cache", ""),
+    ("HF_HOME", "", ""),
+    ("HF_DATASETS_CACHE", "", ""),
+    ("TORCH_HOME", "", ""),
+    ("TORCH_EXTENSIONS_DIR", "", ""),
+    ("TORCHINDUCTOR_CACHE_DIR", "", ""),
+    ("TRITON_CACHE_DIR", ".triton", "triton"),
+    ("CUDA_CACHE_PATH", ".nv", "triton"),
+    ("DG_JIT_CACHE_DIR", ".deep_gemm", "deep_gemm"),
 )
 #: Links that may follow one another in a path, as for the kernel.
 _MOST_LINKS = 40
@@ -41,18 +47,31 @@ def free_prefixes(guarded: Iterable[str]) -> set[str]:
     A directory that is the user's wins, whatever else it is said to be: a ``guarded`` one (a job on a cluster has its
     working directory in ``TMPDIR``, ``HF_HOME`` or ``XDG_CACHE_HOME``), the home directory, the root.
     """
-    home = os.path.expanduser("~")
-    free = {"/dev", "/proc", "/sys", f"/run/user/{os.getuid()}", tempfile.gettempdir()}
-    free |= {os.path.join(home, name) for name in (".cache", ".triton", ".nv")}
-    free |= {os.environ[name] for name in _CACHES if os.environ.get(name)}
-    kept = _both(["/", home, *guarded])
+    free = {"/dev", "/proc", "/sys", f"/run/user/{os.getuid()}", tempfile.gettempdir(), *_caches()}
+    kept = _both(["/", os.path.expanduser("~"), *guarded])
     return {path for path in map(os.path.abspath, free) if not _both([path]) & kept}
 
 
-def make_caches() -> None:
-    """Make the caches that the user names: the kernel lets nobody write to a directory that was not there."""
-    for name in _CACHES:
+def _caches() -> dict[str, bool]:
+    """Return the directories of :data:`_CACHES`, each with whether something here uses it.
+
+    Triton builds its launcher of CUDA in its own cache before Inductor names another, so that both are needed.
+    """
+    found: dict[str, bool] = {}
+    for name, folder, module in _CACHES:
         if path := os.environ.get(name):
+            found[path] = True
+        if folder:
+            base = folder == ".triton" and os.environ.get("TRITON_HOME")
+            path = os.path.join(base or os.path.expanduser("~"), folder)
+            found[path] = not module or importlib.util.find_spec(module) is not None
+    return found
+
+
+def make_caches() -> None:
+    """Make the caches that are used here: the kernel lets nothing be written in a directory that was not there."""
+    for path, used in _caches().items():
+        if used:
             with contextlib.suppress(OSError):
                 os.makedirs(path, exist_ok=True)
 

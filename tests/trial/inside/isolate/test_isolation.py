@@ -67,6 +67,39 @@ def test_a_script_and_its_children_change_nothing(where: str, mounts: bool, tmp_
     assert snapshot(user) == before
 
 
+CACHES = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+for name in (".triton/cache", ".deep_gemm/cache", ".nv/ComputeCache", ".cache/x"):  # as C++ libraries make them
+    assert libc.mkdir(os.path.join(os.path.expanduser("~"), name).encode(), 0o700) == 0, name
+assert libc.mkdir(os.path.join(os.path.expanduser("~"), "other").encode(), 0o700) != 0
+print("reached the end")
+"""
+
+
+@pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
+def test_on_a_new_machine_compilers_have_their_caches(mounts: bool, tmp_path: Path) -> None:
+    if not (available() or (mounts and allowed())):
+        pytest.skip("this kernel has neither")
+    for folder in ("user", "private", "home", "tmp", "modules/triton", "modules/deep_gemm"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "user" / "train.py").write_text(CACHES)
+    config = tmp_path / "private" / "trial.json"
+    settings = {"mode": "trial", "cwd": str(tmp_path / "user"), "script": "train.py"}
+    settings |= {"private": str(tmp_path / "private"), "run_dir": str(tmp_path / "run")}
+    config.write_text(json.dumps(settings))
+    env = trial_environment(config, "m", tmp_path / "private")
+    env |= {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+    env["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'modules'}"
+    env.pop("XDG_CACHE_HOME", None)
+    if not mounts:
+        env["AUTOPREC_TRIAL_MOUNTED"] = ""
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path / "user", env=env, capture_output=True, text=True, check=False
+    )
+    assert "reached the end" in done.stdout, done.stderr
+
+
 def test_what_lies_beside_a_guarded_directory_is_free(tmp_path: Path) -> None:
     for name in ("other", "work/user", "work/data"):
         (tmp_path / name).mkdir(parents=True)

@@ -154,11 +154,23 @@ def test_a_removal_masks_every_layer_below_it(user: Path, tmp_path: Path) -> Non
     assert (tmp_path / "layer").joinpath(*(user / "data" / "b.txt").parts[1:]).read_text() == "b"
 
 
-def test_a_cache_that_the_user_names_is_made_before_the_kernel_refuses_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_made_before_the_kernel_refuses_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
+    installed = {"triton"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new" / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))  # the script will say what is wrong
     make_caches()
     assert (tmp_path / "new" / "cache").is_dir()
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == [".cache", ".nv", ".triton"]
+    installed.add("deep_gemm")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "compiler"))
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "gemm"))
+    make_caches()
+    overlay = Overlay(str(tmp_path / "layer"), [str(tmp_path)], [])
+    for made in ("home/.deep_gemm", "compiler/.triton", "gemm"):
+        assert (tmp_path / made).is_dir()
+        assert not overlay.guarded(tmp_path / made / "x")
+    assert overlay.guarded(tmp_path / "compiler" / "x")
