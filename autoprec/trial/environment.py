@@ -19,7 +19,6 @@ _QUIET = {
     "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ beside the user's modules
     "PYTHONFAULTHANDLER": "1",
     "PYTHONHASHSEED": "0",  # the order of a set of strings must be the same in every trial
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise CUDA
     "TOKENIZERS_PARALLELISM": "false",  # its thread pool does not survive a fork
     "WANDB_MODE": "disabled",
     "WANDB_SILENT": "true",

@@ -80,6 +80,7 @@ class Launcher:
         self._connection: socket.socket | None = None
         self._children: dict[int, ZygoteProcess] = {}
         self._folders = 0
+        self._spoiled = False
         self.address = str(self.folder / "zygote")
         self._listener = listen(self.address, 4)
         threading.Thread(target=self._accept, name="autoprec-zygote", daemon=True).start()
@@ -129,7 +130,11 @@ class Launcher:
     @property
     def ready(self) -> bool:
         """True when there is a zygote to fork from."""
-        return self._connection is not None
+        return self._connection is not None and not self._spoiled
+
+    def fork_no_more(self) -> None:
+        """Forks of the zygote die before they train: start every further process anew."""
+        self._spoiled = True
 
     def fork(
         self, config: Mapping[str, Any], environment: Mapping[str, str], mark: str, log: Path | None

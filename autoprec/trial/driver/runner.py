@@ -25,7 +25,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver import failures
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.classify import classify, describe_exit, last_lines
-from autoprec.trial.driver.launcher import Launcher
+from autoprec.trial.driver.launcher import Launcher, ZygoteProcess
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.driver.results import load_result, over_ranks
 from autoprec.trial.driver.spare import Spare, start_spare
@@ -446,8 +446,12 @@ class TrialRunner(Runner):
         finally:
             self._running.discard(process)
             steps_file(path).unlink(missing_ok=True)
+        written = over_ranks(path)
+        if written is None and code and not timed_out and not deadline.steps and isinstance(process, ZygoteProcess):
+            self._launcher.fork_no_more()  # the host has trained: CUDA, say, cannot be used in such a fork
+            return self._run_process(spec, progress)
         result = classify(
-            over_ranks(path),
+            written,
             code if code is not None else -9,
             timed_out=timed_out,
             timeout_s=spec.timeout_s,

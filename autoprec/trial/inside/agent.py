@@ -24,6 +24,7 @@ from autoprec.numerics.sharded import rank
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
 from autoprec.trial.inside import host
 from autoprec.trial.inside.first_step import FirstStep, stop_at_call
+from autoprec.trial.inside.forking import ask_nvml_for_gpus
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate
@@ -97,6 +98,7 @@ class Agent:
             from autoprec.graph.fake import fake_weights
 
             fake_weights()
+        ask_nvml_for_gpus()  # first: after a boot CUDA's first start makes device files, by a program that must be root
         self._overlay = isolate(self.config)
         stop_timers()
         self._seed()

@@ -19,8 +19,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.messages import Lines, send_message
@@ -60,23 +58,6 @@ class _Child:
     timed_out: bool = False
     killed: bool = False
     open: bool = True
-
-
-def can_train_after_fork() -> bool:
-    """Whether a fork of this process can run a backward; a build of PyTorch with CUDA is asked by trying.
-
-    Where its first backward was one that ``torch.compile`` traced, such a build has started a thread for each kind of
-    device, on machines without a GPU as well (2.11 to 2.14), and autograd refuses to work in a fork that lacks them.
-    """
-    if torch.version.cuda is None:
-        return True
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(BaseException):
-            torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-            os._exit(0)
-        os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
 
 
 def settle() -> None:

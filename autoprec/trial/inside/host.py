@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from autoprec.numerics.sharded import rank, world_size
-from autoprec.trial.inside.fork_server import Request, can_train_after_fork, serve_forks, settle
+from autoprec.trial.inside.fork_server import Request, serve_forks, settle
+from autoprec.trial.inside.forking import can_train_after_fork
 from autoprec.trial.inside.isolate.isolation import programs
 from autoprec.trial.inside.isolate.seeding import clock_seeds
 from autoprec.trial.inside.isolate.sharing import shared_state
@@ -73,7 +74,7 @@ def report_end(config: dict[str, Any], seen: dict[str, Any]) -> None:
 
 def fork_obstacle(found: Found) -> str:
     """Say why this process must not be forked now; empty when it may."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA is initialised"
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from autoprec.trial.inside.forking import can_use_cuda_after_fork, holds_in_fork
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.messages import connect, send_message
@@ -51,11 +52,11 @@ def preload_compiler() -> None:
     The key of what it caches covers torch's own source, which is read here for all forks. It starts no worker. Should a
     version of torch initialise CUDA by it, this copy is of no more use, and ends.
     """
-    if torch.cuda.is_available():  # by NVML (``PYTORCH_NVML_BASED_CUDA_CHECK``), which initialises nothing
+    if holds_in_fork(torch.cuda.is_available):
         importlib.import_module("torch._inductor.compile_fx")
         with contextlib.suppress(AttributeError):
             importlib.import_module("torch._inductor.codecache").torch_key()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized() or not can_use_cuda_after_fork():  # type: ignore[no-untyped-call]
             os._exit(0)
 
 
@@ -66,7 +67,7 @@ def _may_be_copied() -> bool:
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    return not shared_state()
+    return not shared_state() and can_use_cuda_after_fork()
 
 
 def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]) -> bool:

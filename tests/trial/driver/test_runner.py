@@ -498,3 +498,40 @@ def test_what_a_script_says_right_before_its_end_is_heard(tmp_path: Path) -> Non
         assert next(messages)["op"] == "ended"
         control.close()
     runner.close()
+
+
+#: Stops where it was copied, as CUDA does after ``torch.cuda.is_available()`` without NVML; its loss says how many
+#: worker processes loaded the data.
+COPIED = """
+import os, threading
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+class Items(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4,), -1.0 if get_worker_info() is None else 2.0)
+pid = os.getpid()
+loader = DataLoader(Items(), batch_size=4, num_workers=2)
+torch.manual_seed(0)
+if os.getpid() != pid and "spoilt" in os.sys.argv:
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+for x in loader:
+    (x.mean() + 0.0 * model(x).sum()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_copy_that_cannot_be_used_is_not_used_again_and_workers_load(spoilt: bool, host: Any, tmp_path: Path) -> None:
+    """On a GPU: an obstacle to forking, a zygote left before the first seed, and trials with the script's workers."""
+    script = tmp_path / "copied.py"
+    script.write_text(COPIED)
+    with host(str(script), *(["spoilt"] if spoilt else []), real=True) as runner:
+        assert runner.start().launch == ("process" if spoilt else "zygote")
+        for _ in range(2):
+            result = runner.run(TrialSpec(steps=3, warmup=1))
+            assert result.ok, result.tail
+            assert set(result.losses) == {2.0}
+            assert runner._launcher.ready is not spoilt

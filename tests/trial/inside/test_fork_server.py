@@ -9,10 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from autoprec.trial.inside.fork_server import can_train_after_fork, serve_forks, settle
+from autoprec.trial.inside.fork_server import serve_forks, settle
 
 
 def test_requests_are_forked_answered_and_ended(tmp_path: Path) -> None:
@@ -50,17 +47,3 @@ def test_requests_are_forked_answered_and_ended(tmp_path: Path) -> None:
     assert (tmp_path / "1").read_text() == "done"
     ours.close()  # the driver is gone: so is the server
     assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_a_process_whose_autograd_has_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real where PyTorch was built with CUDA; the error of such a build is raised by hand here."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert can_train_after_fork()
-
-    def backward(_tensor: torch.Tensor) -> None:
-        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
-
-    monkeypatch.setattr(torch.Tensor, "backward", backward)
-    assert not can_train_after_fork()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert can_train_after_fork()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -24,6 +25,9 @@ def test_not_with_open_data_files_threads_or_cuda(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread(), threading.Thread()])
     assert not zygote._may_be_copied()
     monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread()])
+    monkeypatch.setattr(zygote, "can_use_cuda_after_fork", lambda: False)
+    assert not zygote._may_be_copied()
+    monkeypatch.setattr(zygote, "can_use_cuda_after_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not zygote._may_be_copied()
 
@@ -33,7 +37,8 @@ def test_the_compiler_is_imported_ahead_where_there_is_a_gpu(
     gpu: bool, initialised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    here = os.getpid()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu and os.getpid() != here)  # asked in a fork
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
     monkeypatch.setattr(zygote.importlib, "import_module", done.append)
     monkeypatch.setattr(zygote.os, "_exit", lambda code: done.append(f"ended with {code}"))
