@@ -20,7 +20,9 @@ _STARTERS = frozenset(
     )
 )
 #: How launchers are told the number of processes of this machine (torchrun, accelerate, deepspeed, mpirun, fabric).
-_PROCESS_FLAGS = frozenset(("nproc-per-node", "num-processes", "num-gpus", "np", "n", "devices"))
+_PROCESS_FLAGS = frozenset(("nproc-per-node", "num-processes", "num-gpus", "np", "n", "nproc", "ntasks", "devices"))
+#: Starters that start one process where nothing is said; others take what they find, or what a file of theirs says.
+_ONE_PROCESS = frozenset(("torchrun", "torch.distributed.run", "torch.distributed.launch", "fabric"))
 _PYTHONS = ("python", "python3", "python3.11", "python3.12", "python3.13", "python3.14")
 
 
@@ -112,7 +114,7 @@ class ScriptCommand:
             if flag.lstrip("-").replace("_", "-") in _PROCESS_FLAGS and word.startswith("-"):
                 value = value or next(iter(self.args[index + 1 : index + 2]), "")
                 return int(value) if value.isdecimal() else 0
-        return 1
+        return int(Path(self.target).name in _ONE_PROCESS)
 
     def argv(self) -> list[str]:
         """Return the command line to start, without AutoPrec's own environment."""

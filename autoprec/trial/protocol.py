@@ -172,7 +172,8 @@ class HostInfo:
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
     ``compiled``: the script compiles its model, or a part of it, itself; ``autotunes``: its compiler times kernels on
-    the GPU to choose among them (``max-autotune``); ``sharded``: FSDP2 gathers its weights.
+    the GPU to choose among them (``max-autotune``); ``sharded``: FSDP2 gathers its weights; ``gpus``: how many its
+    first process uses; ``passed_over``: models that are trained for a few steps before this one.
     """
 
     launch: str
@@ -186,6 +187,8 @@ class HostInfo:
     compiled: bool = False
     autotunes: bool = False
     sharded: bool = False
+    gpus: int = 0
+    passed_over: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

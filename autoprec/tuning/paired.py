@@ -73,7 +73,8 @@ class PairedRunner:
 
     @property
     def _on_one_gpu(self) -> bool:
-        return self._setup.measured and not self._setup.target.is_cpu and self._pool.slots() == 1
+        one = self._pool.slots() == 1 and self._setup.host.gpus < 2
+        return one and self._setup.measured and not self._setup.target.is_cpu
 
     @functools.cached_property
     def _holds_one_process(self) -> bool:

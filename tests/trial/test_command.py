@@ -81,3 +81,29 @@ def test_a_module_is_one_process_unless_it_launches() -> None:
     assert ScriptCommand("module", "package.train", (), Path.cwd()).single
     assert not ScriptCommand("module", "torch.distributed.run", (), Path.cwd()).single
     assert not ScriptCommand("launcher", "/no/such/program", (), Path.cwd()).single
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        ("train.py --num-processes 4", 1),
+        ("-- torchrun train.py", 1),
+        ("-- torchrun --nproc-per-node=2 train.py", 2),
+        ("-- torchrun --nproc_per_node gpu train.py", 0),
+        ("-- accelerate launch train.py", 0),
+        ("-- accelerate launch --multi_gpu train.py", 0),
+        ("-- accelerate launch --config_file four.yaml train.py", 0),
+        ("-- accelerate launch --num_processes 2 train.py", 2),
+        ("-- deepspeed train.py --deepspeed zero.json", 0),
+        ("-- deepspeed --include localhost:0,2 train.py", 0),
+        ("-- deepspeed --num_gpus 2 train.py", 2),
+        ("-m torch.distributed.run train.py", 1),
+        ("-m accelerate.commands.launch train.py", 0),
+    ],
+)
+def test_processes_of_this_machine_0_for_all_gpus(
+    words: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("autoprec.trial.command._find_program", lambda name: f"/bin/{name}")
+    assert ScriptCommand.parse(words.split(), cwd=tmp_path).processes == processes

@@ -23,6 +23,9 @@ class Runner(ABC):
             ScriptError: the script failed before its first training step.
         """
 
+    def adopt(self, info: HostInfo) -> None:  # noqa: B027
+        """Take over what the host of another seed found, before :meth:`start`, where that is all a host would do."""
+
     @abstractmethod
     def run(self, spec: TrialSpec) -> TrialResult:
         """Run one trial and return how it ended, whatever it does.

@@ -121,6 +121,13 @@ class TrialRunner(Runner):
         return self._host.pid if self._host is not None else 0
 
     # ---------------------------------------------------------------- start
+    def adopt(self, info: HostInfo) -> None:
+        """Take what a host of another seed found: where trials are processes of their own, it does nothing else."""
+        with self._lock:
+            if self._info is None and info.launch != "fork":
+                self._info = info
+                self._private = self._launcher.new_folder()
+
     def start(self) -> HostInfo:
         """Start the host and wait for the script's first training forward.
 
@@ -209,7 +216,7 @@ class TrialRunner(Runner):
                 raise failures.script_failed(self.command, code, self._host.tail)
             raise failures.nothing_trained(self.command, message["seen"], self._host.tail)
         info = HostInfo.from_json(message["info"])
-        info = replace(info, notes=(*info.notes, *self._passed_over))
+        info = replace(info, notes=(*info.notes, *self._passed_over), passed_over=len(self._passed_over))
         if not info.layers:
             control.close()
             self._host.end()
@@ -237,7 +244,7 @@ class TrialRunner(Runner):
             "seed_offset": self._seed_offset,
             "weights": self._weights,
             "at_step": self._at_step,
-            "pass_over": len(self._passed_over),
+            "pass_over": max(len(self._passed_over), self._info.passed_over if self._info is not None else 0),
             "started": time.monotonic(),
             "driver": [os.getpid(), start_ticks(os.getpid())],
         }

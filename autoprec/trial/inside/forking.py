@@ -34,7 +34,7 @@ def ask_nvml_for_gpus() -> bool:
 
     NVML also lists GPUs whose driver is too old for this build of torch. Returns whether NVML is asked.
     """
-    if NVML_VARIABLE not in os.environ and torch.backends.cuda.is_built() and holds_in_fork(torch.cuda.is_available):
+    if NVML_VARIABLE not in os.environ and torch._C._has_cuda and holds_in_fork(torch.cuda.is_available):
         os.environ[NVML_VARIABLE] = "1"
     return os.environ.get(NVML_VARIABLE) == "1"
 
@@ -56,4 +56,4 @@ def can_train_after_fork() -> bool:
 def can_use_cuda_after_fork() -> bool:
     """Whether a fork of this process can use CUDA as far as torch allows it; True in a build without CUDA."""
     asked = getattr(torch._C, "_cuda_isInBadFork", None)
-    return asked is None or not torch.backends.cuda.is_built() or holds_in_fork(lambda: not asked())
+    return asked is None or not torch._C._has_cuda or holds_in_fork(lambda: not asked())

@@ -8,6 +8,7 @@ and ends, and trials are processes of their own.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -143,7 +144,20 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         compiled=is_compiled(root),
         autotunes=autotunes(),
         sharded=is_sharded(root),
+        gpus=gpus_used(found),
     )
+
+
+def gpus_used(found: Found) -> int:
+    """Return how many GPUs this process trains on: it holds tensors there, or will have replicas of its model there."""
+    if found.parameters[0].device.type != "cuda":
+        return 0
+    used = {p.device.index for p in found.parameters}
+    used |= {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(index)}
+    for module in gc.get_objects() if torch.cuda.device_count() > 1 else ():
+        if type(module) is nn.DataParallel:
+            used.update(module.device_ids)
+    return len(used)
 
 
 def model_info(root: nn.Module) -> dict[str, Any]:

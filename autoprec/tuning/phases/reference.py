@@ -188,7 +188,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             pace,
             pace if setup.measured and setup.target.is_cpu else pace.of_trials(measured=setup.measured),
             setup_s=setup.host.setup_s,
-            host_s=None if setup.host.launch == "fork" else start_s,
+            host_s=None if setup.host.launch == "fork" else 0.0,  # what the first host found holds for them
             workers=runner.workers,
             final_workers=runner.final_workers,
             shared=shared,

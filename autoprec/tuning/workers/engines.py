@@ -16,7 +16,7 @@ from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.local import RunnerFactory
-from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
+from autoprec.tuning.workers.slots import SlotRunner, free_gpus, visible_gpus
 
 
 def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
@@ -42,26 +42,23 @@ def runner_factory(
     if options.engine == "ray":
         return _ray_factory(options, command)
     gpus, at_step = visible_gpus(dict(os.environ)), options.at_step
-    slots = gpu_slots(gpus, _gpus_per_trial(command, len(gpus)))
-    if options.workers:
-        slots = slots[: options.workers]
-    if len(slots) < 2:
-        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, at_step=at_step, aging=aging)
+    per_trial = _gpus_per_trial(command, len(gpus))
+
+    def runner(seed: int, folder: Path, devices: str = "") -> TrialRunner:
+        own = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+        return TrialRunner(command, run_dir=folder, seed_offset=seed, environment=own, at_step=at_step, aging=aging)
+
+    if len(gpus) < 2 or per_trial == len(gpus):
+        return runner
+    free = free_gpus(gpus)
+    free = free if len(free) >= per_trial else gpus
+    slots = gpu_slots(free, per_trial)[: options.workers or None]
+    left_out = [gpu for gpu in gpus if gpu not in free]
+    notes = [f"another program holds memory of GPU {gpu}: no trial runs there" for gpu in left_out]
 
     def on_slots(seed: int, folder: Path) -> Runner:
-        return SlotRunner(
-            [
-                TrialRunner(
-                    command,
-                    run_dir=folder / f"slot-{index}",
-                    seed_offset=seed,
-                    environment={"CUDA_VISIBLE_DEVICES": devices},
-                    at_step=at_step,
-                    aging=aging,
-                )
-                for index, devices in enumerate(slots)
-            ]
-        )
+        each = [runner(seed, folder / f"slot-{index}", devices) for index, devices in enumerate(slots)]
+        return SlotRunner(runner(seed, folder), each, gpus=per_trial, notes=notes)
 
     return on_slots
 

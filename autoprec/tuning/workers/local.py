@@ -28,6 +28,7 @@ class HostPool:
         self._factory, self._run_dir = factory, run_dir
         self._runners: dict[int, Runner] = {}
         self._infos: dict[int, Future[HostInfo]] = {}
+        self._known: HostInfo | None = None  # what the first host found
         self._lock, self._closed = threading.Lock(), False
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host")
 
@@ -42,7 +43,13 @@ class HostPool:
                 raise AutoPrecError("this search has ended", fix="start another, or --resume it")
             if seed not in self._infos:
                 runner = self._runners[seed] = self._factory(seed, self._run_dir / f"host-{seed}")
-                self._infos[seed] = self._starter.submit(runner.start)
+                self._infos[seed] = self._starter.submit(self._start, runner)
+
+    def _start(self, runner: Runner) -> HostInfo:
+        if self._known is not None:
+            runner.adopt(self._known)
+        self._known = runner.start()
+        return self._known
 
     def info(self, seed: int = 0, waiting: Callable[[], None] | None = None) -> HostInfo:
         """Return what the host found, waiting for it; ``waiting`` is called every second until then.
@@ -63,7 +70,7 @@ class HostPool:
 
     def slots(self, seed: int = 0) -> int:
         """Return how many trials the host of a seed can run at once without sharing a device."""
-        self.prepare(seed)
+        self.info(seed)
         return self._runners[seed].size
 
     def release(self, seed: int) -> None:

@@ -534,4 +534,9 @@ def test_a_copy_that_cannot_be_used_is_not_used_again_and_workers_load(spoilt: b
             result = runner.run(TrialSpec(steps=3, warmup=1))
             assert result.ok, result.tail
             assert set(result.losses) == {2.0}
-            assert runner._launcher.ready is not spoilt
+        with host(str(script), *(["spoilt"] if spoilt else []), real=True, seed_offset=1) as further:
+            further.adopt(runner.start())
+            assert further.start() == runner.start()
+            assert further.run(TrialSpec(steps=3, warmup=1)).ok
+            assert further.host_pid == 0, "no host was needed"
+        assert runner._launcher.ready is not spoilt

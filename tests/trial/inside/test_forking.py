@@ -50,7 +50,7 @@ def test_nvml_is_asked_only_where_cuda_itself_finds_a_gpu(
 
     monkeypatch.setenv(NVML_VARIABLE, "1")  # put back at the end
     monkeypatch.delenv(NVML_VARIABLE)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch._C, "_has_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     assert ask_nvml_for_gpus() is not driver_too_old
     assert os.environ.get(NVML_VARIABLE) == (None if driver_too_old else "1")
@@ -60,7 +60,7 @@ def test_nvml_is_asked_only_where_cuda_itself_finds_a_gpu(
 def test_a_fork_is_asked_whether_cuda_was_spoilt_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     here = os.getpid()
     assert can_use_cuda_after_fork()
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch._C, "_has_cuda", True)
     # as after cudaGetDeviceCount: not initialised, False in the process itself, True in what it forks
     monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: os.getpid() != here, raising=False)
     assert not torch.cuda.is_initialized()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.trial.inside.host import fork_obstacle, host_info, model_info
+from autoprec.trial.inside.host import fork_obstacle, gpus_used, host_info, model_info
 from autoprec.trial.inside.observe.discovery import Found
 
 
@@ -58,6 +58,22 @@ def test_host_info() -> None:
     assert "CUDA is initialised" in info.notes[-1]
     assert info.model == model_info(found().root)
     assert info.model["parameters"] == 20
+
+
+def test_gpus_that_hold_tensors_or_will_have_replicas_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpus_used(found()) == 0
+
+    class Parameter:
+        device = torch.device("cuda", 1)
+
+    on_gpu = found()
+    on_gpu.parameters = [Parameter()]  # type: ignore[list-item]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: {0: 512, 1: 1024}.get(index, 0))
+    assert gpus_used(on_gpu) == 2
+    replicated = nn.DataParallel(nn.Linear(2, 2))
+    replicated.device_ids = [0, 1, 2, 3]
+    assert gpus_used(on_gpu) == 4
 
 
 def test_threads_that_training_may_wait_for_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,13 @@ def test_several_gpus_are_slots_and_one_or_none_is_a_plain_runner(
     assert isinstance(four, SlotRunner)
     assert four.size == 4
     assert getattr(runner(tmp_path, "0,1,2,3", monkeypatch, workers=2), "size", 0) == 2
-    assert isinstance(runner(tmp_path, "0,1,2,3", monkeypatch, workers=1), TrialRunner)  # it sees all four
+    assert getattr(runner(tmp_path, "0,1,2,3", monkeypatch, workers=1), "size", 0) == 1
+    busy = {"1": "70000", "3": "70000"}
+    monkeypatch.setattr("autoprec.tuning.workers.slots.ask_driver", lambda fields, gpu: busy.get(gpu, "4"))
+    two = runner(tmp_path, "0,1,2,3", monkeypatch)
+    assert isinstance(two, SlotRunner)
+    assert [slot._environment["CUDA_VISIBLE_DEVICES"] for slot in two._slots] == ["0", "2"]  # type: ignore[attr-defined]
+    assert len(two._notes) == 2
 
 
 def test_the_gpus_of_the_slots() -> None:

@@ -41,6 +41,20 @@ def test_a_host_is_started_once_when_first_needed_and_ended_with_the_pool(tmp_pa
     assert sorted(closed) == [0, 1]
 
 
+def test_later_seeds_take_over_what_the_first_host_found(tmp_path: Path) -> None:
+    adopted: list[int] = []
+
+    class Adopting(SimulatedRunner):
+        def adopt(self, info: HostInfo) -> None:
+            assert info.layers
+            adopted.append(self.seed)
+
+    with HostPool(lambda seed, _folder: Adopting(SimulatedScript(), seed), tmp_path) as hosts:
+        for seed in (0, 1, 2):
+            hosts.info(seed)
+    assert adopted == [1, 2]
+
+
 def test_a_script_that_fails_is_reported_where_its_host_is_needed(tmp_path: Path) -> None:
     class Failing(SimulatedRunner):
         def start(self) -> HostInfo:

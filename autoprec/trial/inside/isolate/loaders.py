@@ -52,7 +52,7 @@ class Loading:
 
 class _Iterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, loading: Loading) -> None:
-        super().__init__(loader)  # type: ignore[no-untyped-call]
+        super().__init__(loader)
         self._loading = loading
 
     def _next_data(self) -> Any:
