@@ -84,6 +84,10 @@ class AutoPrecError(Exception):
         return f"{head}{FIX}{self.fix}" if self.fix else head
 
 
+class AutoPrecWarning(UserWarning):
+    """A policy runs otherwise than it says; a trial's audit notes it."""
+
+
 class UsageError(AutoPrecError):
     """The command line or a Python call is wrong."""
 

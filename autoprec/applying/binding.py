@@ -13,7 +13,7 @@ from torch import nn
 from autoprec.applying.attention import attention_refusal
 from autoprec.applying.units import Unit
 from autoprec.backends import BACKENDS, Backend, choose, get
-from autoprec.errors import UnsupportedError
+from autoprec.errors import AutoPrecWarning, UnsupportedError
 from autoprec.numerics.one_dtype import ONE_DTYPE_FORMATS, ConvExecution, RecurrentExecution
 from autoprec.policy import LayerPlan, Policy
 from autoprec.precision.hardware import recipe_family
@@ -48,6 +48,7 @@ def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> 
         warnings.warn(
             f"{name} was found with backend '{asked}', which cannot run here: {why}; native runs it, and its speed may "
             "differ",
+            AutoPrecWarning,
             stacklevel=4,
         )
     return out
@@ -76,6 +77,7 @@ class Binder:
             warnings.warn(
                 f"{len(layers)} layers ({first}{others}) were found with backend '{asked}', "
                 f"which cannot run them: {why}; {self.backend.name} runs them, and their speed may differ",
+                AutoPrecWarning,
                 stacklevel=4,
             )
 

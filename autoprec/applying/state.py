@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import root_of
 from autoprec.applying.units import tunable_units, unwrap
+from autoprec.errors import AutoPrecWarning
 from autoprec.optim.optimizer import load_counters, optimizer_counters
 
 #: The entry of a parameter group that holds the state.
@@ -80,6 +81,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         warnings.warn(
             f"the checkpoint holds no delayed scales or random streams for {len(missing)} layers ({missing[0]}, ...): "
             "they begin anew, and losses differ a little from those of a run that was not interrupted",
+            AutoPrecWarning,
             stacklevel=2,
         )
 
@@ -107,6 +109,7 @@ def _load(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(
             f"the checkpoint does not hold what the policy remembers of the optimizer ({', '.join(missing)}): "
             "it begins anew, and losses differ a little from those of a run that was not interrupted",
+            AutoPrecWarning,
             stacklevel=2,
         )
     load_counters(optimizer, counters)

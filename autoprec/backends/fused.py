@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from autoprec.errors import AutoPrecWarning
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.quantize import quantize
 from autoprec.precision.formats import FORMATS
@@ -202,7 +203,9 @@ def agreed(key: Any, device: torch.device, same: Callable[[], bool]) -> bool:
             found, why = False, f": {type(error).__name__}: {error}"
         if not found:
             what = "do not run here" if why else "give other codes than torch's operators"
-            warnings.warn(f"fused FP8 casts {what}, torch casts instead, more slowly{why}"[:400], stacklevel=2)
+            warnings.warn(
+                f"fused FP8 casts {what}, torch casts instead, more slowly{why}"[:400], AutoPrecWarning, stacklevel=2
+            )
         _agreed[key] = found
     return found
 

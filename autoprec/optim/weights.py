@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec.errors import AutoPrecWarning
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import OptimizerPolicy
@@ -131,6 +132,7 @@ class StoredWeights:
         warnings.warn(
             f"gradients: {self.gradients.name} is rounded after every micro-step of gradient accumulation: over 64 of "
             "them the sum is off by about 0.8 % in bf16, 14 % in e4m3; set gradients: fp32 where many are accumulated",
+            AutoPrecWarning,
             stacklevel=2,
         )
 

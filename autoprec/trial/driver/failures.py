@@ -82,6 +82,15 @@ def _held_back(tail: str) -> str:
     return ""
 
 
+def no_host(
+    command: ScriptCommand, message: dict[str, Any] | None, code: int | None, tail: str, log: Path
+) -> ScriptError:
+    """The host ended instead of serving; ``message`` is what it said of that."""
+    if message is None:
+        return ScriptError("the host process ended while saying hello", where=command.label, fix=f"see {log}")
+    return script_failed(command, code, tail) if code else nothing_trained(command, message["seen"], tail)
+
+
 def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) -> ScriptError:
     """Return the error of a script that used torch but took no step that hooks could follow."""
     if str(seen.get("why")).startswith("short:"):

@@ -201,20 +201,11 @@ class TrialRunner(Runner):
                 self._host.end()
                 raise
         message = next(messages, None)
-        if message is None:
-            control.close()
-            self._host.end()
-            raise ScriptError(
-                "the host process ended while saying hello", where=self.command.label, fix=f"see {self._log}"
-            )
-        if message["op"] == "ended":
+        if message is None or message["op"] == "ended":
             control.close()
             self._host.wait(10.0)
             self._host.end()
-            code = self._host.poll()
-            if code:
-                raise failures.script_failed(self.command, code, self._host.tail)
-            raise failures.nothing_trained(self.command, message["seen"], self._host.tail)
+            raise failures.no_host(self.command, message, self._host.poll(), self._host.tail, self._log)
         info = HostInfo.from_json(message["info"])
         info = replace(info, notes=(*info.notes, *self._passed_over), passed_over=len(self._passed_over))
         if not info.layers:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from autoprec.applying.compiling import (
     keep_random_streams,
     run_eagerly,
 )
-from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
+from autoprec.errors import AutoPrecError, AutoPrecWarning, PolicyMismatchError, UnsupportedError
 from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
 from autoprec.trial.inside.isolate import savers
@@ -44,33 +45,12 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
 from autoprec.trial.inside.observe.turn import take_turn, wait_for_start
+from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import MOST_TIMED_S, OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
 
 #: A step that is under way when a trial has been timed for long enough is waited for so long (s).
 _GRACE_S = 2.0
-
-
-def round_weights(found: Found, perturb: str = "bf16") -> None:
-    """Round every trained weight once to bfloat16: the smallest change of precision there is.
-
-    ``bf16`` rounds to nearest, ``bf16:K`` up or down at random by the seed K (stochastic rounding), without touching
-    the script's own random streams. Weights that are bfloat16 already stay as they are.
-    """
-    _, _, seed = perturb.partition(":")
-    generator = torch.Generator().manual_seed(int(seed)) if seed else None
-    with torch.no_grad():
-        for parameter in found.parameters:
-            value = parameter if generator is None else _dithered(parameter, generator)
-            parameter.copy_(value.to(torch.bfloat16).to(parameter.dtype))
-
-
-def _dithered(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a float32 copy whose bits below bfloat16 were carried up at random, in proportion to their value."""
-    value = parameter.detach().to(torch.float32).contiguous()
-    dither = torch.randint(0, 1 << 16, value.shape, generator=generator, dtype=torch.int32).to(value.device)
-    rounded = ((value.view(torch.int32) + dither) & -(1 << 16)).view(torch.float32)
-    return torch.where(torch.isfinite(rounded), rounded, value)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -79,6 +59,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return "can't allocate memory" in text or "out of memory" in text.lower()
+
+
+#: Why a script whose step is a CUDA graph is not tried.
+CAPTURED = (
+    "the script captures its forward and backward pass in a CUDA graph, whose replays run without Python: no step can "
+    "be seen or timed (torch.compile with mode='reduce-overhead' is fine)"
+)
 
 
 class Trial:
@@ -104,6 +91,7 @@ class Trial:
         self._device = next(iter(found.parameters)).device
         self._recorder: Any = None
         self._payload: dict[str, Any] = {}
+        self._warned: dict[str, None] = {}
         self._monitors: list[Any] = []
         self._before: Conditions | None = None
         self._peak: int | None = None  # bytes of the asked steps
@@ -120,6 +108,7 @@ class Trial:
         """Prepare the models as asked and start watching; a policy that cannot be applied ends the process here."""
         spec = self.spec
         sys.excepthook = self._on_exception
+        self._note_warnings()
         if spec.kind == "duel":
             self._duel()
             return
@@ -161,6 +150,7 @@ class Trial:
             patience=30 if spec.kind == "sensitivity" else 0,
             beat=self._beat,
             silent=self._moved_on,
+            captured=self._captured,
             count_memory=self._device.type == "cpu" and spec.kind == "train",
         )
         if self._device.type == "cuda":
@@ -186,6 +176,17 @@ class Trial:
         self.on_exit(duel.end)
         self._begun = time.monotonic()
         duel.begin()
+
+    def _note_warnings(self) -> None:
+        """Keep what AutoPrec warns of for the audit: of a trial that ends well nothing else is shown."""
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, AutoPrecWarning):
+                self._warned[str(message)] = None
+            shown(message, category, *where)
+
+        warnings.showwarning = show  # type: ignore[assignment]
 
     def credit(self, seconds: float) -> None:
         """Take time off the running step that other processes would have spent."""
@@ -261,6 +262,11 @@ class Trial:
         why = f"{name} was trained for {steps} steps only, then another model ({type(other).__name__}): that one counts"
         self._payload["passed_over"] = why
         self.finish("too_short", why)
+
+    def _captured(self) -> NoReturn:
+        """The script captures its step in a CUDA graph: what is replayed calls nothing that could be counted."""
+        self.loop = None  # no tensor can be read in here
+        self.finish("unsupported", CAPTURED)
 
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
         if self.spec.kind == "train" and self._goes_on():
@@ -434,7 +440,7 @@ class Trial:
         if self._policy is None or result.status != "ok":
             return result
         audit, state = self._policy.audit(self.found.root).to_json(), self._payload.get("state", {})
-        audit["notes"] += state.get("hints", [])
+        audit["notes"] += [*state.get("hints", []), *self._warned]
         for part, row in state.get("audit", {}).items():
             audit["operators"][f"optimizer.{part}"] = row
             audit["ok"] = audit["ok"] and row["ok"]

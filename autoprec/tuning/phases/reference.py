@@ -242,6 +242,12 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
             where=where,
             fix="make the script train as it is first",
         )
+    if result.status == "unsupported":
+        raise ScriptError(
+            result.reason,
+            where=where,
+            fix="switch that off for the search; under the policy it finds the script may do so again",
+        )
     raise ScriptError(
         f"the script failed while training as written: {result.status}: {result.reason}\n{result.tail}".rstrip(),
         where=where,

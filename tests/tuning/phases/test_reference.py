@@ -33,6 +33,7 @@ def searching(result: dict[str, object]) -> Search:
         ({"status": "too_short", "losses": (1.0,) * 6}, NothingAcceptableError, "after 6 of 11 training steps"),
         ({"status": "diverged", "reason": "loss is nan"}, NothingAcceptableError, "own loss is not finite"),
         ({"status": "crashed", "reason": "KeyError: 'x'"}, ScriptError, "failed while training as written"),
+        ({"status": "unsupported", "reason": "it is one CUDA graph"}, ScriptError, ": it is one CUDA graph"),
     ],
 )
 @pytest.mark.usefixtures("here")

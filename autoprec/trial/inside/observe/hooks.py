@@ -50,8 +50,16 @@ class Events:
     def transformed(self) -> None:
         """Gradients are taken with a transform of ``torch.func``, which nothing here can follow."""
 
+    def captured(self) -> None:
+        """A top-level backward is about to be captured in a CUDA graph, whose replays nothing here sees."""
+
     def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
         """Gradients were clipped; ``norm`` is their norm before."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Say whether what runs on a device now is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,6 +181,8 @@ class Hooks:
                 if self._depth:  # reentrant checkpointing calls backward inside backward
                     return original(tensors, *args, **kwargs)
                 roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+                if roots and is_capturing(roots[0].device):
+                    self.events.captured()
                 _weigh(roots, args[0] if args else kwargs.get("grad_tensors"))
                 with self.inside_backward(roots):
                     out = original(tensors, *args, **kwargs)

@@ -50,6 +50,7 @@ class Loop(Events):
         count_memory: count the bytes saved for backward in the first step.
         beat: called when a step is done; the driver watches for hangs by it.
         silent: called with the optimizer that steps on while the primary one has fallen silent.
+        captured: called inside a CUDA graph that a whole backward goes into; no tensor can be read there.
         patience: go on for up to this many steps beyond ``total`` while a GradScaler skips steps.
     """
 
@@ -65,11 +66,12 @@ class Loop(Events):
         count_memory: bool = False,
         beat: Callable[[], None] = lambda: None,
         silent: Callable[[Optimizer], None] = lambda _other: None,
+        captured: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
         self.found, self.total, self.clock = found, total, clock
         self._then, self._check, self._anneal, self._patience = then, check, anneal, patience
-        self._beat, self._silent = beat, silent
+        self._beat, self._silent, self._captured = beat, silent, captured
         self._foreign_steps = 0
         self._primary = found.optimizers[0] if found.optimizers else None
         self._other_steps = 0
@@ -115,6 +117,9 @@ class Loop(Events):
             # gradients that a stage of the model is given are not losses: vectors count where nothing else does
             into = self._pending if tensor.numel() == 1 else self._vectors
             into.append(value.to(_SUM_DTYPE.get(value.device.type, torch.float64)).reshape(()).clone())
+
+    def captured(self) -> None:
+        self._captured()
 
     def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
         self.backwards += 1
