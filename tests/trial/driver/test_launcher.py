@@ -8,9 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.launcher import Launcher, ZygoteProcess
+from autoprec.trial.protocol import TrialSpec
 
 
 def test_one_launcher_per_command_until_the_last_leaves(tmp_path: Path) -> None:
@@ -43,3 +47,45 @@ def test_a_process_whose_zygote_is_lost_is_seen_to_be_gone() -> None:
     assert forked.wait(20.0) == -signal.SIGKILL
     assert time.monotonic() - began < 5
     os.close(writer)
+
+
+#: Stops where it was copied, as CUDA does after ``torch.cuda.is_available()`` without NVML; its loss says how many
+#: worker processes loaded the data.
+COPIED = """
+import os, threading
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+class Items(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4,), -1.0 if get_worker_info() is None else 2.0)
+pid = os.getpid()
+loader = DataLoader(Items(), batch_size=4, num_workers=2)
+torch.manual_seed(0)
+if os.getpid() != pid and "spoilt" in os.sys.argv:
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+for x in loader:
+    (x.mean() + 0.0 * model(x).sum()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_copy_that_cannot_be_used_is_not_used_again_and_workers_load(spoilt: bool, host: Any, tmp_path: Path) -> None:
+    """On a GPU: an obstacle to forking, a zygote left before the first seed, and trials with the script's workers."""
+    script = tmp_path / "copied.py"
+    script.write_text(COPIED)
+    with host(str(script), *(["spoilt"] if spoilt else []), real=True) as runner:
+        assert runner.start().launch == ("process" if spoilt else "zygote")
+        for _ in range(2):
+            result = runner.run(TrialSpec(steps=3, warmup=1))
+            assert result.ok, result.tail
+            assert set(result.losses) == {2.0}
+        with host(str(script), *(["spoilt"] if spoilt else []), real=True, seed_offset=1) as further:
+            further.adopt(runner.start())
+            assert further.start() == runner.start()
+            assert further.run(TrialSpec(steps=3, warmup=1)).ok
+            assert further.host_pid == 0, "no host was needed"
+        assert runner._launcher.ready is not spoilt
