@@ -24,6 +24,7 @@ from autoprec.errors import (
 from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
+from autoprec.trial.intervals import FEWEST
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap, step_time
@@ -32,10 +33,11 @@ from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import baseline_of, perturbed_runs
+from autoprec.tuning.phases.duels import can_be_exchanged, duel_run, timed_together, times_of, usual_seconds
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.sensitivity import errors_of, scan_warmup
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import Run, error_text, metrics_of
+from autoprec.tuning.study.run import DUEL, Run, error_text, metrics_of
 from autoprec.tuning.workers.local import HostPool
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
@@ -51,7 +53,8 @@ class Contender:
     """One policy over all paired seeds.
 
     Attributes:
-        runs: one per seed, as a search has them; ``gradient_error`` is that of its seed, where it could be measured.
+        runs: one per seed, and its duel, if any, as a search has them; ``gradient_error`` is that of its seed, where it
+            could be measured.
         standing: what the rules of a search say of it.
         unsure: its seeds cannot tell whether the rejection is right.
     """
@@ -66,8 +69,8 @@ class Contender:
 
     @property
     def measured(self) -> list[Run]:
-        """The runs that were measured to their end."""
-        return [run for run in self.runs if run.ok]
+        """The paired runs that were measured to their end."""
+        return [run for run in self.runs if run.ok and run.kind != DUEL]
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -78,6 +81,14 @@ class Contender:
     def speedups(self) -> tuple[float, ...]:
         """Speed-ups over the reference of the same seed."""
         return tuple(run["speedup"] for run in self.measured)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Between which speed-ups it lies: the 95 % interval of its duel, else those of all its seeds."""
+        low, high = self.standing.low, self.standing.high
+        if low is None or high is None:
+            return min(self.speedups, default=0.0), max(self.speedups, default=0.0)
+        return low, high
 
     @property
     def divergence(self) -> float:
@@ -91,6 +102,7 @@ class Contender:
             "name": one.name,
             "speedup": one.speedup,
             "speedups": self.speedups,
+            "interval": None if one.low is None else (one.low, one.high),
             "divergence": self.divergence if measured else None,
             "divergences": [run["divergence"] for run in measured],
             "excess": one.excess,
@@ -293,7 +305,7 @@ def verify(
         NothingAcceptableError: the reference could not be run under any seed.
         PolicyMismatchError, UnsupportedError: the policy cannot be applied to this script's model.
     """
-    runs = _Runs(pool, policies, spec, max_divergence)
+    runs = _Runs(pool, policies, spec, max_divergence, duels=timed)
     for seed in range(first_seed, last := first_seed + seeds):
         if seed + 1 < last:
             pool.prepare(seed + 1)
@@ -339,7 +351,10 @@ class _Runs:
         noises: the mini-batch gradient noise under every seed.
     """
 
-    def __init__(self, pool: HostPool, policies: dict[str, dict[str, Any]], spec: TrialSpec, budget: float) -> None:
+    def __init__(
+        self, pool: HostPool, policies: dict[str, dict[str, Any]], spec: TrialSpec, budget: float, *, duels: bool
+    ) -> None:
+        self._duels = duels
         self._pool, self._policies, self._spec, self._budget = pool, policies, spec, budget
         self.by_policy: dict[str, list[Run]] = {name: [] for name in policies}
         self.references: list[Reference] = []
@@ -359,7 +374,7 @@ class _Runs:
             self.failed = first
             return f"the reference failed: {first.status}: {first.reason}"
         names, results = list(self._policies), {}
-        shift = len(self.by_policy[names[0]]) % len(names)
+        shift = len(self.references) // 2 % len(names)
         for name in (*names[shift:], *names[:shift]):
             results[name] = self._run(self._policies[name], seed)
             if name == names[0]:
@@ -368,6 +383,8 @@ class _Runs:
         second = self._run(None, seed)
         again = second if second.ok else first
         self._perturb(seed, first, again)
+        if self._duels and not self.references and not self._pool.info(seed).compiled:
+            self._duel(seed, _reference(first).step_ms)
         self.references += [_reference(result) for result in (first, second) if result.ok]
         errors = self._gradient_errors(seed)
         for name, result in results.items():
@@ -407,6 +424,18 @@ class _Runs:
         if noise := result.payload.get("gradient_noise"):
             self.noises.append(float(noise))
         return errors_of(result.payload)
+
+    def _duel(self, seed: int, reference_ms: float) -> None:
+        """Time the policies beside the reference in one process, as a search does with what its answer rests on.
+
+        Not where the script compiles its model: each of them would compile it once more.
+        """
+        exchanged = {name: policy for name, policy in self._policies.items() if can_be_exchanged(policy)}
+        spec, within = replace(self._spec, policy=None), usual_seconds(len(exchanged))
+        rounds, _ = timed_together(lambda asked: self._pool.run(asked, seed), spec, exchanged, within)
+        for name, policy in exchanged.items():
+            if len(times := times_of(rounds, name)) >= FEWEST:
+                self.by_policy[name].append(duel_run(name, policy, times, reference_ms))
 
     def _run(self, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
         return self._pool.run(replace(self._spec, policy=policy, perturb=perturb), seed)
@@ -458,11 +487,11 @@ def decide(rows: Sequence[Contender], rules: Rules, *, timed: bool, reference_me
     if not timed:
         return "holds", Reason("holds", held)
     smaller = 0 < one.memory_bytes < SMALLER * reference_memory  # what some policies are for
-    if one.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
+    if one.speedup < 1 / FASTER and policy.range[1] < 1.0 and not smaller:
         return "fails", Reason("slower_than_script", {"speedup": one.speedup})
     for row in rows[1:]:
         ahead = row.standing.rejection is None and row.standing.speedup > one.speedup * FASTER
-        if ahead and min(row.speedups) > max(policy.speedups):  # not by chance
+        if ahead and row.range[0] > policy.range[1]:  # not by chance
             faster = {"name": row.name, "speedup": row.standing.speedup, "own": one.speedup}
             return "fails", Reason("preset_faster", faster)
     return "holds", Reason("holds", held | {"speedup": one.speedup})

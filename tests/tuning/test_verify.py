@@ -70,6 +70,21 @@ def test_emulated_numerics_are_never_judged_by_speed(tmp_path: Path) -> None:
     assert "speed not judged" in result.to_json()["reason"]
 
 
+def test_speeds_are_those_of_a_duel_with_its_interval_where_they_are_judged(tmp_path: Path) -> None:
+    simulated = SimulatedScript(error_scale=0.25)
+    for timed, duels in ((True, 1), (False, 0)):
+        simulated.calls.clear()
+        result = check(uniform("fp8_rowwise"), tmp_path / str(timed), timed=timed, script=simulated)
+        assert [spec.kind for _, spec in simulated.calls].count("duel") == duels
+        row = result.to_json()["rows"][0]
+        assert len(row["divergences"]) == 3
+        assert (row["interval"] is not None) is timed
+    simulated.compile_s = 20.0  # each policy would compile the whole model once more
+    simulated.calls.clear()
+    check(uniform("fp8_rowwise"), tmp_path / "compiled", script=simulated)
+    assert all(spec.kind != "duel" for _, spec in simulated.calls)
+
+
 @pytest.mark.parametrize(
     ("recipe", "target", "device", "timed"),
     [

@@ -122,7 +122,7 @@ def _print(result: Verification, searched: str) -> None:
     table.add_row("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")
     for row in result.rows:
         one = row.standing
-        spread = f"{min(row.speedups):.2f}-{max(row.speedups):.2f}x" if row.speedups else ""
+        spread = "{:.2f}-{:.2f}x".format(*row.range) if row.measured else ""
         speed = f"{one.speedup:.2f}x" if result.timed else "not judged"
         gap = f"{row.divergence:.3%}" if row.measured else "; ".join(row.failures)[:60]
         error = error_text(one.gradient_error, noise) if one.gradient_error is not None else "-"

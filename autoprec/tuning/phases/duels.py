@@ -12,13 +12,13 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, StabilityPolicy
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import REFERENCE, Probe
+from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.ledger import Ledger
@@ -72,9 +72,16 @@ class Duels:
         self._tried |= {run.name for run in wanted}
         began = time.time(), time.monotonic()
         together = [run for run in wanted if can_be_exchanged(run.policy)]
-        rounds = self._together(together, within) if together else []
+        rounds, failure = timed_together(
+            self._runner.duel,
+            self._runner.spec(self._setup.reference_policy()),
+            {run.name: run.policy for run in together},
+            within,
+        )
+        if failure:
+            self._ledger.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]
-        times = {run.name: [(r[REFERENCE], r[run.name]) for r in rounds if run.name in r] for run in together}
+        times = {run.name: times_of(rounds, run.name) for run in together}
         times |= {run.name: self._apart(run, within) for run in apart}
         found = [self._record(run, times[run.name], began) for run in wanted if len(times[run.name]) >= FEWEST]
         for one in found:
@@ -88,36 +95,11 @@ class Duels:
     def _seconds(self, count: int) -> float:
         """Return the seconds of its own that a duel may take; 0 where the budget leaves none."""
         ledger, budget = self._ledger, self._setup.options.budget_s
-        most = max(_FIRST_S + _EACH_S * count, _RUNS * ledger.timings.get("reference_run_s", 0.0))
+        most = max(usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
         if budget is None:
             return most
         left = budget - ledger.elapsed() - ledger.seconds_to_close()
         return min(most, left) if left > 0 else 0.0
-
-    def _precision(self) -> float:
-        cores = os.cpu_count() or 1
-        return _PRECISE_BESIDE_LOAD if os.getloadavg()[0] - 1 > BUSY * cores else _PRECISE
-
-    def _together(self, runs: Sequence[Run], within_s: float) -> list[dict[str, float]]:
-        rounds: list[dict[str, float]] = []
-        probes, began = tuple(Probe(run.name, run.policy) for run in runs), time.monotonic()
-        for _ in range(_PROCESSES):
-            spec = self._runner.spec(
-                self._setup.reference_policy(),
-                kind="duel",
-                probes=probes,
-                within_s=max(1.0, within_s - (time.monotonic() - began)),
-                precision=self._precision(),
-            )
-            result = self._runner.duel(spec)
-            found: dict[str, Any] = result.payload.get("duel", {})
-            rounds += found.get("rounds", [])
-            enough = len(rounds) >= FEWEST or time.monotonic() - began > within_s
-            if not result.ok or enough or not found.get("rounds"):
-                if not result.ok:
-                    self._ledger.note(f"a duel failed ({result.status}: {result.reason}): times are those of trials")
-                break
-        return rounds
 
     def _apart(self, run: Run, within_s: float) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
@@ -140,23 +122,56 @@ class Duels:
         return found
 
     def _record(self, run: Run, times: Sequence[tuple[float, float]], began: tuple[float, float]) -> Run:
-        middle, low, high = median_interval([reference / own for reference, own in times])
-        step = self._ledger.reference.step_ms
-        metrics = {
-            "speedup": Metric(middle, low=low, high=high),
-            "step_time_ms": Metric(step / middle, low=step / high, high=step / low),
-        }
-        return Run(
-            number=0,
-            kind=DUEL,
-            name=run.name,
-            params=run.params,
-            policy=run.policy,
-            status="ok",
-            metrics=metrics,
-            started=began[0],
-            seconds=time.monotonic() - began[1],
-        )
+        done = duel_run(run.name, run.policy, times, self._ledger.reference.step_ms)
+        return replace(done, params=run.params, started=began[0], seconds=time.monotonic() - began[1])
+
+
+def usual_seconds(count: int) -> float:
+    """Return the seconds of its own that a duel of so many policies may take."""
+    return _FIRST_S + _EACH_S * count
+
+
+def timed_together(
+    run: Callable[[TrialSpec], TrialResult], spec: TrialSpec, policies: Mapping[str, dict[str, Any]], within_s: float
+) -> tuple[list[dict[str, float]], str]:
+    """Time policies beside the reference in one process, or in a few where the script ends soon.
+
+    Args:
+        run: runs one trial.
+        spec: of the reference.
+        policies: name -> document; each :func:`can_be_exchanged`.
+
+    Returns:
+        Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; and why a
+        process failed, empty where none did.
+    """
+    rounds: list[dict[str, float]] = []
+    busy = os.getloadavg()[0] - 1 > BUSY * (os.cpu_count() or 1)
+    probes, began = tuple(Probe(*named) for named in policies.items()), time.monotonic()
+    for _ in range(_PROCESSES if probes else 0):
+        left = max(1.0, within_s - (time.monotonic() - began))
+        precision = _PRECISE_BESIDE_LOAD if busy else _PRECISE
+        result = run(replace(spec, kind="duel", probes=probes, within_s=left, precision=precision, by_block=False))
+        if not result.ok:
+            return rounds, f"{result.status}: {result.reason}"
+        found = result.payload["duel"]["rounds"]
+        rounds += found
+        if not found or len(rounds) >= FEWEST or time.monotonic() - began > within_s:
+            break
+    return rounds, ""
+
+
+def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
+    """Return milliseconds per step of the reference and of a policy, in the rounds that it took part in."""
+    return [(one[REFERENCE], one[name]) for one in rounds if name in one]
+
+
+def duel_run(name: str, policy: dict[str, Any], times: Sequence[tuple[float, float]], reference_ms: float) -> Run:
+    """Return a duel as a run: a speed-up, and the step time that follows from the reference's, with intervals."""
+    middle, low, high = median_interval([reference / own for reference, own in times])
+    step = Metric(reference_ms / middle, low=reference_ms / high, high=reference_ms / low)
+    metrics = {"speedup": Metric(middle, low=low, high=high), "step_time_ms": step}
+    return Run(0, DUEL, name, {}, policy, "ok", metrics=metrics)
 
 
 def can_be_exchanged(document: dict[str, Any]) -> bool:
