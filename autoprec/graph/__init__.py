@@ -24,16 +24,13 @@ if TYPE_CHECKING:
     from autoprec.graph.audit import executed_precisions
     from autoprec.graph.recorder import StepRecorder, record_step
     from autoprec.graph.report import GraphReport, load_report
-    from autoprec.graph.store import load_graph, save_graph
 
 __all__ = [
     "GraphReport",
     "StepRecorder",
     "executed_precisions",
-    "load_graph",
     "load_report",
     "record_step",
-    "save_graph",
 ]
 
 __getattr__ = names_on_use(
@@ -42,9 +39,7 @@ __getattr__ = names_on_use(
         "GraphReport": "report",
         "StepRecorder": "recorder",
         "executed_precisions": "audit",
-        "load_graph": "store",
         "load_report": "report",
         "record_step": "recorder",
-        "save_graph": "store",
     },
 )
