@@ -34,11 +34,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # PyTorch first and alone: where the configured index has the pinned build it is taken from there, else from PyTorch's.
+# That index has builds for CPUs only, so a GPU machine never asks it, whatever went wrong with the first.
 $(READY): $(BIN)/python
 	@echo "installing PyTorch ($(TORCH)) and AutoPrec into $(VENV), once"
 	@if [ "$(TORCH)" = cpu ]; then cp constraints.txt $(VENV)/constraints.txt; \
 	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
-	@$(ADD) torch 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch
+	@$(ADD) torch$(if $(filter cpu,$(TORCH)), 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch)
 	@$(ADD) -e .
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo, optuna, mlflow, autoprec.trial.inside.agent"
 	@rm -f $(VENV)/.ready-* $(VENV)/.installed-*
@@ -71,8 +72,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# On a GPU machine without a network nothing can be installed: python benchmarks/gpu/run.py, with the bundle's wheels.
-gpu: $(STAMP)
+# On a GPU machine without a network nothing can be installed, and where AutoPrec and pytest are there nothing need be.
+gpu:
+	@$(BIN)/python -c "import autoprec, pytest" 2>/dev/null || $(MAKE) $(STAMP)
 	$(BIN)/python benchmarks/gpu/run.py
 
 gpu-bundle: $(STAMP)

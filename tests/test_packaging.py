@@ -63,6 +63,26 @@ def test_make_targets(target: str, runs: str) -> None:
     assert "constraints.txt" in found.stdout, "every target installs under the pinned versions"
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_a_gpu_machine_never_gets_a_build_for_cpus() -> None:
+    for build, asked in (("cuda", False), ("cpu", True)):
+        line = ["make", "-n", "demo", "VENV=/nowhere/venv", f"TORCH={build}"]
+        found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ("download.pytorch.org/whl/cpu" in found.stdout) is asked
+        assert ("2>/dev/null" in found.stdout) is asked, "why pip failed is shown"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_gpu_installs_nothing_where_everything_is_there(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/calls\n")
+    python.chmod(0o755)
+    subprocess.run(["make", "gpu", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, check=True)
+    assert "pip" not in (tmp_path / "calls").read_text()
+    assert "benchmarks/gpu/run.py" in (tmp_path / "calls").read_text()
+
+
 def test_continuous_integration_runs_the_whole_suite() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

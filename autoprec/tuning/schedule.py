@@ -40,13 +40,23 @@ ALIKE_TRIALS, KINDS, NEW_KINDS = 6, 4.6, 0.64
 EMULATED_STEP = 2.0
 
 
+#: What a run on a GPU takes besides its start, compilation and steps, seconds; by reading, never timed. The first is of
+#: each process that compiles, the second of each that is timed, the last of the first trial alone.
+WORKERS_S, READINGS_S, CASTS_S = 5.0, 0.6, 15.0
+#: The same in words.
+GPU_TERMS = (
+    "the start of CUDA and of the compiler's workers, Triton's compilation, two readings of the GPU's clocks, and the "
+    "first compilation of the casts"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
     ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does. The first
-    compilation of a process takes ``first_s`` longer, whatever it compiles. A run is timed for ``timed_share`` of all
-    that longer than its steps (``TrialSpec.timed_share``).
+    compilation of a process takes ``first_s`` longer, whatever it compiles, and the first trial ``once_s``. A run is
+    timed for ``timed_share`` of all that longer than its steps (``TrialSpec.timed_share``).
     """
 
     start_s: float
@@ -55,6 +65,7 @@ class Pace:
     blocks: int = 1
     timed_share: float = 0.0
     first_s: float = 0.0
+    once_s: float = 0.0
 
     def run_s(self, steps: int, *, compiled: float = 1.0, ahead: bool = False) -> float:
         """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached.
@@ -80,6 +91,20 @@ class Pace:
         mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS, ahead=ahead)
         first = self.start_s if ahead else 0.0  # nothing compiles while the first one starts
         return first + alike * self.trial_s(steps, ahead=ahead) + (trials - alike) * mixed
+
+    def on_gpu(self) -> Pace:
+        """Return the pace of runs on a GPU, where this is what one was seen to take (:data:`GPU_TERMS`).
+
+        The compiler's workers are part of what was seen, but no cache and no smaller part of the model spares them.
+        """
+        workers_s = min(WORKERS_S, self.compile_s)
+        return replace(
+            self,
+            start_s=self.start_s + READINGS_S,
+            compile_s=self.compile_s - workers_s,
+            first_s=self.first_s + workers_s,
+            once_s=CASTS_S,
+        )
 
     def of_trials(self, *, measured: bool) -> Pace:
         """Return the pace of runs under a quantised policy, where this is that of the script as written."""
@@ -198,7 +223,7 @@ def schedule(
         whole=whole,
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=max(all_trials / workers, trials * trial.stepping_s(steps) if shared else 0.0),
+        trials_s=trial.once_s + max(all_trials / workers, trials * trial.stepping_s(steps) if shared else 0.0),
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),

@@ -87,8 +87,8 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
         "blocks": [*blocks, ",".join(FIRST)],
         "gpt2": search("gpt2", *ends, "--models", MODELS["gpt2"][0]),
         "billion": search("billion", *ends, "--models", MODELS["billion"][0]),
-        "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", *GPU_TESTS],
-        "conformance": [python, "-m", "pytest", "-rs", CONFORMANCE],
+        "tests": [python, "-m", "pytest", "-W", "default", "-m", "gpu", "-rs", *GPU_TESTS],
+        "conformance": [python, "-m", "pytest", "-W", "default", "-rs", CONFORMANCE],
         "other_blocks": [*blocks, ",".join(NAMES)],
         "curves": fidelity("curves"),
         "products": [python, speed, "products", "--out", str(out / "products")],
@@ -204,6 +204,13 @@ def run_part(name: str, command: list[str], out: Path, left: float, *, on_gpu: b
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     # what calibrate keeps for searches on this device goes along to the machine that goes on from here
     environment["XDG_CACHE_HOME"] = str(out.resolve() / "cache")
+    if name == "calibrate":  # it is not isolated: what it compiles must not be there before the first trial is
+        own = out.resolve() / "calibrate"
+        environment |= {
+            "TRITON_HOME": str(own),
+            "DG_JIT_CACHE_DIR": str(own / "dg"),
+            "CUDA_CACHE_PATH": str(own / "nv"),
+        }
     with log.open("w") as stream:
         code = ended(command, environment, stream, min(left, PART_LIMIT))
     value = {"name": name, "code": code, "seconds": time.monotonic() - began, "warning": warning}

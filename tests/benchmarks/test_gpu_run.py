@@ -189,6 +189,19 @@ def test_what_calibrate_keeps_is_packed_with_the_parts(tmp_path: Path) -> None:
     assert done["output"].strip() == str(tmp_path / "cache")
 
 
+def test_what_calibrate_compiles_is_not_there_for_the_first_trial(tmp_path: Path) -> None:
+    tell = "import os; print(os.environ.get('TRITON_HOME'), os.environ.get('DG_JIT_CACHE_DIR'))"
+    for name, own in (("calibrate", True), ("fidelity", False)):
+        done = gpu_run.run_part(name, [sys.executable, "-S", "-c", tell], tmp_path, 60.0, on_gpu=False)
+        assert (str(tmp_path) in done["output"]) is own
+
+
+def test_parts_that_test_do_not_stop_at_the_first_warning_of_a_build_with_cuda(tmp_path: Path) -> None:
+    found = gpu_run.commands(tmp_path, 60.0)
+    for part in ("tests", "conformance"):
+        assert found[part][found[part].index("-W") + 1] == "default"
+
+
 def test_the_report_travels_with_the_parts_and_begins_with_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

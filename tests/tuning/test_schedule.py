@@ -10,9 +10,13 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.schedule import (
     ALIKE_TRIALS,
     CACHED_COMPILE,
+    CASTS_S,
+    GPU_TERMS,
     KINDS,
     NEW_KINDS,
     QUANTISED_COMPILE,
+    READINGS_S,
+    WORKERS_S,
     Pace,
     describe,
     repeated_blocks,
@@ -48,6 +52,21 @@ def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
     one = dataclasses.replace(OPTIONS, trials=2, seeds=1)
     assert schedule(one, pace, pace, setup_s=10.0, usual=True).runs == 0
     assert schedule(one, pace, pace, setup_s=10.0, usual=True).finalists_s == 0
+
+
+def test_a_run_on_a_gpu_takes_more_than_start_compilation_and_steps() -> None:
+    seen = Pace(5.0, 0.1, 125.0, blocks=12)
+    found = seen.on_gpu()
+    assert found.run_s(10) == pytest.approx(seen.run_s(10) + READINGS_S)
+    by_block = found.trial_s(10) - seen.trial_s(10)  # the workers' start is not a twelfth
+    assert by_block == pytest.approx(READINGS_S + WORKERS_S * (1 - 1 / 12))
+    trials = [
+        schedule(OPTIONS, seen, pace, setup_s=10.0).trials_s for pace in (found, dataclasses.replace(found, once_s=0.0))
+    ]
+    assert trials[0] - trials[1] == pytest.approx(CASTS_S)
+    eager = Pace(5.0, 0.1).on_gpu()
+    assert (eager.first_s, eager.compile_s) == (0.0, 0.0)
+    assert all(word in GPU_TERMS for word in ("CUDA", "workers", "Triton", "readings", "casts"))
 
 
 def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does() -> None:

@@ -30,7 +30,7 @@ class Here:
     """What training on this machine could gain: ratios are the time of a GEMM over that of an fp32 one.
 
     ``gpus`` counts usable GPUs; where there are any, the CPU is not asked (ratios are 0). ``units`` multiply bf16,
-    ``int8_units`` int8.
+    ``int8_units`` int8. ``gpu_memory``: bytes of the first GPU.
     """
 
     gpus: int
@@ -38,6 +38,7 @@ class Here:
     bf16_ratio: float
     int8_units: tuple[str, ...] = ()
     int8_ratio: float = 1.0
+    gpu_memory: int = 0
 
     @property
     def gains(self) -> bool:
@@ -69,7 +70,7 @@ def look_here() -> Here:
     import torch
 
     if torch.cuda.is_available():
-        return Here(torch.cuda.device_count(), (), 0.0, (), 0.0)
+        return Here(torch.cuda.device_count(), (), 0.0, (), 0.0, torch.cuda.get_device_properties(0).total_memory)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

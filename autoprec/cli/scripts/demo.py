@@ -22,6 +22,9 @@ POLICY = "demo-policy.yaml"
 #: 8 times as wide (3072), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): 1.4 B parameters, which
 #: with their gradients, optimizer state and activations fit on one such GPU.
 REHEARSAL: dict[str, Any] = {"target": "h100", "cost_scale": "width=8,depth=4,tokens=32"}
+#: The same size on a GPU that holds it: 48 heads of 64, 32 sequences of 512 bytes. The script's own is too small there.
+AS_REHEARSED = ("--width", "3072", "--depth", "12", "--heads", "48", "--batch", "32", "--context", "512")
+_HOLDS_IT = 70 << 30
 #: Enough trials to see presets, a recipe in single layers and the sampler at work, in three minutes on two cores.
 SHORT: dict[str, Any] = {"trials": 10, "steps": 8, "warmup": 2, "seeds": 2}
 
@@ -46,9 +49,9 @@ def program() -> str:
     return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
 
 
-def next_steps(script: Path, policy: str) -> str:
+def next_steps(command: tuple[str, ...], policy: str) -> str:
     """Return what to try after the demo; every line can be pasted."""
-    name, file, train = program(), shlex.quote(policy), shlex.quote(str(script))
+    name, file, train = program(), shlex.quote(policy), shlex.join(command)
     return "\n".join(
         [
             "next:",
@@ -65,7 +68,8 @@ def next_steps(script: Path, policy: str) -> str:
 def demo() -> int:
     """Search a policy for a small GPT: measured where this machine gains from low precision, else rehearsed.
 
-    Takes about three minutes. Writes demo-policy.yaml and autoprec-runs/ into the current folder.
+    Takes about three minutes on a CPU; on a GPU it was never timed. Writes demo-policy.yaml and autoprec-runs/ into the
+    current folder.
     """
     from autoprec.cli.machine.here import look_here
     from autoprec.cli.phases import Phases
@@ -78,6 +82,9 @@ def demo() -> int:
         here = look_here()
     asked = SearchOptions(command=(str(script),), output=POLICY)
     echo(here.sentence, err=True)
+    if here.gpu_memory >= _HOLDS_IT:
+        asked = SearchOptions(command=(str(script), *AS_REHEARSED), output=POLICY)
+        echo(f"at the size of a model that such a GPU is used for: {' '.join(AS_REHEARSED)}", err=True)
     if not here.gains:
         asked = SearchOptions(command=(str(script),), output=POLICY, **REHEARSAL, **SHORT)
         words = f"--target {asked.target} --cost-scale {asked.cost_scale}"
@@ -85,5 +92,5 @@ def demo() -> int:
     engine, result, files = perform(asked)
     print_result(engine, result, files)
     if result.policy:  # a search that was cut short before it could say anything writes none
-        echo(next_steps(script, result.policy))
+        echo(next_steps(asked.command, result.policy))
     return exit_code(result)

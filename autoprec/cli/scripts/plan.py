@@ -31,7 +31,8 @@ class Plan:
     """What a search would do; times in seconds, each ``*_s`` an estimate from the runs that were timed.
 
     ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``. ``usual_s`` is
-    what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers.
+    what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers;
+    ``gpu_terms`` what a run on a GPU takes besides its steps, empty elsewhere.
     """
 
     target: str
@@ -49,6 +50,7 @@ class Plan:
     reference_s: float
     trial_s: float
     setup_s: float
+    gpu_terms: str
     scan_s: float
     trials_s: float
     finalists_s: float
@@ -88,7 +90,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.checks import check_early
     from autoprec.tuning.decide.presets import presets
-    from autoprec.tuning.schedule import CLOSING_S, Pace, schedule
+    from autoprec.tuning.schedule import CLOSING_S, GPU_TERMS, Pace, schedule
 
     check_early(asked)
     with running(asked.command, phases) as (runner, host, label):
@@ -130,6 +132,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         reference_s=reference_s,
         trial_s=trial_s,
         setup_s=expected.reference_s,
+        gpu_terms=GPU_TERMS if source == "measured" and not setup.target.is_cpu else "",
         scan_s=expected.scan_s,
         trials_s=expected.trials_s,
         finalists_s=expected.finalists_s,
@@ -204,6 +207,7 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"presets   {shown}",
         f"trials    at most {plan.trials}, then {counted(plan.finalist_runs, 'run')} under further paired seeds",
         f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
+        *([f"          with {plan.gpu_terms}"] if plan.gpu_terms else []),
         f"duration  usually about {duration(plan.usual_s)}, as a search ends when nothing left is worth a run",
         f"          about {duration(plan.total_s)} if nothing converges: reference {duration(plan.setup_s)}, "
         f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "

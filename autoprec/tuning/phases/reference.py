@@ -181,6 +181,8 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
     longer, shared = timed_share(setup), runner.shares_device
     pace = Pace(start_s, step_s, compile_s, blocks, longer)
+    if setup.measured and not setup.target.is_cpu:
+        pace = pace.on_gpu()
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(

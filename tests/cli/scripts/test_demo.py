@@ -14,6 +14,7 @@ from autoprec.cli.machine.here import Here
 from autoprec.cli.scripts import demo as module
 from autoprec.cli.scripts.demo import demo, example, next_steps, program
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.options import SearchOptions
 
 
 def run(monkeypatch: pytest.MonkeyPatch, here: Here) -> tuple[Any, list[Any]]:
@@ -34,6 +35,19 @@ def test_a_machine_that_gains_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.exit_code == 0
     assert (asked.target, asked.cost_scale, asked.output) == ("auto", "", "demo-policy.yaml")
     assert "3.3 times as fast" in found.stderr
+
+
+@pytest.mark.parametrize(("gib", "large"), [(24, False), (80, True)])
+def test_a_gpu_trains_the_size_that_is_rehearsed_for_it(gib: int, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, (asked,) = run(monkeypatch, Here(1, (), 0.0, (), 0.0, gib << 30))
+    assert (asked.target, asked.cost_scale, asked.trials) == ("auto", "", SearchOptions(command=("x",)).trials)
+    assert asked.command[1:] == (module.AS_REHEARSED if large else ())
+    assert shlex.join(asked.command) in found.stdout, "what is shown next is about the same model"
+    scale = dict(part.split("=") for part in module.REHEARSAL["cost_scale"].split(","))
+    sizes = dict(zip(module.AS_REHEARSED[::2], map(int, module.AS_REHEARSED[1::2]), strict=True))
+    assert sizes["--width"] == 384 * int(scale["width"])
+    assert sizes["--depth"] == 3 * int(scale["depth"])
+    assert sizes["--batch"] * sizes["--context"] == 8 * 64 * int(scale["tokens"])
 
 
 def test_a_machine_that_does_not_says_so_and_rehearses_at_a_realistic_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +84,7 @@ def test_every_next_step_is_a_command_line_that_autoprec_accepts(
 
     monkeypatch.setattr("shutil.which", lambda _name: "/usr/bin/autoprec")
     script = tmp_path / "my folder" / "train_gpt.py"
-    for line in next_steps(script, "demo-policy.yaml").splitlines()[1:]:
+    for line in next_steps((str(script),), "demo-policy.yaml").splitlines()[1:]:
         words = shlex.split(line.split("     ")[0])
         command = cli.get_command(click.Context(cli), words[1])
         assert command is not None

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.scripts.plan import _policies
+from autoprec.cli.scripts.plan import Plan, _policies, print_plan
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.schedule import GPU_TERMS
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 
@@ -62,3 +64,21 @@ def test_what_a_search_would_not_run_is_not_in_the_plan(tmp_path: Path, monkeypa
 def test_a_person_reads_how_many_policies_there_are() -> None:
     assert [_policies(n) for n in (1, 8190, 3.2e9)] == ["1 policy", "8,190 policies", "3.2e+09 policies"]
     assert "more policies than" in _policies(1e30)
+
+
+@pytest.mark.parametrize("terms", ["", GPU_TERMS])
+def test_what_a_run_on_a_gpu_takes_is_named(
+    terms: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = dict.fromkeys(("target", "source", "launch", "bound", "limited", "output"), "x")
+    seconds = dict.fromkeys(
+        ("reference_s", "trial_s", "setup_s", "scan_s", "trials_s", "finalists_s", "closing_s", "usual_s"), 1.0
+    )
+    limits = {"max_divergence": 0.02, "max_gradient_error": 0.5, "max_memory": None, "objective": "speed"}
+    made = Plan(
+        **words, **seconds, model={"class": "GPT", "parameters": 1}, groups={}, choices=("bf16",), policies=1.0,
+        presets=("bf16",), trials=1, finalist_runs=1, gpu_terms=terms, budget_s=None, limits=limits,
+    )  # fmt: skip
+    monkeypatch.setattr("autoprec.cli.scripts.plan.make_plan", lambda *_: made)
+    print_plan(SearchOptions(command=("train.py",)), as_json=False, quiet=True)
+    assert (GPU_TERMS in capsys.readouterr().out) is bool(terms)
