@@ -136,11 +136,11 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
         "targets": ["targets"],
         "targets b200": ["targets", "b200"],
         "doctor": ["doctor"],
-        "inspect --graph": ["inspect", "--graph", step],
+        "inspect --graph": ["inspect", step],
         "sensitivity": ["sensitivity", "--space", "hopper-fp8", "--target", "h100", GPT, "--steps", "40", *SMALL[2:]],
         "check": ["check", "--policy", policy, "--steps", "2", "--backend", "emulated", GPT, *SMALL],
-        "estimate --graph": ["estimate", "--graph", step, "--target", "b200"],
-        "estimate --config": ["estimate", "--config", "llama3-70b", "--target", "b200"],
+        "estimate --graph": ["estimate", "--target", "b200", step],
+        "estimate --config": ["estimate", "--target", "b200", "llama3-70b"],
         "transfer": ["transfer", policy, "--from", "llama3-8b", "--to", "llama3-70b", "--target", "b200"],
     }
     renamed: dict[str, list[str | Path]] = {
@@ -185,8 +185,8 @@ def exits(cwd: Path) -> Iterator[tuple[str, str]]:
         export good.yaml --to python -o out; export good.yaml --to nowhere; export good.yaml --to deepspeed -o lossy
         export good.yaml --to torchao --layers layers.txt -o ao; export missing.yaml --to python
         import good.yaml --from nowhere; schema policy; schema nowhere; targets; targets b200; targets nowhere
-        estimate --target nowhere --config llama3-70b; estimate --config nowhere --target b200; estimate missing.py
-        estimate --target b200 raises.py; estimate --config llama3-70b --target b200 --batch 0; inspect missing.py
+        estimate --target nowhere llama3-70b; estimate --target b200 llama3-80b; estimate missing.py
+        estimate --target b200 raises.py; estimate --target b200 --batch 0 llama3-70b; inspect missing.py
         inspect fails.py; run fails.py; run missing.py; run --policy missing.yaml fails.py
         run --policy matches-nothing.yaml --backend emulated raises.py; check --policy good.yaml raises.py
         search; search missing.py; search --target b200 --no-mlflow raises.py; search --trials 0 raises.py

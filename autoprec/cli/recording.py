@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoprec.cli.phases import Phases
-from autoprec.errors import FIX, AutoPrecError, NothingAcceptableError, ScriptError
+from autoprec.errors import FIX, AutoPrecError, NothingAcceptableError, ScriptError, UsageError
 from autoprec.support.units import counted
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialResult
+
+#: Sequences on a device and tokens in each, where a configuration is given and they are not.
+SIZE = (1, 8192)
 
 
 @contextmanager
@@ -58,17 +61,67 @@ def record_step(
         return record(runner, label, phases, timeout_s=timeout_s), host
 
 
-def configured_step(config: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:
-    """Return one step of the model of a preset or a ``config.json``.
+def is_description(text: str) -> bool:
+    """Say whether a word names a model that is described: a preset (or nearly one), a configuration, a saved step."""
+    from difflib import get_close_matches
+
+    from autoprec.cost.transformer import PRESETS
+
+    return text.endswith(".json") or (bool(get_close_matches(text, PRESETS)) and not Path(text).exists())
+
+
+def step_of(
+    words: Sequence[str], phases: Phases, *, batch: int = SIZE[0], seq: int = SIZE[1]
+) -> tuple[GraphReport, HostInfo | None]:
+    """Return one step of what a command line ends with; what its script was found to be, where it is one.
+
+    Args:
+        words: a script with its arguments, or else one word: a preset, a ``config.json``, a saved step.
+        batch, seq: of a configuration: sequences on a device, and tokens in each.
+
+    Raises:
+        ScriptError: the script failed before or in its first step.
+        UsageError: arguments follow what is not a script.
+        UnknownNameError, FileError: there is no such preset or file, or it is not one of these.
+    """
+    if not is_description(words[0]):
+        return record_step(words, phases)
+    if len(words) > 1:
+        raise UsageError(f"{words[0]} takes no arguments: found {words[1]}", fix="options come before it")
+    return described_step(words[0], phases, batch=batch, seq=seq), None
+
+
+def is_saved_step(text: str) -> bool:
+    """Say whether a word is a file of ``autoprec inspect --save``, and not a configuration or a preset.
+
+    Raises:
+        FileError: it is not a file of JSON.
+    """
+    from autoprec.cost.transformer import PRESETS
+    from autoprec.graph.report import MAX_GRAPH_BYTES
+    from autoprec.support.files import read_document
+
+    is_file = text.endswith(".json") and text not in PRESETS
+    return is_file and "operators" in read_document(text, most_bytes=MAX_GRAPH_BYTES)
+
+
+def described_step(text: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:
+    """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --save`` holds.
 
     Raises:
         UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
+        UsageError: a size is asked of a saved step.
     """
     from autoprec.cost.transformer import config_report, is_mixture
+    from autoprec.graph.report import load_report
 
-    if is_mixture(config):
+    if is_saved_step(text):
+        if (batch, seq) != SIZE:
+            raise UsageError("--batch and --seq have no effect on a saved step", where=text, fix="leave them out")
+        return load_report(text)
+    if is_mixture(text):
         phases.begin("building the mixture of experts without weights, and recording one step of it")
-    return config_report(config, batch=batch, seq=seq)
+    return config_report(text, batch=batch, seq=seq)
 
 
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:

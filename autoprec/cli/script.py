@@ -23,7 +23,12 @@ OURS_ALONE = frozenset(
 )
 
 #: Options that earlier versions had, and what to do instead.
-REMOVED_OPTIONS = {"--follow": FOLLOW}
+REMOVED_OPTIONS = {
+    "--follow": FOLLOW,
+    "--graph": "name the saved step in the script's place",
+    "--config": "name the preset or the config.json in the script's place",
+    "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
+}
 
 F = TypeVar("F", bound=Callable[..., Any])
 

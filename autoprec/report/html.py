@@ -14,7 +14,7 @@ from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, important, summarise
-from autoprec.report.text import cost_text
+from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import SearchResult
@@ -57,6 +57,10 @@ def _table(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> 
     head = "".join(f"<th>{escape(h)}</th>" for h in titles)
     body = "".join(f'<tr class="{css}">' + "".join(_cell(cell) for cell in cells) + "</tr>" for css, cells in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>" if items else ""
 
 
 def _section(title: str, lead: str, body: str) -> str:
@@ -139,12 +143,12 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
     ]
     layers = layer_rows(result, records, graph) if graph is not None else ()
     about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
-    failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
+    failed = [f"{name}: {reason}" for name, reason in summary.failures[:50]]
+    verdict, *caveats = verdict_lines(result)
     word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(result.verdict, "Stay as you are")
     body = [
         f'<header class="{escape(result.verdict)}"><h1>{escape(name)}</h1>'
-        f'<p class="verdict"><strong>{word}.</strong> {escape(result.reason)}</p>'
+        f'<p class="verdict"><strong>{word}.</strong> {escape(verdict)}</p>{_list(caveats)}'
         f'<p class="facts">{escape(" · ".join(filter(None, [*about, *result.facts()])))}</p>{_tiles(summary)}</header>',
         _section("Compared with what you could do by hand", "",
                  _table((*headings(over_16bit=over), "figures"), comparison)),
@@ -162,8 +166,8 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  "red is where training suffers.", heat_map(result.sensitivity)),
         _section("What it cost", "", f"<p>{escape(cost_text(summary))}</p>"),
         _section("Use it", "", _usage(result, records)),
-        _section("Notes", "", f"<ul>{notes}</ul>" if notes else ""),
-        _section("Trials that failed", "", f"<ul>{failed}</ul>" if failed else ""),
+        _section("Notes", "", _list(result.notes)),
+        _section("Trials that failed", "", _list(failed)),
         _section("All trials", "", _trials(records)),
         _section("Words", "", f"<dl>{_words(result)}</dl>"),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoprec.report.summary import important, summarise
-from autoprec.report.text import cost_text
+from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
@@ -18,6 +18,13 @@ from autoprec.tuning.study.run import Run
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     marks = ["---" if index == 0 else "---:" for index in range(len(headings))]
     return ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (headings, marks, *rows)]
+
+
+def verdict(result: SearchResult) -> list[str]:
+    """Return the verdict as lines: one, and a list of its caveats."""
+    first, *caveats = verdict_lines(result)
+    listed = ["", *(f"- {markdown_text(line)}" for line in caveats)] if caveats else []
+    return [f"**{result.verdict.capitalize()}.** {markdown_text(first)}", *listed]
 
 
 def comparison(result: SearchResult) -> list[str]:
@@ -42,7 +49,7 @@ def markdown(result: SearchResult, records: Sequence[Run]) -> str:
     """Return the report's text."""
     summary = summarise(result, records)
     lines = [f"# AutoPrec: {markdown_text(result.study_name or 'study')}", ""]
-    lines += [f"**{result.verdict.capitalize()}.** {markdown_text(result.reason)}", ""]
+    lines += [*verdict(result), ""]
     about = [f"target {result.target or 'this machine'}", "script " + markdown_text(f"`{Path(result.script).name}`")]
     lines += ["; ".join(about + result.facts()).capitalize() + ".", ""]
     lines += comparison(result)

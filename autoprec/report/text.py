@@ -1,10 +1,19 @@
-"""Spans of time, and what a search cost, in words: one place, so that the page and Markdown agree."""
+"""The verdict, spans of time, and what a search cost, in words: one place, so that page, Markdown, terminal agree."""
 
 from __future__ import annotations
 
 from autoprec.report.summary import Summary
+from autoprec.support.redact import redact_text
 from autoprec.support.units import counted
+from autoprec.tuning.decide.sentences import Reason, statements
+from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.rows import percent
+
+
+def verdict_lines(result: SearchResult) -> list[str]:
+    """Return why the answer is what it is: the verdict in one line, then its caveats; at least one, maybe empty."""
+    reasons = statements([Reason.from_json(reason) for reason in result.reasons])
+    return [redact_text(line) for line in reasons or [result.reason]]
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from autoprec.support.text import visible
 from autoprec.tracking.rows import trial_runs
 from autoprec.tracking.study import TrackedStudy, default_uri, named_uri
 
-#: What MLflow is told in our processes: no telemetry, and no minutes of retries when a server is gone.
+#: What MLflow is set to in our processes: no telemetry, and no minutes of retries when a server is gone.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -32,8 +32,8 @@ ENVIRONMENT = {
 #: How long to wait for the process of a search that has just ended.
 _PATIENCE_S = 40.0
 _UNNAMED = (
-    "an address of a server is not taken from a study's folder, which may be anybody's: if you trust it, pass "
-    "--tracking-uri {} (with its login, if it had one) or set MLFLOW_TRACKING_URI"
+    "an address of a server is not taken from a study's folder, which may be anybody's: if you trust it, set "
+    "MLFLOW_TRACKING_URI={} (with its login, if it had one)"
 )
 
 

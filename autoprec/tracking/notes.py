@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autoprec.report.markdown import comparison, why
+from autoprec.report.markdown import comparison, verdict, why
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
 
@@ -49,7 +49,7 @@ def parent_note(result: SearchResult) -> str:
     lines = [  # the table first: MLflow folds a description after its first few lines
         *comparison(result),
         "",
-        f"**{result.verdict.capitalize()}**: {markdown_text(result.reason)}",
+        *verdict(result),
         "",
         f"Target **{markdown_text(result.target) or 'this machine'}**, script {markdown_text(f'`{script}`')}.",
         "",

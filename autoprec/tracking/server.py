@@ -29,22 +29,21 @@ def studies(runs: Path) -> list[TrackedStudy]:
     return [TrackedStudy(path.parent.parent) for path in found]
 
 
-def newest_study(runs: Path, name: str | None = None) -> TrackedStudy:
-    """Return the study last written under ``runs``, or the one named.
+def newest_study(runs: Path) -> TrackedStudy:
+    """Return the study last written under ``runs``, or the one whose folder that is.
 
     One with trials and an answer, or still running, comes before one that was cut short, and that before one without
     any trial.
 
     Raises:
-        FileError: there is none; the message lists those that exist.
+        FileError: there is none.
     """
     found = studies(runs)
-    names = [folder.path.name for folder in found]
-    chosen = [folder for folder in found if name in (None, folder.path.name)]
-    if not chosen:
-        known = f"studies here: {', '.join(names)}" if names else "name the autoprec-runs directory of a search"
-        raise FileError("no tracked study" + (f" '{name}'" if name else "") + " here", where=str(runs), fix=known)
-    return max(chosen, key=lambda folder: (_to_look_at(folder), folder.changed))
+    if not found:
+        beside = ", ".join(study.path.name for study in studies(runs.parent))
+        fix = f"studies here: {beside}" if beside else "name the autoprec-runs directory of a search"
+        raise FileError("no tracked study here", where=str(runs), fix=fix)
+    return max(found, key=lambda study: (_to_look_at(study), study.changed))
 
 
 def _to_look_at(folder: TrackedStudy) -> int:
@@ -79,7 +78,7 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     if urlsplit(uri).scheme in ("http", "https"):
         problem = reachable(uri, timeout_s=3.0)
         if problem:
-            raise AutoPrecError(problem, fix="start the server, or pass --tracking-uri sqlite:///.../mlflow.db")
+            raise AutoPrecError(problem, fix="start the server, or name another store by MLFLOW_TRACKING_URI")
         yield uri
         return
     if installed_version("mlflow") is None:

@@ -139,7 +139,7 @@ def named_uri(given: str | None) -> str:
     try:
         _ = urlsplit(uri).port
     except ValueError:  # what it says may quote a password
-        where = "--tracking-uri" if given else "MLFLOW_TRACKING_URI"
+        where = "tracking_uri" if given else "MLFLOW_TRACKING_URI"
         raise UsageError(f"{where} has no valid host and port", fix="e.g. http://127.0.0.1:5000") from None
     return uri
 

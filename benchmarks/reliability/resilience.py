@@ -164,9 +164,12 @@ def tracker() -> list[Row]:
             with serving(kind) as uri:
                 waited = [_tracked_search(folder, f"{kind}{turn}", uri) for turn in range(TURNS)]
             target = f"sqlite:///{folder / 'later.db'}"
-            words = ["ui", "--sync", str(folder / "autoprec-runs"), "--tracking-uri", target]
+            words = ["ui", "--sync", str(folder / "autoprec-runs")]
             done = subprocess.run(
-                [sys.executable, "-m", "autoprec", *words], env=ENVIRONMENT, capture_output=True, text=True
+                [sys.executable, "-m", "autoprec", *words],
+                env=ENVIRONMENT | {"MLFLOW_TRACKING_URI": target},
+                capture_output=True,
+                text=True,
             )
             name = f"tracking server {kind}"
             rows.append(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from autoprec.report.text import duration
+from autoprec.report.text import duration, verdict_lines
+from autoprec.tuning.decide.sentences import Reason
+from tests.tracking.conftest import make_records, make_result
 
 
 @pytest.mark.parametrize(
@@ -12,3 +16,11 @@ from autoprec.report.text import duration
 )
 def test_a_time_span_has_its_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_the_verdict_comes_first_and_its_caveats_after_it() -> None:
+    reasons = (Reason("cut_short", {"what": "no time"}), Reason("none_measured"), Reason("interrupted"))
+    found = replace(make_result(make_records()), reasons=tuple(reason.to_json() for reason in reasons))
+    first, *caveats = verdict_lines(found)
+    assert (first, caveats) == (f"{reasons[0]}; so far {reasons[1]}", [str(reasons[2])])
+    assert verdict_lines(replace(found, reasons=(), reason="as before")) == ["as before"]

@@ -63,7 +63,7 @@ def test_memory_in_the_note_is_in_the_unit_of_the_report(result: SearchResult) -
 
 def test_a_search_that_was_cut_short_is_not_told_as_a_stay(result: SearchResult) -> None:
     cut = replace(result, verdict="undecided", reason="cut short: no trial ended", best={}, policy="")
-    assert "**Undecided**: cut short: no trial ended" in parent_note(cut).splitlines()
+    assert "**Undecided.** cut short: no trial ended" in parent_note(cut).splitlines()
 
 
 def test_parameters_are_flat_text() -> None:

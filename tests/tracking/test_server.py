@@ -45,7 +45,7 @@ def test_the_newest_study_with_an_answer_is_opened_rather_than_one_that_shows_no
     for number, (name, (own, result)) in enumerate(studies.items()):
         _last_written(make_study(tmp_path / name, own, result), 1e9 + number)
     assert newest_study(tmp_path).path.name == "answered"
-    assert newest_study(tmp_path, "stay").path.name == "stay"
+    assert newest_study(tmp_path / "stay").path.name == "stay"
     make_study(tmp_path / "running", records[:5])
     with file_lock(tmp_path / "running" / "lock", what="study"):
         assert newest_study(tmp_path).path.name == "running", "to watch it while trials run"
@@ -127,9 +127,9 @@ def test_the_newest_study_is_chosen_unless_named(tmp_path: Path) -> None:
     for age, name in ((20, "old"), (10, "new")):
         _last_written(make_study(tmp_path / name), 1e9 - age)
     assert newest_study(tmp_path).path.name == "new"
-    assert newest_study(tmp_path, "old").path.name == "old"
+    assert newest_study(tmp_path / "old").path.name == "old"
     with pytest.raises(FileError, match="new, old"):
-        newest_study(tmp_path, "missing")
+        newest_study(tmp_path / "missing")
 
 
 def test_a_taken_port_is_replaced() -> None:

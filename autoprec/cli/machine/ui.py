@@ -24,7 +24,6 @@ def _has_browser() -> bool:
 
 @click.command("ui", short_help="Open MLflow at the trials of a study.")
 @click.argument("runs", type=click.Path(path_type=Path), default=Path("autoprec-runs"))
-@click.option("--study", metavar="NAME", help="Which study; default: the newest.")
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
@@ -32,27 +31,27 @@ def _has_browser() -> bool:
     show_default=True,
     help="Port on 127.0.0.1; another free one if it is taken.",
 )
-@click.option("--tracking-uri", metavar="URI", help="Store to show; default: MLFLOW_TRACKING_URI, or the study's.")
 @click.option("--sync", is_flag=True, help="Open nothing: send to MLflow what its server missed.")
 @click.option("--no-open", is_flag=True, help="Print the address without opening a browser.")
-def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, sync: bool, no_open: bool) -> int:
-    """Serve the studies under RUNS on this machine and open the trials table, fastest first.
+def ui(runs: Path, port: int, sync: bool, no_open: bool) -> int:
+    """Serve the studies under RUNS on this machine and open the newest one's trials, fastest first.
 
+    RUNS is autoprec-runs, or the folder of one study in it. The store is MLFLOW_TRACKING_URI, else the study's own.
     The server listens on 127.0.0.1 only and ends with Ctrl-C. With --sync the exit code is 1 when a store cannot be
     reached.
     """
     if sync:
-        return _sync(runs, tracking_uri)
+        return _sync(runs)
     from autoprec.tracking.log import log_study
     from autoprec.tracking.server import free_port, newest_study, serve
     from autoprec.tracking.study import store_of
     from autoprec.tracking.view import trials_url
 
-    chosen = newest_study(runs, study)
-    uri = store_of(chosen, tracking_uri)
+    chosen = newest_study(runs)
+    uri = store_of(chosen)
     with Phases() as phases:
         phases.begin(f"bringing MLflow up to date with {chosen.path.name}")
-        logged = log_study(chosen.path, tracking_uri)
+        logged = log_study(chosen.path)
         if not logged.ok:
             echo(f"MLflow may lack trials of this study: {logged.reason}", err=True)
         phases.begin(f"starting MLflow on {chosen.path.name}")
@@ -80,7 +79,7 @@ def _show(url: str, charts: str, no_open: bool) -> None:
             signal.pause()
 
 
-def _sync(runs: Path, tracking_uri: str | None) -> int:
+def _sync(runs: Path) -> int:
     """Write into MLflow the trials of every study under RUNS that it lacks.
 
     Sending twice changes nothing: trials are recognised, not duplicated. Returns 1 when a store cannot be reached.
@@ -94,7 +93,7 @@ def _sync(runs: Path, tracking_uri: str | None) -> int:
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or None
     complete = True
     for folder in folders:
-        done = log_study(folder.path, tracking_uri, experiment)
+        done = log_study(folder.path, experiment=experiment)
         complete &= done.ok
         if not done.ok:
             echo(f"{done.study}: not sent to {done.tracking_uri}: {done.reason}", err=True)

@@ -12,27 +12,12 @@ from autoprec.cli import options
 from autoprec.cli.console import duration, print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import configured_step, record_step, tunable
+from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of, tunable
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
+from autoprec.support.tables import Table
 from autoprec.support.units import memory_text
-
-
-def _graph(script: tuple[str, ...], graph: Path | None, config: str, batch: int, seq: int) -> tuple[Any, str]:
-    given = [name for name, value in (("a script", script), ("--graph", graph), ("--config", config)) if value]
-    if len(given) != 1:
-        found = " and ".join(given) or "none of them"
-        raise UsageError(f"give a script, --graph FILE or --config NAME|FILE: found {found}", fix="give exactly one")
-    if graph is not None:
-        from autoprec.graph.report import load_report
-
-        return load_report(graph), "cpu"
-    with Phases() as phases:
-        if config:
-            return configured_step(config, phases, batch=batch, seq=seq), "cpu"
-        report, host = record_step(script, phases)
-    return report, host.device
 
 
 def _device_here() -> str:
@@ -144,13 +129,17 @@ def _plain(value: Any) -> Any:
 
 def _sweep_lines(points: list[Any], what: str) -> list[str]:
     """Return the table of a sweep; a batch that one device cannot hold says so."""
-    lines = ["", f"{what:>24}     step ms  bound       memory  best single choice"]
-    for p in points:
-        held = memory_text(p.memory_bytes) if p.memory_bytes else "-"
-        over = "" if p.fits else "  (more than one device has)"
-        best = f"{p.best_uniform} {p.best_uniform_speedup:.2f}x"
-        lines.append(f"{p.tokens:>24,}  {_ms(p.step_ms):>10}  {p.bound_speedup:4.2f}x  {held:>11}  {best}{over}")
-    return lines
+    rows = tuple(
+        (
+            f"{p.tokens:,}",
+            _ms(p.step_ms),
+            f"{p.bound_speedup:.2f}x",
+            memory_text(p.memory_bytes) if p.memory_bytes else "-",
+            f"{p.best_uniform} {p.best_uniform_speedup:.2f}x" + ("" if p.fits else "  (more than one device has)"),
+        )
+        for p in points
+    )
+    return ["", Table((what, "step ms", "bound", "memory", "best single choice"), rows).text()]
 
 
 def _break_even(points: list[Any], found: int | None) -> str:
@@ -186,29 +175,24 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _check_options(config: str, batch: int, seq: int) -> None:
+def _check_size(script: tuple[str, ...], batch: int, seq: int) -> None:
     """Refuse what cannot be, and what would be ignored."""
     asked = click.get_current_context().get_parameter_source
     for name, count in (("batch", batch), ("seq", seq)):
-        if not config and asked(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name} has no effect without --config", fix=f"give --config, or leave --{name} out")
+        if asked(name) is click.core.ParameterSource.COMMANDLINE and not is_description(script[0]):
+            raise UsageError(f"--{name} has no effect on a script", fix=f"set it in the script, or leave --{name} out")
         if count < 1:
             raise UsageError(f"--{name} {count} is not a count", fix="use 1 or more")
 
 
-@script_command("estimate", required=False)
-@click.option(
-    "--target", default="auto", metavar="NAME", help="A GPU of `autoprec doctor --targets`, cpu, or FILE.yaml:NAME."
-)
-@click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are compared.")
-@click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32", help="Cost at scaled shapes.")
-@click.option("--graph", type=click.Path(path_type=Path), help="A step saved by `autoprec inspect --save`.")
-@click.option("--config", default="", metavar="NAME|FILE", help="A decoder's config.json, or a preset: llama3-70b.")
-@click.option("--batch", default=1, show_default=True, metavar="N", help="With --config: sequences per device.")
-@click.option("--seq", default=8192, show_default=True, metavar="N", help="With --config: tokens per sequence.")
+@script_command("estimate")
+@options.of_search("target")
+@options.of_search("space", help="Search space whose choices are compared.")
+@options.of_search("cost_scale")
+@click.option("--batch", default=SIZE[0], show_default=True, metavar="N", help="Of a config: sequences per device.")
+@click.option("--seq", default=SIZE[1], show_default=True, metavar="N", help="Of a config: tokens per sequence.")
 @click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
-@click.option("--fused-casts", is_flag=True, help="Casts as Transformer Engine's fused modules make them.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
+@options.of_search("calibration")
 @click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
 @options.as_json("Everything")
 def estimate(
@@ -216,17 +200,17 @@ def estimate(
     target: str,
     space: str,
     cost_scale: str,
-    graph: Path | None,
-    config: str,
     batch: int,
     seq: int,
     eager: bool,
-    fused_casts: bool,
-    calibration: Path | None,
+    calibration: str,
     sweep: bool,
     as_json: bool,
 ) -> int:
-    """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
+    """Say what a precision policy could gain for SCRIPT on a target, where, and why not.
+
+    In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or a step saved by `inspect --save`.
+    """
     from autoprec.cost import CostModel, judge
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.reasons import AS_WRITTEN
@@ -235,28 +219,29 @@ def estimate(
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
 
-    _check_options(config, batch, seq)
-    scale = check_scale(cost_scale, target, str(calibration or "")) if cost_scale else None
+    _check_size(script, batch, seq)
+    scale = check_scale(cost_scale, target, calibration) if cost_scale else None
     given = load_space(space) if space else None
-    measured = load_calibration(calibration) if calibration else None
+    measured = load_calibration(Path(calibration)) if calibration else None
     if target != "auto":
         asked, _ = resolve_target(target, "cpu")  # an unknown name is refused before the script is started
         if measured:
-            check_target(measured, asked, str(calibration))
-    report, device = _graph(script, graph, config, batch, seq)
-    device = _device_here() if target == "auto" and not script else device
+            check_target(measured, asked, calibration)
+    with Phases() as phases:
+        report, host = step_of(script, phases, batch=batch, seq=seq)
+    device = host.device if host else _device_here() if target == "auto" else "cpu"
     tunable(report)
     found, here = resolve_target(target, device)
     if measured:
-        check_target(measured, found, str(calibration))
+        check_target(measured, found, calibration)
     elif here and device != "cpu":
         measured = kept_calibration(device)
-    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, fused_casts=fused_casts)
+    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured)
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-    named = shlex.join(redact_arguments(script)) or "SCRIPT"
-    written = _CONFIGURED if config else AS_WRITTEN
+    named = shlex.join(redact_arguments(script)) if host else "SCRIPT"
+    written = AS_WRITTEN if host or is_saved_step(script[0]) else _CONFIGURED
     verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     more = _more(model, verdict, plans, sweep=sweep)

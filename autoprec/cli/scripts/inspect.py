@@ -12,10 +12,9 @@ import click
 from autoprec.cli import options
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record_step
+from autoprec.cli.recording import step_of
 from autoprec.cli.script import script_command
 from autoprec.cli.scripts.sensitivity import print_sensitivity
-from autoprec.errors import UsageError
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport, Layer
@@ -55,14 +54,13 @@ def _print_tables(report: GraphReport) -> None:
     echo(coverage_line(report))
 
 
-def _recorded(script: tuple[str, ...]) -> GraphReport:
+def _step(words: tuple[str, ...]) -> GraphReport:
     with Phases() as phases:
-        report, host = record_step(script, phases)
-    return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes))))
+        report, host = step_of(words, phases)
+    return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes)))) if host else report
 
 
-@script_command("inspect", required=False)
-@click.option("--graph", type=click.Path(path_type=Path), help="Show a step saved with --save instead of a script.")
+@script_command("inspect")
 @click.option("--rules", type=click.Path(path_type=Path), help="Operator rules that extend the built-in ones.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write the graph, coloured by class, as HTML.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
@@ -74,7 +72,6 @@ def _recorded(script: tuple[str, ...]) -> GraphReport:
 @options.as_json("Everything")
 def inspect(
     script: tuple[str, ...],
-    graph: Path | None,
     rules: Path | None,
     page: Path | None,
     save: Path | None,
@@ -86,18 +83,17 @@ def inspect(
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable.
 
+    In the place of SCRIPT: a preset, a decoder's config.json, or a step saved with --save.
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
     """
     from autoprec.cli.console import print_json
     from autoprec.graph.analysis.rules import load_rules, reclassify
-    from autoprec.graph.report import MAX_GRAPH_BYTES, load_report
+    from autoprec.graph.report import MAX_GRAPH_BYTES
     from autoprec.support.files import check_kind, holds_keys, write_atomic
 
-    if sensitivity and script:
+    if sensitivity:
         print_sensitivity(script, target, space, passes, as_json=as_json)
         return
-    if bool(script) == (graph is not None):
-        raise UsageError("give either a script or --graph FILE", fix="autoprec inspect train.py [script args]")
     chosen: Any = load_rules(rules) if rules is not None else None  # a bad file is refused before the script starts
     for path, option, what, ours in (
         (page, "--html", "a page of operators", lambda text: "Point at an operator to see what it is" in text),
@@ -105,7 +101,7 @@ def inspect(
     ):
         if path is not None:
             check_kind(path, what, ours, option=option, most_bytes=MAX_GRAPH_BYTES)
-    report = load_report(graph) if graph is not None else _recorded(script)
+    report = _step(script)
     if chosen is not None:
         report = reclassify(report, chosen)
     if save is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,19 +120,15 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
     return out
 
 
-def sentences(text: str) -> list[str]:
-    """Return the sentences of a verdict: what it is, and then each caveat; at least one, maybe empty."""
-    return [part.removesuffix(".") for part in re.split(r"(?<=[\w%)]\.)\s+(?=[A-Z])", text.strip())]
-
-
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
     from autoprec import report
     from autoprec.cli.console import clock, command_began, stdout_console
+    from autoprec.report.text import verdict_lines
 
     console = stdout_console()
     console.print(report.terminal_table(result))
-    first, *caveats = sentences(result.reason)
+    first, *caveats = verdict_lines(result)
     lines = [f"verdict: {result.verdict}. {first}", *(f"         - {line}" for line in caveats)]
     if result.stopped:
         lines.append(f"stopped: {result.stopped}")

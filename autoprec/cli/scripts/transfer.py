@@ -13,7 +13,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import configured_step, record_step
+from autoprec.cli.recording import described_step, record_step
 from autoprec.errors import UsageError
 from autoprec.support.units import memory_text
 
@@ -42,20 +42,9 @@ def _big(asked: _Asked) -> tuple[GraphReport, bool]:
         return _named_layers(asked.layers), False
     with Phases() as phases:
         if asked.config:
-            return _configured_or_saved(asked.config, phases, batch=asked.batch, seq=asked.seq), True
+            return described_step(asked.config, phases, batch=asked.batch, seq=asked.seq), True
         report, _ = record_step(asked.script, phases, weights="fake")
     return report, True
-
-
-def _configured_or_saved(text: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:
-    """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --save`` holds."""
-    from autoprec.cost.transformer import PRESETS
-    from autoprec.graph.report import MAX_GRAPH_BYTES, load_report
-    from autoprec.support.files import read_document
-
-    if text not in PRESETS and "operators" in read_document(text, most_bytes=MAX_GRAPH_BYTES):
-        return load_report(text)
-    return configured_step(text, phases, batch=batch, seq=seq)
 
 
 def _named_layers(path: Path) -> GraphReport:
@@ -371,7 +360,7 @@ def _step_of(proxy: Path | None, batch: int, seq: int) -> GraphReport | Path | N
     if proxy is None or not (str(proxy) in PRESETS or proxy.name == "config.json"):
         return proxy
     with Phases() as phases:
-        return configured_step(str(proxy), phases, batch=batch, seq=seq)
+        return described_step(str(proxy), phases, batch=batch, seq=seq)
 
 
 def _target(name: str, policy: Policy) -> Target:

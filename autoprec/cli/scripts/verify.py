@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 )
 @options.backend
 @options.as_json("The result")
-@options.quiet
-def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool, **values: Any) -> int:
+def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: Any) -> int:
     """Verify a policy on SCRIPT over several paired seeds that its search did not use.
 
     Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
@@ -64,7 +63,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     command = ScriptCommand.parse(script)
     max_divergence, max_gradient_error = limits_of(policy, values["max_divergence"], values["max_gradient_error"])
     with (
-        Phases(quiet=quiet) as phases,
+        Phases() as phases,
         tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch,
         HostPool(lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed), Path(scratch)) as pool,
     ):

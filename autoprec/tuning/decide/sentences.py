@@ -6,7 +6,7 @@ Programs read its code and data (``reasons`` in ``search --json``); ``str(reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,17 +38,26 @@ class Reason:
         plain = {name: value.to_json() if isinstance(value, Reason) else value for name, value in self.data.items()}
         return {"code": self.code} | plain
 
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Reason:
+        """Rebuild from :meth:`to_json`."""
+        data = {key: value for key, value in document.items() if key != "code"}
+        nested = {key: cls.from_json(value) for key, value in data.items() if isinstance(value, dict)}
+        return cls(str(document["code"]), data | nested)
+
+
+def statements(reasons: Sequence[Reason]) -> list[str]:
+    """Return the verdict of a decision in one line, then its caveats; what was cut short says what is known so far."""
+    texts = [str(reason).strip(" .") for reason in reasons]
+    if len(texts) > 1 and reasons[0].code == "cut_short":
+        texts[:2] = [f"{texts[0]}; so far {texts[1]}"]
+    return texts
+
 
 def sentence(reasons: Sequence[Reason]) -> str:
-    """Return the reasons of a decision as one text, in their order; what was cut short first says what is known."""
-    text = ""
-    for before, reason in zip((None, *reasons), reasons, strict=False):
-        code = "" if before is None else reason.code
-        joint = {"": "", "only_sixteen_bit": ". ", "does_not_fit": ""}.get(code, "; ")
-        if before is reasons[0] and before.code == "cut_short":
-            joint = "; so far "
-        text += joint + str(reason)
-    return text
+    """Return the reasons of a decision as one text, in their order."""
+    first, *others = statements(reasons) or [""]
+    return first + "".join(f"{'. ' if text[:1].isupper() else '; '}{text}" for text in others)
 
 
 def _apart(value: float, limit: float, unit: str = "") -> str:

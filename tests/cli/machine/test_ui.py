@@ -30,9 +30,9 @@ def test_the_address_is_printed_and_opened(
     make_study(tmp_path / "demo")
     logged: list[Path] = []
 
-    def log_study(path: Path, uri: str | None) -> Logged:
+    def log_study(path: Path) -> Logged:
         logged.append(path)
-        return Logged("demo", str(uri), reason="its server is away", experiment_id="3")
+        return Logged("demo", "", reason="its server is away", experiment_id="3")
 
     opened: list[str] = []
 
@@ -76,7 +76,7 @@ def test_outcomes_of_sending(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: Logged, code: int, text: str
 ) -> None:
     make_study(tmp_path / "a")
-    monkeypatch.setattr("autoprec.tracking.log.log_study", lambda *_: report)
+    monkeypatch.setattr("autoprec.tracking.log.log_study", lambda *_, **__: report)
     done = autoprec("ui", "--sync", tmp_path)
     assert done.code == code
     assert text in done.out + done.err

@@ -56,12 +56,12 @@ def test_nothing_but_a_file_of_its_kind_is_replaced(saved, tmp_path, option):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     with pytest.raises(FileError, match="it is not replaced by one") as error:
-        CliRunner().invoke(inspect, [option, str(script), "--graph", str(step)], catch_exceptions=False)
+        CliRunner().invoke(inspect, [option, str(script), str(step)], catch_exceptions=False)
     assert option in error.value.fix
     assert script.read_text() == TRAIN
     again = tmp_path / "again"
     again.write_bytes({"--save": step, "--html": page}[option].read_bytes())
-    assert CliRunner().invoke(inspect, [option, str(again), "--graph", str(step)]).exit_code == 0
+    assert CliRunner().invoke(inspect, [option, str(again), str(step)]).exit_code == 0
 
 
 def test_a_saved_step_is_shown_again(saved):
@@ -69,7 +69,7 @@ def test_a_saved_step_is_shown_again(saved):
     assert json.loads(step.read_text()) == document
     assert GraphReport.from_json(document) == GraphReport.from_json(json.loads(step.read_text()))
     assert "<svg" in page.read_text()
-    result = CliRunner().invoke(inspect, ["--graph", str(step)])
+    result = CliRunner().invoke(inspect, [str(step)])
     assert result.exit_code == 0
     assert "8x16x32" in result.stdout
     assert "100.0% of the step's" in result.stdout
@@ -78,7 +78,7 @@ def test_a_saved_step_is_shown_again(saved):
 def test_rules_of_ones_own(saved, tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text("schema: autoprec.rules/1\noperators: [{class: norm, ops: ['aten::gelu']}]\n")
-    result = CliRunner().invoke(inspect, ["--graph", str(saved[1]), "--rules", str(rules), "--json"])
+    result = CliRunner().invoke(inspect, ["--rules", str(rules), "--json", str(saved[1])])
     (gelu,) = [row for row in json.loads(result.stdout)["operators"] if row["op"] == "aten::gelu"]
     assert (gelu["class"], gelu["precision"]) == ("norm", "fp32")
 
@@ -86,8 +86,8 @@ def test_rules_of_ones_own(saved, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], UsageError),
-        (["--graph", "no-such-file.json"], FileError),
+        (["llama3-8b", "train.py"], UsageError),
+        (["no-such-file.json"], FileError),
         (["--rules", "no-such-file.yaml", "train.py"], FileError),
         (["--html", ".", "train.py"], FileError),
         (["no_such_train.py"], UsageError),
@@ -104,3 +104,9 @@ def test_a_script_that_fails_says_so(tmp_path):
     result = CliRunner().invoke(inspect, [str(script)])
     assert isinstance(result.exception, ScriptError)
     assert "the data is gone" in str(result.exception)
+
+
+def test_a_preset_is_inspected_without_a_script():
+    result = CliRunner().invoke(inspect, ["--json", "nanochat-d12"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["source"] == "analytic"

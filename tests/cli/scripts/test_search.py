@@ -17,6 +17,7 @@ from autoprec.cli.options import search_groups
 from autoprec.cli.script import TakesScript
 from autoprec.cli.scripts.search import EXAMPLES, print_result, write_reports
 from autoprec.errors import FileError
+from autoprec.tuning.decide.sentences import Reason
 from tests.cli.helpers import autoprec
 from tests.tracking.conftest import make_records, make_result
 
@@ -67,13 +68,17 @@ def printed(result: Any, monkeypatch: pytest.MonkeyPatch, set_aside: str = "") -
 
 
 def test_a_verdict_is_one_line_and_its_caveats_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = replace(
-        make_result(make_records()), reason="2x faster, within 0.25 %. Its loss proves nothing (e.g. 3). So it is"
-    )
-    lines = printed(result, monkeypatch)
-    caveats = ["Its loss proves nothing (e.g. 3)", "So it is"]
-    assert lines[1:4] == ["verdict: adopt. 2x faster, within 0.25 %", *(f"         - {line}" for line in caveats)]
+    reasons = (Reason("slower", {"name": "all bf16", "merit": 0.9}), Reason("none_measured"), Reason("interrupted"))
+    found = replace(make_result(make_records()), reasons=tuple(reason.to_json() for reason in reasons))
+    lines = printed(found, monkeypatch)
+    first, *caveats = map(str, reasons)
+    assert lines[1:4] == [f"verdict: adopt. {first}", *(f"         - {line}" for line in caveats)]
     assert "wrap_optimizer(optimizer, model)" in lines[-1]
+
+
+def test_a_result_of_an_earlier_version_has_its_reason_in_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(replace(make_result(make_records()), reason="2x faster. Twice", reasons=()), monkeypatch)
+    assert lines[1] == "verdict: adopt. 2x faster. Twice"
 
 
 def test_after_stay_nothing_is_offered_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
