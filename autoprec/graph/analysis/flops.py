@@ -129,14 +129,16 @@ def conv_gemm(trace: Trace, call: Call) -> Gemm | None:
 
 
 def _attention(trace: Trace, call: Call) -> int:
-    backward = call.name.endswith("_backward")
+    backward = call.name.endswith("_backward") or call.name == "bwd"
     base = 1 if backward else 0
     shapes = [_shape(trace, trace.argument(call, base + i)) for i in range(3)]
     q, k, v = shapes
     if len(q) < 3 or len(k) < 3 or len(v) < 3:
         return 0
-    if call.name.startswith(("_flash_attention", "_efficient_attention")):  # [batch, sequence, heads, head]
+    if call.name.startswith(("_flash_att", "_efficient_attention", "fwd", "bwd")):  # [batch, sequence, heads, head]
         q, k, v = (_heads_first(s) for s in (q, k, v))
+    if "_varlen_" in call.name:  # sequences end to end: each token sees one, at most as long as the longest
+        k = (*k[:-2], int(call.args[12 if backward else 6]), k[-1])
     pairs = prod(q[:-2]) * q[-2] * k[-2]
     if backward:
         return 2 * pairs * (3 * q[-1] + 2 * v[-1])

@@ -60,6 +60,40 @@ def test_fused_attention_is_two_products_forward_and_five_backward():
     assert flops(F.scaled_dot_product_attention, q, k, v, phase="backward") == 5 * product
 
 
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """As flash-attn 2.8 registers it: [batch, sequence, heads, head]."""
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=())
+def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
+def flash_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int
+) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("flash_attn_3::fwd", mutates_args=())
+def flash_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+def test_attention_of_flash_attn_is_counted():
+    q, k, v = (tensor(2, length, 3, 16).detach() for length in (8, 10, 10))
+    product = 2 * 2 * 3 * 8 * 10 * 16
+    assert flops(lambda *x: flash_forward(*x, 0.0), q, k, v) == 2 * product
+    assert flops(flash_3, q, k, v) == 2 * product
+    assert flops(flash_backward, q.clone(), q, k, v) == 5 * product
+    lengths = torch.tensor([0, 8, 16], dtype=torch.int32)
+    tokens = [x.flatten(0, 1) for x in (q, k, v)]
+    assert flops(lambda *x: flash_varlen(*x, lengths, lengths, 8, 10), *tokens) == 2 * product
+
+
 def test_fourier_transforms_are_counted():
     x = tensor(3, 64)
     assert flops(torch.fft.fft, x.to(torch.complex64).detach()) == 5 * 3 * 64 * 6

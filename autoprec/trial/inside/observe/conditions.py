@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -32,8 +33,8 @@ _REASONS = ("hardware slowdown", "hardware thermal slowdown", "software thermal 
 FOREIGN_MEMORY = 1 << 30
 #: The SM clock may lie this far below its maximum: power capping lowers it by 10 to 20 % in long GEMMs.
 LOWEST_CLOCK = 0.6
-#: Clock cycles that keep the GPU busy while the driver is asked: about 0.1 s.
-_SPIN = 200_000_000
+#: Clock cycles that keep the GPU busy while the driver is asked, again and again until it has answered: about 10 ms.
+_SPIN = 20_000_000
 #: More than this share of the timed steps may not have been compiling.
 COMPILING_SHARE = 0.25
 
@@ -78,17 +79,21 @@ def ask_driver(fields: Sequence[str], gpu: str = "") -> str:
 
 
 def read_conditions(device: torch.device) -> Conditions | None:
-    """Return the state of a CUDA device now (some 20 ms); None for other devices."""
+    """Return the state of a CUDA device now (some 20 ms, and more beside other GPUs); None for other devices."""
     if device.type != "cuda":
         return None
     import torch  # here: benchmarks/gpu/run.py asks the driver on machines without it
 
     foreign = foreign_memory(device)
-    # an idle GPU lowers its clock at once, and the driver would tell of that
-    torch.cuda._sleep(_SPIN)  # type: ignore[no-untyped-call]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    # without nvidia-smi in this container memory alone still tells of company
-    return Conditions.parse(ask_driver(QUERY, f"GPU-{uuid}") if uuid else "", foreign)
+    if not uuid:  # memory alone still tells of company
+        return Conditions(foreign_memory=foreign)
+    with ThreadPoolExecutor(1) as threads:
+        line = threads.submit(ask_driver, QUERY, f"GPU-{uuid}")
+        while not line.done():  # an idle GPU lowers its clock at once, and the driver would tell of that
+            torch.cuda._sleep(_SPIN)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(device)
+        return Conditions.parse(line.result(), foreign)
 
 
 def foreign_memory(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -54,18 +55,23 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_conditions(torch.device("cpu")) is None
     asked: list[list[str]] = []
 
+    spun: list[int] = []
+
     def run(command: list[str], **_: object) -> SimpleNamespace:
         asked.append(command)
+        before = len(spun)
+        while len(spun) < before + 3:  # a driver of eight GPUs takes its time
+            time.sleep(0.001)
         return SimpleNamespace(stdout=FINE + "\n")
 
     monkeypatch.setattr(conditions.subprocess, "run", run)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _d: (10, 110))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _d: 70)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _d: SimpleNamespace(uuid="ab-cd"))
-    spun: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", spun.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _d: time.sleep(0.0001))
     assert read_conditions(torch.device("cuda")) == Conditions(1755, 1980, 54, (), 30)
-    assert spun  # the clock of an idle GPU says nothing
+    assert len(spun) >= 3  # busy until it has answered: the clock of an idle GPU says nothing
     assert asked[0][-1] == "GPU-ab-cd"
 
     def missing(command: list[str], **_: object) -> SimpleNamespace:
