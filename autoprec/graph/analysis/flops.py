@@ -130,9 +130,7 @@ def conv_gemm(trace: Trace, call: Call) -> Gemm | None:
 
 def _attention(trace: Trace, call: Call) -> int:
     backward = call.name.endswith("_backward") or call.name == "bwd"
-    base = 1 if backward else 0
-    shapes = [_shape(trace, trace.argument(call, base + i)) for i in range(3)]
-    q, k, v = shapes
+    q, k, v = (_shape(trace, trace.argument(call, int(backward) + i)) for i in range(3))
     if len(q) < 3 or len(k) < 3 or len(v) < 3:
         return 0
     if call.name.startswith(("_flash_att", "_efficient_attention", "fwd", "bwd")):  # [batch, sequence, heads, head]
