@@ -170,20 +170,20 @@ class Search:
         return runner_factory(self.options, self.command, partial(setattr, self, "_aged"))
 
     def _host_at(self, pool: HostPool, age: int) -> HostInfo:
-        """Wait for the first host to reach the step at which trials start, and tell how far it is."""
-        told = self._aged = 0
+        """Wait for the first host to reach the step at which trials start, and report its progress."""
+        reported = self._aged = 0
 
         def waiting() -> None:
-            nonlocal told
-            if age and self._aged - told >= age / 10:
-                told = self._aged
-                self.listener.phase("script", f"training to step {age}: {told} done")
+            nonlocal reported
+            if age and self._aged - reported >= age / 10:
+                reported = self._aged
+                self.listener.phase("script", f"training to step {age}: {reported} done")
 
         pool.prepare(0)
         return pool.info(0, waiting)
 
     def _claim(self, stack: ExitStack) -> None:
-        """Hold the study's folder; where nobody named the study, and another search got there first, the next one."""
+        """Hold the study's folder; a study without a name takes the next one where another search holds it."""
         held: list[str] = []
         while True:
             self._is_new = not self.study_dir.exists()
@@ -253,15 +253,7 @@ class Search:
             why = stay_explanation(verdict.rows, verdict.baseline)
             answer = Decision("stay", (Reason("cost_model", {"text": verdict.reason}),), explanation=why)
         else:
-            self.listener.phase("reference")
-            measure_reference(setup, runner, ledger)
-            runner.doubt_load()
-            for line in expected(setup, runner, ledger):
-                if not self.options.resume:
-                    self.listener.note(line)
-            self.listener.phase("sensitivity")
-            table = measure_table(setup, runner, ledger)
-            answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
+            answer = self._measured(setup, runner, ledger)
             if narrow is not None:
                 bound = {"bound": verdict.bound_speedup, "cause": verdict.cause}
                 answer = answer.with_reasons(Reason("only_sixteen_bit", bound))
@@ -269,6 +261,18 @@ class Search:
             answer = with_size(answer, setup, ledger)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
+
+    def _measured(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> Decision:
+        """Decide by runs: the reference, the sensitivity scan, then trials and their further paired seeds."""
+        self.listener.phase("reference")
+        measure_reference(setup, runner, ledger)
+        runner.doubt_load()
+        for line in expected(setup, runner, ledger):
+            if not self.options.resume:
+                self.listener.note(line)
+        self.listener.phase("sensitivity")
+        table = measure_table(setup, runner, ledger)
+        return with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
 
     def _kept_calibration(self, store: StudyStore, host: HostInfo) -> dict[str, Any] | None:
         """Return what is known of the device at hand; a study goes on under what it was begun with."""
@@ -360,7 +364,7 @@ class Search:
         )
 
     def _of_options(self, store: StudyStore) -> dict[str, Any]:
-        """Return what is told at the start without looking at the script."""
+        """Return what is reported at the start without looking at the script."""
         return {
             "study_dir": str(self.study_dir),
             "storage": store.url,
@@ -391,9 +395,9 @@ class Search:
     def _emit(self, policy: Policy) -> str:
         """Write the policy where it was asked for, and return that path.
 
-        The file that was asked for always holds this search's answer, also where that is to stay: who runs the script
-        under it must not train under an earlier search's. What was there and is not this study's is kept beside it,
-        unless it changed nothing.
+        The file that was asked for always holds this search's answer, also where that is to stay: the script must not
+        train under an earlier search's. What was there and is not this study's is kept beside it, unless it changed
+        nothing.
         """
         output, own = Path(self.options.output), self.study_dir / "policy.yaml"
         kept = None if _changes_nothing(output) else keep_earlier(output, own)

@@ -35,7 +35,7 @@ MOST_SIDE_BY_SIDE = 8
 OVERRUN = 1.2
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.
 BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
-#: So much of its own duration more a trial on a GPU is timed where nobody said how many steps it has: they are the
+#: So much of its own duration more a trial on a GPU is timed where no number of steps was asked for: steps are the
 #: least of a trial there, and a median over more of them is less noisy.
 TIMED_SHARE = 0.1
 #: What a trial beside others needs of a GPU's memory, over the reference's peak (fragments, what policies add), and for
@@ -85,7 +85,7 @@ class PairedRunner:
     def shares_device(self) -> bool:
         """Whether trials start and compile while another is timed on the one GPU there is: only where asked for.
 
-        What the others do meanwhile makes times noisier, and slower than those of the reference, which runs alone.
+        Concurrent trials inflate step times, but not those of the reference, which runs alone.
         """
         return self._on_one_gpu and self._setup.options.workers > 1 and not self.refused_sharing()
 
@@ -208,7 +208,7 @@ class PairedRunner:
         if result.status != "oom":
             return result
         with self._running:
-            before, self._alone = self._alone, True  # nobody else is started
+            before, self._alone = self._alone, True  # no other trial starts
             self._running.wait_for(lambda: self._on_device == 0)
             result = self._run(spec, seed)
             self._alone = before or result.status != "oom"
