@@ -15,7 +15,6 @@ from autoprec.policy import Policy, escape, policy_from_dict
 from autoprec.policy.levels import level
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 
-SOURCES = ("accelerate", "megatron", "te")
 _TE_KEYS = {
     "margin",
     "interval",
@@ -43,7 +42,7 @@ class Imported:
 
 
 def detect(document: Mapping[str, Any]) -> str:
-    """Return which of :data:`SOURCES` a document is.
+    """Return what a document is: ``megatron``, ``accelerate`` or ``te``.
 
     Raises:
         FileError: none of them.
@@ -65,7 +64,7 @@ def import_policy(document: Mapping[str, Any], source: str = "auto", *, layers: 
 
     Args:
         document: the parsed YAML or JSON.
-        source: one of :data:`SOURCES`, or ``auto``.
+        source: ``accelerate``, ``megatron`` or ``te``; or ``auto``.
         layers: names of the model's linear layers; accelerate keeps the first and last in high precision.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
+from autoprec.export.naming import header, name_plans, plain_dtype, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import changes, current_scaling, fast_forward
@@ -162,10 +162,7 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
         if fit.plan.scaled:
             eight[names[rule.plan]] = float8_config(fit.plan)
         elif fit.plan.fprop is not None:
-            form = fit.plan.fprop.format
-            if form == "tf32":
-                losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
-            plain[names[rule.plan]] = TORCH_DTYPES.get(form, "torch.float32")
+            plain[names[rule.plan]] = plain_dtype(rule, fit.plan.fprop, losses)
     return eight, plain, rule_table(rules, names)
 
 

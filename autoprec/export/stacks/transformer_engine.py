@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import TORCH_DTYPES, header, literal, name_plans, rule_table
+from autoprec.export.naming import header, literal, name_plans, plain_dtype, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import current_scaling, fast_forward
@@ -402,9 +402,7 @@ def write(request: Request, losses: Losses) -> Written:
             if coarser:
                 notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
         elif plan.fprop is not None:
-            plain[name] = TORCH_DTYPES.get(plan.fprop.format, "torch.float32")
-            if plan.fprop.format == "tf32":
-                losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
+            plain[name] = plain_dtype(rule, plan.fprop, losses)
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
     common = {**shared(request), "RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP}
     top = header(request, "Transformer Engine")

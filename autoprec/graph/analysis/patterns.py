@@ -16,7 +16,6 @@ from autoprec.graph.trace import Call, Trace
 _MOVES = frozenset({"view", "cast", "allocation"})
 _SQUARES = frozenset({"pow", "mul", "square"})
 _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
-_SCALES = frozenset({"mul", "div", "reciprocal"})
 _SHIFTS = frozenset({"add", "clamp", "clamp_min", "maximum", "mul", "div"})
 _SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "softmax"})
 _SELECTS = frozenset({"gather", "index", "take_along_dim", "index_select", "mul"})
