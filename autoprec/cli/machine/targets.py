@@ -10,13 +10,10 @@ if TYPE_CHECKING:
 
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
+from autoprec.support.tables import Table
 from autoprec.support.units import memory_text
 
 _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
-
-
-def _row(values: list[str], widths: list[int]) -> str:
-    return "  ".join(value.ljust(width) for value, width in zip(values, widths, strict=True)).rstrip()
 
 
 def _details(entry: Target) -> list[str]:
@@ -54,14 +51,12 @@ def print_targets(names: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
         print_json({"targets": [entry.to_json() for entry in chosen]})
         return
-    header = ["target", "device", *(f"{name}" for name in _FORMATS), "memory", "bandwidth", "date"]
-    rows = [header]
+    rows = []
     for entry in chosen:
         peaks = [f"{entry.peaks[name]:g}" if name in entry.peaks else "-" for name in _FORMATS]
         bandwidth = f"{entry.bandwidth / 1e12:.2f} TB/s" if entry.bandwidth else "measured"
-        rows.append([entry.name, entry.title, *peaks, memory_text(entry.memory_bytes), bandwidth, entry.date])
-    widths = [max(len(row[index]) for row in rows) for index in range(len(header))]
-    echo("\n".join(_row(row, widths) for row in rows))
+        rows.append((entry.name, entry.title, *peaks, memory_text(entry.memory_bytes), bandwidth, entry.date))
+    echo(Table(("target", "device", *_FORMATS, "memory", "bandwidth", "date"), tuple(rows)).text())
     echo("dense TFLOP/s (int8: TOP/s), no sparsity, FP32 accumulation")
     for entry in chosen if names else ():
         echo("\n".join(_details(entry)))
