@@ -48,14 +48,21 @@ def only(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
 
 _NEAREST = min(posterior._SPREADS, key=lambda spread: abs(math.log(spread / posterior._SPREAD))) == posterior._SPREADS
 _TINY = 1e-9
+MISFIT = [(POSTERIOR, "_LOG_PRIOR", only(posterior._MISFIT == 1.0))]
+CHOICES = (POSTERIOR, "_CHOICE", _TINY)
+NOISE = [(POSTERIOR, "_SEED", 0.0), (POSTERIOR, "_OVERLAP", 0.0)]
 #: part -> what is set: (module, name, value).
 PARTS: dict[str, list[tuple[str, str, Any]]] = {
     AS_IT_IS: [],
     "spread estimated": [(POSTERIOR, "_LOG_PRIOR", only(_NEAREST))],
-    "misfit estimated": [(POSTERIOR, "_LOG_PRIOR", only(posterior._MISFIT == 1.0))],
-    "corrections of choices": [(POSTERIOR, "_CHOICE", _TINY)],
+    "misfit estimated": [*MISFIT],
+    "corrections of choices": [CHOICES],
     "corrections of entries": [(POSTERIOR, "_ENTRY", _TINY)],
-    "shared luck": [(POSTERIOR, "_SEED", 0.0), (POSTERIOR, "_OVERLAP", 0.0)],
+    "shared seed noise": [*NOISE],
+    "misfit and corrections of choices": [*MISFIT, CHOICES],
+    "misfit, corrections of choices and shared seed noise": [*MISFIT, CHOICES, *NOISE],
+    "corrections of choices and shared seed noise": [CHOICES, *NOISE],
+    "these with a wider bound": [CHOICES, *NOISE, (EXPECTATION, "_Z95", 2.6)],
     "weight of the head": [(PRIOR, "HEAD_WEIGHT", 1.0)],
     "seed used before tells less": [(EXPECTATION, "_REUSED", 1.0)],
     "several numbers of seeds": [(EXPECTATION, "_MORE_SEEDS", (4,))],
