@@ -90,7 +90,7 @@ def test_a_file_system_that_fills_up(tmp_path: Path) -> None:
 
 def test_no_room_at_the_kth_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write of ours ends in one fsync: the k-th fails."""
-    search(study="plain").run()
+    search(study="plain", trials=4).run()
     expected = load_policy("policy.yaml")
     sync, kth = os.fsync, 1
     while True:
@@ -104,19 +104,19 @@ def test_no_room_at_the_kth_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(os, "fsync", failing)
         try:
-            search(study=f"s{kth}").run()
+            search(study=f"s{kth}", trials=4).run()
         except NoSpaceError:
             monkeypatch.setattr(os, "fsync", sync)
             study = tmp_path / "autoprec-runs" / f"s{kth}"
             assert not list(study.rglob("*.tmp"))
-            resumed = search(study=f"s{kth}", resume=True)
+            resumed = search(study=f"s{kth}", trials=4, resume=True)
             assert resumed.run().policy == "policy.yaml"
             assert load_policy("policy.yaml").layers == expected.layers
-            kth += max(kth // 2, 1)
+            kth *= 2
         else:
             break
-    assert kth > 4
-    print(f"no room at {kth - 1} places: NoSpaceError each, all continued to the same policy")
+    assert kth > 16
+    print(f"no room at {kth.bit_length() - 1} places: NoSpaceError each, all continued to the same policy")
 
 
 @pytest.mark.parametrize("loss", ["the folder", "the database"])
