@@ -66,10 +66,10 @@ def _audited(
             report = record(runner, label, phases)
             phases.begin(f"{passes} forward and backward passes on the model itself")
             spot = ask(runner, host, label, policy.stages[0], report, passes, backend), report
-    if host.device == "cpu":
-        _compare_instructions(str(policy.evidence.get("instructions") or ""))
     audit, *later = audits
     audit["notes"] = [*audit.get("notes", ()), *_differences(policy, host.model, audit["layers"])]
+    if host.device == "cpu":
+        audit["notes"] += _other_instructions(str(policy.evidence.get("instructions") or ""))
     if later:
         audit["phases"] = [{"from": phase.start, **row} for phase, row in zip(policy.phases, later, strict=True)]
         audit["ok"] = all(row["ok"] for row in audits)
@@ -107,12 +107,13 @@ def _differences(policy: Policy, found: dict[str, Any], rows: list[dict[str, Any
     return notes
 
 
-def _compare_instructions(found_with: str) -> None:
-    """Note a policy that was timed on a CPU that multiplies with other instructions."""
+def _other_instructions(found_with: str) -> list[str]:
+    """Return a note on a policy that was timed on a CPU that multiplies with other instructions."""
     here = cpu_instructions()
-    if found_with and here and found_with != here:
-        what = "its times do not apply, and INT8 without integer instructions has fewer codes for input and weight"
-        echo(f"note: the policy was found on a CPU with {found_with}, this one has {here}: {what}", err=True)
+    if not (found_with and here and found_with != here):
+        return []
+    what = "its times do not apply, and INT8 without integer instructions has fewer codes for input and weight"
+    return [f"the policy was found on a CPU with {found_with}, this one has {here}: {what}"]
 
 
 def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.isolate.entropy import fork
+from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.messages import Lines, send_message
 from autoprec.trial.processes import (
     adopt_orphans,
@@ -61,7 +62,8 @@ class _Child:
 
 
 def settle() -> None:
-    """Prepare for being forked: collect once, and keep the collector off the pages that children share."""
+    """Prepare for being forked: note the files made so far, collect once, keep the collector off the shared pages."""
+    before_forks()
     gc.collect()
     gc.freeze()
     flush_streams()

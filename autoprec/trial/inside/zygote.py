@@ -25,6 +25,7 @@ import torch
 
 from autoprec.trial.inside.forking import can_use_cuda_after_fork, holds_in_fork
 from autoprec.trial.inside.isolate.entropy import fork
+from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import die_with_parent, end_group
@@ -84,6 +85,7 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    before_forks()
     if fork():
         part()
         return False

@@ -30,7 +30,7 @@ from autoprec.trial.inside.isolate.sharing import open_files, reopen
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
 #: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.
 _MOUNTED_VARIABLE = "AUTOPREC_TRIAL_MOUNTED"
-_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set(), "temporary": set()}
+_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set(), "temporary": set(), "made": set()}
 #: Names in the temporary directory that several processes share on purpose.
 _KEPT = ("autoprec-", "torchinductor_", "sem.", "__KMP_")
 #: Programs whose work is to write files.
@@ -123,13 +123,18 @@ def _mounts_of(layer: str) -> str:
     return os.path.join(layer, ".mounts")
 
 
+def before_forks() -> None:
+    """Note what this process has made among the temporary files, before its forks put theirs beside it."""
+    _state["made"] = _temporary_files() - _state["temporary"] if _state["overlay"] is not None else set()
+
+
 def add_layer(overlay: Overlay, folder: Path) -> None:
     """From now on this process writes into a layer of its own (a fork must not write into its parent's).
 
-    What it, or its parent before the fork, has made among the temporary files is read from there and not changed
+    What its parent had made among the temporary files (:func:`before_forks`) is read from there and not changed
     either: a trial that fails leaves the script's ``with TemporaryDirectory()``, which removes the directory.
     """
-    files, made = open_files(overlay), _temporary_files() - _state["temporary"]
+    files, made = open_files(overlay), set(_state["made"])
     folder.mkdir()
     if _state["mounts"] is not None:
         os.mkdir(_mounts_of(str(folder)))

@@ -27,7 +27,7 @@ from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.isolate.entropy import fork
-from autoprec.trial.inside.isolate.isolation import add_layer_of_probe
+from autoprec.trial.inside.isolate.isolation import add_layer_of_probe, before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import PIECE, Gradients, local_part, relative_error
@@ -192,6 +192,7 @@ class Scan:
 
     def run(self) -> dict[str, Any] | None:
         """Return the payload in the process that scans, and None in a probe, which goes on into its forward."""
+        before_forks()
         reference = self._fork(None)
         if reference is None:
             return None

@@ -36,6 +36,48 @@ print("reached the end")
 """
 
 
+FORKS = """
+import os, tempfile
+from pathlib import Path
+from autoprec.trial.inside.isolate import isolation
+overlay = isolation._state["overlay"]
+tempfile.mkdtemp()
+isolation.before_forks()
+for number in range(3):
+    if os.fork() == 0:
+        isolation.add_layer(overlay, Path(f"{overlay.layers[0]}-{number}"))
+        tempfile.mkdtemp()
+        print(len(overlay.mounted), len(overlay._rules), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def isolated(text: str, folder: Path, *, mounts: bool) -> str:
+    """Run a script under the nets and return what it prints."""
+    for name in ("user", "private", "tmp"):
+        (folder / name).mkdir()
+    (folder / "user" / "train.py").write_text(text)
+    config = folder / "private" / "trial.json"
+    settings = {"mode": "trial", "cwd": str(folder / "user"), "script": "train.py", "private": str(folder / "private")}
+    config.write_text(json.dumps(settings | {"run_dir": str(folder / "run")}))
+    env = trial_environment(config, "m", folder / "private") | {"TMPDIR": str(folder / "tmp")}
+    if not mounts:
+        env["AUTOPREC_TRIAL_MOUNTED"] = ""
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder / "user", env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
+def test_what_earlier_forks_left_among_temporary_files_is_not_mounted_again(mounts: bool, tmp_path: Path) -> None:
+    counts = isolated(FORKS, tmp_path, mounts=mounts).splitlines()
+    assert len(counts) == 3
+    assert len(set(counts)) == 1, counts
+
+
 @pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
 @pytest.mark.parametrize("where", ["inside", "beside", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME"])
 def test_a_script_and_its_children_change_nothing(where: str, mounts: bool, tmp_path: Path) -> None:
