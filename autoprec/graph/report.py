@@ -6,12 +6,13 @@ The recorder (which needs torch) writes it in the process that trains; the drive
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError
 from autoprec.support.files import read_text
+from autoprec.support.plain import shallow
 
 #: A recorded step of the largest model that was seen is a hundredth of it.
 MAX_GRAPH_BYTES = 256 * 1024 * 1024
@@ -115,13 +116,9 @@ class Operator:
         return self.op.startswith("_c10d_functional")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row that ``autoprec inspect --json`` prints."""
-        out = asdict(self)
+        """Return the row that ``autoprec inspect --json`` prints, its tuples as they are: a step may have 300,000."""
+        out = shallow(self)
         out["class"] = out.pop("cls")
-        out["shapes"] = [list(shape) for shape in self.shapes]
-        out["out_shapes"] = [list(shape) for shape in self.out_shapes]
-        for name in _TUPLES:
-            out[name] = list(out[name])
         return out
 
 
@@ -172,7 +169,7 @@ class GraphReport:
         return {
             "model": dict(self.model),
             "operators": [operator.to_json() for operator in self.operators],
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [shallow(layer) | {"gemms": [shallow(g) for g in layer.gemms]} for layer in self.layers],
             "groups": {name: list(members) for name, members in self.groups.items()},
             "coverage": {"tunable_flops_share": self.tunable_flops_share, "total_flops": self.total_flops},
             "batch": dict(self.batch),

@@ -15,6 +15,11 @@ def or_null(values: Iterable[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
+def shallow(value: Any) -> dict[str, Any]:
+    """Return a dataclass as a dictionary that shares its values, which ``asdict`` copies one by one."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
 def rebuild(cls: type[T], document: Mapping[str, Any]) -> T:
     """Return a dataclass from plain data: a list is a tuple where the field is one, null in it NaN.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autoprec.support.plain import or_null, rebuild
+from autoprec.support.plain import or_null, rebuild, shallow
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
@@ -158,7 +158,7 @@ class TrialResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; non-finite losses are written as null."""
-        return asdict(self) | {"losses": or_null(self.losses), "step_ms": or_null(self.step_ms)}
+        return shallow(self) | {"losses": or_null(self.losses), "step_ms": or_null(self.step_ms)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialResult:

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from autoprec.support.plain import or_null, rebuild
+from autoprec.support.plain import or_null, rebuild, shallow
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,9 @@ def test_tuples_and_numbers_that_are_not_finite_come_back() -> None:
 
 def test_what_another_version_wrote_can_be_read() -> None:
     assert rebuild(Row, {"name": "x", "unknown": 1}) == Row("x")
+
+
+def test_a_shallow_dictionary_copies_no_value() -> None:
+    row = Row("x", (1.5,))
+    assert shallow(row) == asdict(row)
+    assert shallow(row)["losses"] is row.losses

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport, Layer
 
 
+#: Layers that are printed.
+MOST_ROWS = 1000
+
+
 def _row(layer: Layer, total: int) -> tuple[str, ...]:
     from autoprec.graph.summary import alignment, shape_text
 
@@ -42,7 +46,9 @@ def _print_tables(report: GraphReport) -> None:
 
     console = stdout_console()
     headings = ("layer", "type", "M x K x N", "FLOPs", "multiple of", "flags", "group", "tunable")
-    console.print(plain_table(headings, [_row(layer, report.total_flops) for layer in report.layers]))
+    console.print(plain_table(headings, [_row(layer, report.total_flops) for layer in report.layers[:MOST_ROWS]]))
+    if (more := len(report.layers) - MOST_ROWS) > 0:
+        echo(f"and {more:,} more layers: --json and --save list all")
     total, moved = report.total_flops or 1, sum(operator.bytes for operator in report.operators) or 1
     rows = [
         (share.name, share.precision, str(share.calls), f"{share.flops / total:.1%}", f"{share.bytes / moved:.1%}")

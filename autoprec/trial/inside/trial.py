@@ -337,8 +337,8 @@ class Trial:
 
     def _end_record(self) -> None:
         self._recorder.__exit__(None, None, None)
-        report = self._recorder.report()
-        self._payload["graph"] = report.to_json()
+        self._payload["graph"] = self._recorder.report().to_json()
+        self._recorder = None  # of a large step half the memory is the record
         if self.spec.kind == "record":
             self.finish("ok")
 
@@ -478,7 +478,11 @@ def status_of(error: BaseException) -> str:
 def write_result(path: Path, result: TrialResult) -> None:
     """Write a result so that a reader sees all of it or nothing."""
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    temporary.write_text(canonical_json(finite(result.to_json())), encoding="utf-8")
+    try:
+        text = canonical_json(result.to_json())
+    except (ValueError, TypeError):  # a number that is not finite, or keys that are not text
+        text = canonical_json(finite(result.to_json()))
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
