@@ -64,6 +64,14 @@ def finite(value: Any) -> Any:
     return value
 
 
+def finite_json(value: Any) -> str:
+    """Return the :func:`canonical_json` of a :func:`finite` value, without a copy where it is one already."""
+    try:
+        return canonical_json(value)
+    except (ValueError, TypeError):  # a number that is not finite, or keys that are not text
+        return canonical_json(finite(value))
+
+
 def cache_folder() -> Path:
     """Return where what was measured on this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
     base = os.environ.get("XDG_CACHE_HOME", "")

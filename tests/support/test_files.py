@@ -23,6 +23,7 @@ from autoprec.support.files import (
     canonical_json,
     check_writable,
     file_lock,
+    finite_json,
     keep_earlier,
     parse_document,
     read_document,
@@ -397,3 +398,9 @@ def test_a_database_lies_in_its_folder_whatever_that_is_called(name: str, tmp_pa
     engine.dispose()
     assert (folder / "study.db").stat().st_size
     assert os.listdir(tmp_path) == [name]
+
+
+@given(DOCUMENTS)
+def test_json_of_finite_values_is_canonical_and_others_are_null(document: dict[str, Any]) -> None:
+    assert finite_json(document) == canonical_json(document)
+    assert finite_json({"a": (math.nan, 1), 2: math.inf}) == '{"2":null,"a":[null,1]}'
