@@ -218,12 +218,12 @@ def estimates(cwd: Path) -> Iterator[tuple[str, str]]:
         listed = [line.split()[0] for line in autoprec("doctor", "--targets", cwd=cwd).out.splitlines()[1:-1]]
     for target in (name for name in listed if name != "cpu"):
         words: dict[str, list[str | Path]] = {
-            "step": ["--graph", step],
-            "step, scaled": ["--graph", step, "--cost-scale", "width=16,depth=4,tokens=32"],
-            "llama3-70b": ["--config", "llama3-70b"],
+            "step": [step],
+            "step, scaled": ["--cost-scale", "width=16,depth=4,tokens=32", step],
+            "llama3-70b": ["llama3-70b"],
         }
         for name, rest in words.items():
-            ran = autoprec("estimate", *rest, "--target", target, "--json", cwd=cwd)
+            ran = autoprec("estimate", "--target", target, "--json", *rest, cwd=cwd)
             yield f"{target}, {name}", f"exit {ran.code}\n{ran.out}{ran.err if ran.code else ''}"
 
 
