@@ -111,7 +111,11 @@ def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: ty
         raise PolicyError(
             f"schema is {_shown(repr(document.get('schema')))}, not 'autoprec.policy/1'",
             where=where,
-            fix="this version of autoprec reads autoprec.policy/1; is it a policy file?",
+            fix=(
+                "a later version wrote it: upgrade autoprec, which here reads autoprec.policy/1"
+                if str(document.get("schema")).startswith("autoprec.policy/")
+                else "this version of autoprec reads autoprec.policy/1; is it a policy file?"
+            ),
         )
     try:
         return cls.model_validate(document)

@@ -199,3 +199,10 @@ def test_names_of_thousands_of_characters_are_written_and_read(tmp_path: Path) -
     policy = policy_from_dict({"schema": "autoprec.policy/1", **rules})
     assert load_policy(save_policy(policy, tmp_path / "policy.yaml")) == policy
     assert not resolve(policy, [name])[name].keeps
+
+
+@pytest.mark.parametrize(("schema", "upgrade"), [("autoprec.policy/2", True), ("autoprec.space/1", False)])
+def test_a_policy_of_a_later_version_asks_for_an_upgrade(schema: str, upgrade: bool) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy_from_dict({"schema": schema})
+    assert ("upgrade autoprec" in str(caught.value.fix)) == upgrade
