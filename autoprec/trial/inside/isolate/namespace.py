@@ -106,9 +106,10 @@ class Mounts:
         cwd = os.getcwd()
         call_libc("unshare", _NEWNS)
         os.chdir("/")
-        for path in self.guarded:
+        # a temporary directory that another process removed meanwhile took its mount along
+        for path in filter(os.path.isdir, self.guarded):
             call_libc("umount2", path, _DETACH)
-        for path in further:
+        for path in filter(os.path.isdir, further):
             self._lower[path] = f"{folder}/lower-{len(self._lower)}"
             os.mkdir(self._lower[path])
             _bind(path, self._lower[path])
@@ -120,12 +121,15 @@ class Mounts:
 
     def _overlay(self) -> None:
         for number, (path, lower) in enumerate(self._lower.items()):
+            if not os.path.isdir(path):
+                continue
             upper, work = f"{self._layers[0][0]}/upper-{number}", f"{self._layers[0][0]}/work-{number}"
             os.mkdir(upper)
             os.mkdir(work)
             found = os.stat(lower)
             os.chmod(upper, found.st_mode & 0o7777)
-            below = [f"{layer}/upper-{number}" for layer, size in self._layers[1:] if number < size] + [lower]
+            uppers = [f"{layer}/upper-{number}" for layer, size in self._layers[1:] if number < size]
+            below = [*filter(os.path.isdir, uppers), lower]
             options = f"lowerdir={':'.join(below)},upperdir={upper},workdir={work}{self._options}"
             call_libc("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)
             for kept in self._writable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,46 @@ def test_children_work_on_a_copy_and_each_fork_on_its_own(user: Path, tmp_path: 
     assert snapshot(user) == before
     remove_folder(ours)
     assert not ours.exists()
+
+
+@needs_mounts
+def test_a_temporary_directory_that_another_process_removed_is_left_out(user: Path, tmp_path: Path) -> None:
+    ours, temporary = tmp_path / "ours", tmp_path / "another"
+    temporary.mkdir()
+    removed, asked = os.pipe(), os.pipe()
+
+    def work() -> None:
+        mounts = enter([str(user)], ["/dev", "/proc", str(tmp_path)], str(ours / "a"))
+        assert mounts is not None
+
+        def probe() -> None:
+            (ours / "b").mkdir()
+            mounts.push(str(ours / "b"), [str(temporary), str(tmp_path / "gone before")])
+            (temporary / "written").touch()
+            os.write(asked[1], b"x")
+            assert os.read(removed[0], 1) == b"x"
+
+            def trial() -> None:
+                (ours / "c").mkdir()
+                mounts.push(str(ours / "c"))
+                assert shell(f"echo two >> {user}/log.txt; cat {user}/log.txt") == "one\ntwo\n"
+
+            assert in_fork(trial)
+
+        assert in_fork(probe)
+
+    def remove() -> None:
+        os.read(asked[0], 1)
+        temporary.rmdir()
+        os.write(removed[1], b"x")
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        assert in_fork(work)
+    finally:
+        os.write(asked[1], b"x")
+        remover.join()
 
 
 @needs_mounts
