@@ -54,9 +54,8 @@ TIMED = StoppingThreshold(0.0001, 0.01, 0.005, 0.01)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
 _Z95 = 2.3
-#: The same for a single statement; what the time to beat may be off by, relative; and the chance of being acceptable
-#: below which a policy is not counted among those that are left.
-_ONE_SIDED95, _TIMES_SD, _HARDLY = 1.645, 0.01, 0.05
+#: What the time to beat may be off by, relative, where it is measured.
+_TIMES_SD = 0.01
 #: A policy that was measured under one seed only is accepted under none; and under so many it is measured at most.
 FEWEST_SEEDS, MOST_SEEDS = 2, 24
 #: Predicted gradient errors are right within a few percent: a policy at the very limit would be refused half the time.
@@ -118,8 +117,6 @@ class Outlook:
         upper: 95 % bound of the mean divergence over seeds.
         chance: probability that the mean divergence is within the budget, and the limits are kept.
         gain: what its further runs are expected to gain over the best policy that is surely acceptable, a fraction.
-        bound: what it gains at most with 95 %, where it may turn out acceptable at all; the noise of times and the
-            misfit of the models to what ran are in it.
         value: of information: the gain less the price of these runs; no run pays where that is not positive.
     """
 
@@ -128,7 +125,6 @@ class Outlook:
     chance: Vector
     gain: Vector
     value: Vector
-    bound: Vector
 
 
 class Expectation:
@@ -238,10 +234,13 @@ class Expectation:
         accepted, runs = self._plan(points, log_gap, sd, gain)
         gain = gain * accepted
         value = np.where(gain > least, gain - stop.price * runs, np.minimum(gain - least, 0.0))
-        noise = _TIMES_SD if goals.timed else 0.0
-        most = np.expm1(self._to_beat() - cost + _ONE_SIDED95 * np.hypot(cost_sd, noise))
-        bound = np.where(possible * within >= _HARDLY, np.maximum(most, 0.0), 0.0)
-        return Outlook(cost, upper, possible * within, gain, value, bound)
+        return Outlook(cost, upper, possible * within, gain, value)
+
+    def drawn_gains(self, points: Points, rng: np.random.Generator) -> Vector:
+        """Return what points ``[N]`` gain over the best one if accepted, drawn from what times may turn out to be."""
+        cost, sd = self._cost(points)
+        noise = np.hypot(sd, _TIMES_SD if self.goals.timed else 0.0)
+        return np.asarray(np.expm1(self._to_beat() - cost + noise * rng.standard_normal(len(points))))
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
         """Return, for the number of further seeds of most value, the chance to be accepted then, and its runs.

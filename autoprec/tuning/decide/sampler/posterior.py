@@ -92,11 +92,18 @@ class _Fit:
         self, sd: Vector, rows: FloatTable = _NO_ROWS, residual: Vector = _NO_VALUES, noise: FloatTable = _NO_ROWS
     ) -> None:
         self.sd, self._rows = sd, rows.reshape(-1, len(sd)) * sd
+        self._residual, self._noise = residual, noise
         covariance = self._rows @ self._rows.T + noise
         self._inverse = np.linalg.inv(covariance)
         self._weights = self._inverse @ residual
         self.evidence = -0.5 * (float(residual @ self._weights) + float(np.linalg.slogdet(covariance)[1]))
         self.coefficients: Vector = sd * (self._rows.T @ self._weights)
+
+    def draw(self, rng: np.random.Generator) -> Vector:
+        """Return coefficients ``[P]`` drawn from what is believed of them (Matheron's rule: a corrected prior draw)."""
+        prior = rng.standard_normal(len(self.sd))
+        seen = self._rows @ prior + rng.multivariate_normal(np.zeros(len(self._noise)), self._noise, method="cholesky")
+        return np.asarray(self.sd * (prior + self._rows.T @ (self._inverse @ (self._residual - seen))))
 
     def at(self, rows: FloatTable) -> tuple[Vector, Vector]:
         """Return mean and variance ``[N]`` at rows ``[N, P]``."""
@@ -195,10 +202,17 @@ class DivergenceModel(_Model):
         Returns:
             That table; what a squared error of 1 adds; and the effects ``[K]`` of parameters on ln(D).
         """
-        theta = self._weights @ np.array([fit.coefficients for fit in self._fits])
+        return self._law(self._weights @ np.array([fit.coefficients for fit in self._fits]), self.spread)
+
+    def drawn_law(self, rng: np.random.Generator) -> tuple[FloatTable, float, Vector]:
+        """Return a law like :meth:`law`, drawn from everything that is still possible."""
+        at = int(rng.choice(len(self._fits), p=self._weights))
+        return self._law(self._fits[at].draw(rng), float(_SPREADS[at]))
+
+    def _law(self, theta: Vector, spread: float) -> tuple[FloatTable, float, Vector]:
         start, c = 1 + self._features, self._choices
         shift = theta[start : start + c] + theta[start + c :].reshape(-1, c)
-        scale = math.exp(2 * (_START + float(theta[0])) + self.spread**2) / self._unit
+        scale = math.exp(2 * (_START + float(theta[0])) + spread**2) / self._unit
         squares = scale * self._error2 * np.exp(np.clip(2 * shift, -12.0, 12.0))
         return np.where(self._allowed, squares, np.inf), scale, theta[1:start]
 

@@ -36,6 +36,8 @@ _FACTORS = tuple(math.exp(0.1 * k * (1 + abs(k) / 10)) for k in range(-14, 15))
 _BINDING = 1.15
 #: A parameter's value that saves less than this share of a step gains nothing.
 _LEAST_EFFECT = 0.002
+#: Laws that the bound of what is left is taken over.
+_DRAWS = 100
 #: A preset with this share of the largest expected gain is asked first.
 _AS_GOOD = 0.95
 
@@ -44,15 +46,13 @@ _AS_GOOD = 0.95
 class Proposal:
     """The policy of most value, and the name of the preset that it is (empty for others).
 
-    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs,
-    ``bound`` what anything new gains at most with 95 %.
+    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs.
     """
 
     params: dict[str, Any]
     preset: str
     gain: float
     value: float
-    bound: float = 0.0
 
 
 class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
@@ -103,7 +103,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
             return NOTHING_NEW
         if best.value <= 0:
             return (
-                f"what is left is expected to gain {best.gain:.1%} (at most {best.bound:.1%} with 95 %), too little "
+                f"what is left is expected to gain {best.gain:.1%} (at most {self.bound():.1%} with 95 %), too little "
                 "for the runs it would take"
             )
         return ""
@@ -129,8 +129,33 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         needed = 1.0 - np.where(faster, running.chance[None, :], 0.0).max(axis=1, initial=0.0)
         value = outlook.value * needed
         top = int(np.argmax(np.where([bool(name) for name in names], value / _AS_GOOD, value)))
-        gain, bound = float((outlook.gain * needed).max()), float(outlook.bound.max())
-        return Proposal(fresh[top], names[top], gain, float(value[top]), bound)
+        return Proposal(fresh[top], names[top], float((outlook.gain * needed).max()), float(value[top]))
+
+    def bound(self) -> float:
+        """Return what anything in the space gains at most with 95 % over the best policy so far, tried or not.
+
+        Laws of divergence are drawn from all that what ran leaves possible, and the fastest policy within the budget
+        is solved for under each: the misfit of the tables that the runs have shown is in them.
+        """
+        rng, (table, effects) = np.random.default_rng(0), self.expectation.cost_table()
+        values = self._options(effects)[0]
+        found = (self._solved(self.expectation.divergence.drawn_law(rng), table, values) for _ in range(_DRAWS))
+        best = [params for params in found if params is not None]
+        gains = self.expectation.drawn_gains(self.expectation.points(best), rng) if best else np.zeros(1)
+        return max(0.0, float(np.quantile(gains, 0.95)))
+
+    def _solved(
+        self, law: tuple[Any, float, Any], table: Any, values: dict[str, Any], factor: float = 1.0
+    ) -> dict[str, Any] | None:
+        """Return the fastest policy within a multiple of the budget by a law; None where nothing is."""
+        expected, (squares, scale, worse) = self.expectation, law
+        point = expected.points([values])
+        z, base2 = point.features[0], float(point.base2[0])
+        most = math.inf
+        if not expected.goals.uninformative:
+            most = (factor * expected.goals.max_divergence * math.exp(-float(worse @ z))) ** 2
+        index = solve(table, squares, max(most - scale * base2, 0.0), limits=expected.limits(z, base2))
+        return None if index is None else self.problem.from_indices(index, values)
 
     def _new(self, asked: Sequence[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
         """Return names (of presets, or empty) and params of everything that could be asked, within the limits."""
@@ -150,26 +175,17 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         From the budget on a policy may also be within it under another value of a parameter that costs no time (margin,
         amax history, rounding of scales): that is not known before it ran, and pays for a run where the error binds.
         """
-        expected, goals = self.expectation, self.expectation.goals
-        (squares, scale, worse), (table, effects) = expected.divergence.law(), expected.cost_table()
+        law, (table, effects) = self.expectation.divergence.law(), self.expectation.cost_table()
         free = [f for f, effect in zip(self._features, effects, strict=True) if abs(effect) < _LEAST_EFFECT]
         found: list[dict[str, Any]] = []
         for turn, values in enumerate(self._options(effects)):
-            point = expected.points([values])
-            z, base2 = point.features[0], float(point.base2[0])
-            limits = expected.limits(z, base2)
             for factor in _FACTORS if turn == 0 else (1.0,):
-                most = (
-                    math.inf
-                    if goals.uninformative
-                    else (factor * goals.max_divergence * math.exp(-float(worse @ z))) ** 2
-                )
-                index = solve(table, squares, max(most - scale * base2, 0.0), limits=limits)
-                if index is None:
+                params = self._solved(law, table, values, factor)
+                if params is None:
                     continue
-                found.append(self.problem.from_indices(index, values))
+                found.append(params)
                 if turn == 0 and 1.0 <= factor < _BINDING:
-                    found += [found[-1] | {name: value} for name, value in free]
+                    found += [params | {name: value} for name, value in free]
         return found
 
     def _options(self, effects: Any) -> list[dict[str, Any]]:

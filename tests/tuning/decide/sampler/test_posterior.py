@@ -219,3 +219,18 @@ def test_a_recipe_that_is_slower_than_modelled_everywhere_is_learned_from_one_ru
     mean, spread = model.predict(asked(half))
     assert mean[0] == pytest.approx(17.2, abs=1.0)
     assert 0 < spread[0] < 1.5
+
+
+def test_laws_are_drawn_around_the_most_likely_one_and_are_sharper_after_runs() -> None:
+    error2 = np.array([[0.0, 1.0], [0.0, 1.0]])
+    model = DivergenceModel(error2, 0)
+
+    def spread() -> float:
+        rng = np.random.default_rng(0)
+        return float(np.std([np.log(model.drawn_law(rng)[0][0, 1]) for _ in range(100)]))
+
+    before = spread()
+    index = np.array([[1, 0]] * 12, dtype=np.int64)
+    points = Points(index, np.zeros((12, 0)), np.zeros(12))
+    model.fit(points, np.full(12, 0.002), np.arange(12))
+    assert spread() < 0.5 * before
