@@ -102,7 +102,8 @@ class _Fit:
     def draw(self, rng: np.random.Generator) -> Vector:
         """Return coefficients ``[P]`` drawn from what is believed of them (Matheron's rule: a corrected prior draw)."""
         prior = rng.standard_normal(len(self.sd))
-        seen = self._rows @ prior + rng.multivariate_normal(np.zeros(len(self._noise)), self._noise, method="cholesky")
+        noise = np.linalg.cholesky(self._noise) @ rng.standard_normal(len(self._noise))
+        seen = self._rows @ prior + noise
         return np.asarray(self.sd * (prior + self._rows.T @ (self._inverse @ (self._residual - seen))))
 
     def at(self, rows: FloatTable) -> tuple[Vector, Vector]:
