@@ -66,7 +66,7 @@ def started() -> bool:
         (["--cost-scale", "width=16"], "--target h100"),
         (["--budget", "2"], "write 2s, 2m or 2h"),
         (["--output", "."], "directory, not a file"),
-        (["--output", "/proc/nowhere/policy.yaml"], "cannot write"),
+        (["--output", "/proc/nowhere/policy.yaml"], "its folder does not exist"),
         (["--storage", "nonsense://x"], "storage"),
         (["--no-such-option"], "come after the script"),
     ],

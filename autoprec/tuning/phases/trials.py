@@ -81,7 +81,7 @@ class _Loop:
         running: trials that have not ended yet.
         began_s: when this loop began, seconds into the search.
         by_hand: keys of what people write by hand, which is run first, whatever the budget says.
-        number, place: of the next record, and N of the last trial named ``trial N``.
+        place: N of the last trial named ``trial N``.
         used_up: the sampler proposed nothing new any more.
         taught: how many records there were when the models were last fitted.
         saved: name of the best policy so far, which is in ``best.yaml``.
@@ -100,7 +100,6 @@ class _Loop:
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
     began_s: float = 0.0
     by_hand: frozenset[tuple[Any, ...]] = frozenset()
-    number: int = 0
     place: int = 0
     used_up: bool = False
     taught: int = -1
@@ -109,7 +108,6 @@ class _Loop:
     def __post_init__(self) -> None:
         """Count on from what earlier sessions left."""
         store = self.ledger.store
-        self.number = store.next_number()
         # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
         self.place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
         self.teach()
@@ -144,7 +142,6 @@ class _Loop:
             return
         record = with_gain(self.setup, ledger, record)  # the 16-bit run may have ended while it ran
         ledger.store.tell(trial, record)
-        self.number = max(self.number, ledger.store.next_number())
         self.done += 1
         self.seen[self.setup.problem.key(record.params)] = record
         self.teach()
@@ -340,9 +337,9 @@ def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
                 name = loop.name_of(trial, params)
                 loop.place = max(loop.place, loop.done + len(loop.running)) + 1
                 kind = "preset" if name else "search"
-                future = threads.submit(loop.trial, loop.number, kind, name or f"trial {loop.place}", params)
+                number = loop.ledger.store.next_number()
+                future = threads.submit(loop.trial, number, kind, name or f"trial {loop.place}", params)
                 loop.running[future] = trial
-                loop.number += 1
             if not loop.running:
                 loop.used_up = loop.used_up or asked >= ASKS_PER_TRIAL * loop.goal
                 return

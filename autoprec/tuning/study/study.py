@@ -103,6 +103,7 @@ class StudyStore:
         if self._guarded(lambda: self._rdb.metric_names) is None:
             self._guarded(lambda: self._rdb.set_metric_names(list(self.objectives)))
         self.records: list[Run] = self._load()
+        self._number = -1
         known = self._guarded(lambda: self._rdb.user_attrs).get("time_spent")
         known = known if isinstance(known, dict) else {}
         self._earlier_s, self.sessions = float(known.get("seconds", 0.0)), 1 + int(known.get("sessions", 0))
@@ -317,8 +318,9 @@ class StudyStore:
         return {"complete": ok, "failed": len(learned) - ok - pruned, "pruned": pruned}
 
     def next_number(self) -> int:
-        """Return the number of the next run."""
-        return 1 + max((record.number for record in self.records), default=-1)
+        """Take the number of the next run: it is given once, also while the run has not ended."""
+        self._number = 1 + max([self._number, *(record.number for record in self.records)])
+        return self._number
 
 
 def _attributes(record: Run) -> dict[str, Any]:

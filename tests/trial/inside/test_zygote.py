@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +12,13 @@ import torch
 from autoprec.trial.inside import zygote
 
 
-def test_not_with_open_data_files_threads_or_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zygote.os, "listdir", lambda path: [])
+def test_not_with_open_data_files_threads_or_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote, "shared_state", lambda: "")  # pytest's own files would be
     monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread()])
     assert zygote._may_be_copied()
-    with (tmp_path / "data").open("w") as stream:
-        monkeypatch.setattr(zygote.os, "listdir", lambda path: ["0", "1", "2", str(stream.fileno())])
-        assert not zygote._may_be_copied()
-    monkeypatch.setattr(zygote.os, "listdir", lambda path: [])
+    monkeypatch.setattr(zygote, "shared_state", lambda: "a file that is open for reading and writing (data)")
+    assert not zygote._may_be_copied()
+    monkeypatch.setattr(zygote, "shared_state", lambda: "")
     monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread(), threading.Thread()])
     assert not zygote._may_be_copied()
     monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread()])
@@ -37,8 +34,8 @@ def test_the_compiler_is_imported_ahead_where_there_is_a_gpu(
     gpu: bool, initialised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    here = os.getpid()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu and os.getpid() != here)  # asked in a fork
+    monkeypatch.setattr(zygote, "holds_in_fork", lambda question: gpu)  # os._exit is replaced: no fork would end
+    monkeypatch.setattr(zygote, "can_use_cuda_after_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
     monkeypatch.setattr(zygote.importlib, "import_module", done.append)
     monkeypatch.setattr(zygote.os, "_exit", lambda code: done.append(f"ended with {code}"))

@@ -103,7 +103,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
             return NOTHING_NEW
         if best.value <= 0:
             return (
-                f"what is left is expected to gain {best.gain:.1%} (at most {self.bound():.1%} with 95 %), too little "
+                f"what is left is expected to gain {best.gain:.1%} (at most about {self.bound():.1%}), too little "
                 "for the runs it would take"
             )
         return ""
