@@ -21,7 +21,7 @@ def found(name: str) -> dict[str, tuple[object, str | None]]:
     return out
 
 
-@pytest.mark.parametrize("name", ["--backend", "--quiet"])
+@pytest.mark.parametrize("name", ["--backend"])
 def test_one_default_and_one_text_per_option(name: str) -> None:
     commands = found(name)
     assert len(commands) >= 2

@@ -33,7 +33,7 @@ def test_good_options_pass_and_nothing_is_written(tmp_path: Path) -> None:
         ({"backend": "nativ"}, UnknownNameError, "did you mean 'native'"),
         ({"storage": "nonsense://x"}, UsageError, "not a database URL"),
         ({"storage": "not a url"}, UsageError, "not a database URL"),
-        ({"output": "/proc/nowhere/p.yaml"}, FileError, "cannot write"),
+        ({"output": "/proc/nowhere/p.yaml"}, FileError, "its folder does not exist"),
     ],
 )
 def test_bad_options(

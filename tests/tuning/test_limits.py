@@ -14,9 +14,12 @@ GOOD = {"divergence": 0.001, "noise_floor": 0.0005, "gradient_error": 0.05, "mem
         ({}, ()),
         ({"divergence": 0.003}, ("divergence",)),
         ({"divergence": 0.003, "noise_floor": 0.004}, ()),  # noise explains it
-        ({"gradient_error": 0.07}, ("gradient error",)),
-        ({"memory_bytes": 101.0}, ("memory",)),
-        ({"divergence": 0.1, "gradient_error": 1.0, "memory_bytes": 1e9}, ("divergence", "gradient error", "memory")),
+        ({"gradient_error": 0.07}, ("gradient_error",)),
+        ({"memory_bytes": 101.0}, ("memory_bytes",)),
+        (
+            {"divergence": 0.1, "gradient_error": 1.0, "memory_bytes": 1e9},
+            ("divergence", "gradient_error", "memory_bytes"),
+        ),
     ],
 )
 def test_every_broken_limit_is_named(changed: dict[str, float], broken: tuple[str, ...]) -> None:

@@ -78,7 +78,7 @@ def test_a_saved_step_is_shown_again(saved):
 def test_of_a_model_of_many_layers_as_many_are_printed_as_can_be_read(saved, tmp_path):
     document = json.loads(saved[1].read_text())
     (tmp_path / "wide.json").write_text(json.dumps(document | {"layers": document["layers"][:1] * 1500}))
-    result = CliRunner().invoke(inspect, ["--graph", str(tmp_path / "wide.json")])
+    result = CliRunner().invoke(inspect, [str(tmp_path / "wide.json")])
     assert result.exit_code == 0
     assert result.stdout.count(document["layers"][0]["type"]) == 1000
     assert "500 more" in result.stdout
