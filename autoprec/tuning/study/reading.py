@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote
 
 from autoprec.errors import FileError, StudyError
 from autoprec.tuning.study.run import Run
@@ -21,6 +24,8 @@ def stored_records(url: str, name: str) -> list[Run]:
         return []
     check_sqlite(url, holds_studies=True)
     try:
+        if path is not None and not _is_made(path, name):
+            return []
         storage = open_storage(url)
         with contextlib.closing(contextlib.ExitStack()) as stack:
             stack.callback(storage.engine.dispose)
@@ -36,3 +41,17 @@ def stored_records(url: str, name: str) -> list[Run]:
     except (FileError, TypeError, ValueError) as error:
         what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
         raise StudyError(what, where=f"{without_password(url)}, study {name}", fix="put an intact copy back") from error
+
+
+def _is_made(path: Path, name: str) -> bool:
+    """Say whether a SQLite file holds a study of this name; read only: Optuna makes a study after all of its tables,
+    and a storage that is opened in between makes the rest of them beside the search that is at it."""
+    address = f"file:{quote(str(path.resolve()))}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+            found = connection.execute("select 1 from studies where study_name = ?", (name,)).fetchone()
+    except sqlite3.OperationalError as error:
+        if "no such table" in str(error):
+            return False
+        raise
+    return found is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,14 @@ def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_bytes(b"x" * 5000)
     with pytest.raises(StudyError):
         stored_records(default_storage(tmp_path), "s")
+
+
+def test_a_database_that_is_being_made_is_left_to_what_makes_it(tmp_path: Path) -> None:
+    """Optuna makes its tables one after another: a reader that makes the others ends the search with a conflict."""
+    path = tmp_path / "study.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("create table studies (study_id integer primary key, study_name text)")
+        connection.commit()
+    before = path.read_bytes()
+    assert stored_records(default_storage(tmp_path), "s") == []
+    assert path.read_bytes() == before
