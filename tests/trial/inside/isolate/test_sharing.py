@@ -37,17 +37,23 @@ def losses(script: str, *arguments: str, cwd: Path) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
+# What is in memory alone is found in the same way with mounts and without.
 @pytest.mark.parametrize(
-    ("script", "arguments", "launch"),
+    ("script", "arguments", "launch", "nets"),
     [
-        ("streaming_text.py", (), "fork"),
-        ("temporary_folder.py", (), "fork"),
-        ("memory_map.py", ("memmap",), "zygote"),
-        ("memory_map.py", ("tensor",), "zygote"),
-        ("memory_map.py", ("value",), "zygote"),
-        ("open_database.py", (), "zygote"),
-        ("open_database.py", ("log",), "zygote"),
+        ("streaming_text.py", (), "fork", "mounts"),
+        ("streaming_text.py", (), "fork", "no mounts"),
+        ("temporary_folder.py", (), "fork", "mounts"),
+        ("temporary_folder.py", (), "fork", "no mounts"),
+        ("memory_map.py", ("memmap",), "zygote", "mounts"),
+        ("memory_map.py", ("memmap",), "zygote", "no mounts"),
+        ("memory_map.py", ("tensor",), "zygote", "mounts"),
+        ("memory_map.py", ("value",), "zygote", "mounts"),
+        ("open_database.py", (), "zygote", "mounts"),
+        ("open_database.py", (), "zygote", "no mounts"),
+        ("open_database.py", ("log",), "zygote", "mounts"),
     ],
+    indirect=["nets"],
 )
 def test_every_trial_is_the_script_by_itself(
     script: str, arguments: tuple[str, ...], launch: str, nets: dict[str, str], host: Any, tmp_path: Path
@@ -57,7 +63,7 @@ def test_every_trial_is_the_script_by_itself(
     probes = tuple(Probe(f"none {number}", {"schema": "autoprec.policy/1"}) for number in range(2))
     with host(str(LOOPS / script), *arguments, environment=nets) as runner:
         info = runner.start()
-        trials = [runner.run(TrialSpec(steps=steps, warmup=0)) for steps in (6, 3, 6)]
+        trials = [runner.run(TrialSpec(steps=steps, warmup=0)) for steps in (6, 3)]
         scan = runner.run(TrialSpec(kind="sensitivity", warmup=2, probes=probes))
         trials += [runner.run(TrialSpec(steps=6, warmup=0))]
     assert info.launch == launch, info.notes
