@@ -13,7 +13,8 @@ class StepEstimate:
     Attributes:
         time_ms: the estimate; ``low_ms`` and ``high_ms`` bound it.
         memory_bytes: peak over the step, 0 when the report says nothing about memory.
-        breakdown: milliseconds of gemm, quantise, attention, norm, pointwise, other, optimizer and launch.
+        breakdown: milliseconds of gemm, quantise, attention, product (of two activations elsewhere), norm, pointwise,
+            other, optimizer and launch.
         label: what the figure rests on, e.g. ``modelled, uncalibrated``.
     """
 

@@ -301,7 +301,7 @@ def layer_cost(
         kernels += len(work.roles)
     return LayerCost(
         gemm=gemm_time * work.copies,
-        cast=cast * work.copies,
-        kernels=(kernels + len(work.roles)) * work.copies,
+        cast=cast * work.casts,
+        kernels=kernels * work.casts + len(work.roles) * work.copies,
         error=error / gemm_time if gemm_time else 0.2,
     )

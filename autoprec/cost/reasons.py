@@ -23,6 +23,9 @@ AS_WRITTEN = "the script as written"
 SAME_PRECISION = 0.01
 #: A GEMM of full size gains 30 % or more from 8 bits; one that gains less than half of that is held back by its size.
 _WORTH_IT = 0.15
+#: M K N of a product on a CPU from which on a ratio of its times is told: half of the least that rates are fitted to.
+#: What is smaller takes what a call takes, in any format.
+_TIMED_SIZE = 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,17 @@ def time_shares(shares: Mapping[str, float]) -> str:
 
 
 def _slowdown(rows: list[dict[str, Any]], choice: str) -> float:
-    """Return how many times the baseline's GEMM time the layers take under a choice; 0 where none was offered it."""
-    asked = [row for row in rows if choice in row["times_ms"]]
+    """Return how many times the baseline's time the layers take under a choice; 0 where none was offered it.
+
+    Small products say nothing of a format, and are left out. Each layer counts by the time that it takes as written.
+    """
+    asked = [row for row in rows if choice in row["times_ms"] and _size(row) >= _TIMED_SIZE]
     base = sum(row["baseline_ms"] for row in asked)
     return sum(row["times_ms"][choice] for row in asked) / base if base else 0.0
+
+
+def _size(row: dict[str, Any]) -> float:
+    return max(map(math.prod, row["shapes"]), default=0.0)
 
 
 def _largest(rows: list[dict[str, Any]]) -> str:
@@ -87,6 +97,8 @@ def _on_the_cpu(rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, 
     choices = dict.fromkeys(choice for row in rows for choice in row["times_ms"] if choice != baseline)
     slower = {choice: ratio for choice in choices if (ratio := _slowdown(rows, choice)) > 1.0 + SAME_PRECISION}
     rehearse = f"nothing to gain on it; to rehearse for a GPU: autoprec search --target h100 {script}"
+    if not slower and all(_size(row) < _TIMED_SIZE for row in rows):
+        return f"the GEMMs {_largest(rows)} take what a call takes, in any precision; {rehearse}"
     if "bf16" in slower:
         if cpu_bf16_units() == ():
             times = f"{slower['bf16']:.1f} times slower than fp32 here"

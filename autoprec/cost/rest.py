@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoprec.cost.rates import Rates
 from autoprec.cost.scale import CostScale, in_block, short_dtype
@@ -18,10 +18,15 @@ from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import Target
 
 #: Categories of the breakdown, beside gemm, quantise, optimizer, communication and launch.
-OTHER = ("attention", "norm", "pointwise", "other")
+OTHER = ("attention", "product", "norm", "pointwise", "other")
+#: Categories that multiply matrices.
+PRODUCTS = ("attention", "product")
 _CATEGORY = {
     "attention": "attention",
     "softmax": "attention",
+    "gemm": "product",
+    "conv": "product",
+    "product": "product",
     "norm": "norm",
     "follow": "pointwise",
     "pointwise": "pointwise",
@@ -29,10 +34,11 @@ _CATEGORY = {
     "cast": "pointwise",
     "output": "pointwise",
 }
+_ALONE = {"attention": "product", "softmax": "softmax_alone"}
 _BYTES = {"fp64": 8.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 #: Share of traffic and of kernels that is left when pointwise chains and norms are fused by a compiler.
-_FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "other": 0.8}
-_FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "other": 0.6}
+_FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "product": 0.9, "other": 0.8}
+_FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "product": 1.0, "other": 0.6}
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "bf16_stochastic": 2.0, "bf16_kahan": 4.0, "e4m3_master": 3.0}
 _EXP_AVG_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0, "e4m3_tensor": 1.0, "int8_block": 1.03}
 GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0, "e4m3_tensor": 1.0}
@@ -41,11 +47,16 @@ _EXP_AVG_SQ_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "fp16_tensor": 2.0, "int8_
 
 def category(cls: str) -> str:
     """Return the category of the breakdown for an operator class."""
-    return _CATEGORY.get(cls, "attention" if cls in ("gemm", "conv") else "other")
+    return _CATEGORY.get(cls, "other")
 
 
 def rest_operators(report: GraphReport) -> list[Operator]:
-    """Return the operators that are not a GEMM of a layer and touch memory."""
+    """Return the operators that are not a GEMM of a layer and touch memory.
+
+    Products of two activations, and softmaxes, in a module that does not attend get the classes ``product`` and
+    ``softmax_alone``: the graph calls every product without a weight attention.
+    """
+    attending = {row.module for row in report.operators if row.attends or row.op == "sdpa"}  # a configuration's
     weights = {layer.weight for layer in report.layers}
     names = {layer.name for layer in report.layers}
     out = []
@@ -53,8 +64,11 @@ def rest_operators(report: GraphReport) -> list[Operator]:
         if operator.exchanges and operator.op.endswith(("::wait_tensor", "::_wrap_tensor_autograd")):
             continue  # no work of their own: the collective before them has it
         own = operator.cls in ("gemm", "conv") and (operator.weight in weights or operator.module in names)
-        if not own and operator.cls != "view" and (operator.bytes or operator.flops):
-            out.append(operator)
+        if own or operator.cls == "view" or not (operator.bytes or operator.flops):
+            continue
+        if operator.cls in _ALONE and attending.isdisjoint((operator.module, operator.module.rpartition(".")[0])):
+            operator = replace(operator, cls=_ALONE[operator.cls])
+        out.append(operator)
     return out
 
 
@@ -71,7 +85,7 @@ def growth(operator: Operator, scale: CostScale) -> tuple[float, float]:
     """Return the factors of FLOPs and of bytes from the recorded operator to the scaled model."""
     depth = scale.depth if in_block(operator.module) else 1.0
     kind = category(operator.cls)
-    if kind == "attention" and operator.cls != "softmax":
+    if kind in PRODUCTS and operator.cls != "softmax":
         return scale.tokens * scale.seq * scale.width * depth, scale.tokens * scale.width * depth
     if operator.cls == "softmax":
         return scale.tokens * scale.seq * depth, scale.tokens * scale.seq * depth
@@ -115,14 +129,14 @@ def rest_cost(
         more_flops, more_bytes = growth(operator, scale)
         moved = operator.bytes * more_bytes
         wide = not operator.dtypes or short_dtype(operator.dtypes[0]) == "fp32"
-        if activations != "keep" and wide and kind in ("pointwise", "attention") and operator.cls != "softmax":
+        if activations != "keep" and wide and kind in ("pointwise", *PRODUCTS) and operator.cls != "softmax":
             moved *= 0.5
         if compiled:
             moved *= _FUSED_TRAFFIC[kind]
         time = exchange_seconds(operator, target) * more_bytes if operator.exchanges else moved / speed
         if operator.exchanges and activations != "keep" and wide:
             time *= 0.5
-        if kind == "attention" and operator.cls != "softmax":
+        if kind in PRODUCTS and operator.cls != "softmax":
             family = "bf16" if activations != "keep" or not wide else "tf32"
             peak = target.peak(family) or target.peak("fp32") or target.peak("bf16")
             time = max(time, operator.flops * more_flops / (peak * rates.attention))

@@ -281,7 +281,7 @@ def saved_by_rules(
         layer = None
         if operator.cls in ("gemm", "conv"):
             layer = by_weight.get(operator.weight) or by_name.get(operator.module)
-        layer = layer if layer is not None and layer.gemms else None
+        layer = layer if layer is not None and layer.gemms and "_rnn" not in name else None  # a kernel keeps its own
         kept = walk.copies, walk.weights
         if layer is not None and (name not in _NOT_AUTOCAST or layer.name in plans):
             _linear(walk, operator, layer)

@@ -74,7 +74,8 @@ class GemmWork:
 
     ``copies`` counts how often this work runs in one step: calls, batch entries apart, times repeated depth.
     ``batch`` counts entries of a batched or grouped GEMM. ``grouped`` are the entries of one grouped GEMM: experts,
-    each with a share of the tokens.
+    each with a share of the tokens. ``steps`` of the copies run one after the other on one weight (the state of a
+    recurrent layer): their operands are cast once.
     """
 
     tokens: int
@@ -84,6 +85,12 @@ class GemmWork:
     copies: float
     roles: tuple[str, ...]
     grouped: bool = False
+    steps: float = 1.0
+
+    @property
+    def casts(self) -> float:
+        """How often operands are cast in one step."""
+        return self.copies / self.steps
 
     def dims(self, role: str) -> tuple[int, int, int]:
         """Return M, K, N of one role."""
@@ -136,7 +143,7 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
 
     Width scales both feature sizes inside repeated blocks; heads and routers keep their output size (vocabularies,
     classes and experts do not widen, nor does a single gate) and the first layer its input size. Depth repeats what
-    sits in a numbered block.
+    sits in a numbered block. A recurrent layer multiplies inputs of all steps at once, and fewer rows step by step.
     """
     by_role: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for gemm in layer.gemms:
@@ -151,21 +158,27 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
     roles = tuple(role for role in ("fprop", "recompute", "dgrad", "wgrad") if role in by_role)
     block = in_block(layer.name)
     first = "first" in layer.flags and not block
-    works = []
+    works: list[GemmWork] = []
     grouped = "grouped" in layer.flags
+    most = max((row[0] for row in source), default=0)
+    sequences = sum(row[4] for row in source if row[0] == most)
     for tokens, inp, out, batch, calls in source:
         if grouped:  # recorded with the tokens of all experts; each meets a weight of its own
             batch = max(1, layer.parameters // (inp * out))
             tokens = -(-tokens // batch)
+        stepwise = layer.kind == "rnn" and tokens < most
+        longer = scale.seq if stepwise else 1.0
+        of_state = sum(row[4] for row in source if row[1:3] == (inp, out) and row[0] < most) if stepwise else 0
         works.append(
             GemmWork(
-                tokens=_up(tokens, scale.tokens),
-                inp=inp if first else _up(inp, scale.width),
+                tokens=_up(tokens, scale.tokens / longer),
+                inp=inp if first and not (layer.kind == "rnn" and works) else _up(inp, scale.width),
                 out=out if _keeps_outputs(layer, out) else _up(out, scale.width),
                 batch=batch,
-                copies=calls * (scale.depth if block else 1.0),
+                copies=calls * (scale.depth if block else 1.0) * longer,
                 roles=roles,
                 grouped=grouped,
+                steps=max(1.0, of_state / sequences) * longer,
             )
         )
     return tuple(works)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale
+from autoprec.cost.calibrate.cpu import FALLBACK
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.cost.rates import default_rates
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
@@ -26,6 +27,18 @@ def test_a_step_is_the_sum_of_its_parts(large: GraphReport) -> None:
     assert found.label == "modelled, uncalibrated"
     # 8192 tokens of an 8B model: between 40 and 75 % of the peak, as well-tuned runs report
     assert 6 * 8.03e9 * 8192 / (found.time_ms / 1e3) / 989e12 == pytest.approx(0.55, abs=0.12)
+
+
+def test_a_recurrent_layer_takes_time() -> None:
+    """A 2 x 384 LSTM over 24 steps of 32 samples took 0 ms."""
+    calls = (GemmCall("fprop", 768, 384, 1536, 2), GemmCall("fprop", 32, 384, 1536, 48))
+    layer = Layer("rnn", "LSTM", "rnn", "rnn.weight_ih_l0", "rnn", calls, 1, True, "")
+    report = GraphReport({"class": "M", "parameters": 1}, (layer,), (), {}, 0, 0.0)
+    for target in (H100, TARGETS["cpu"]):
+        model = CostModel(report, target, cpu=FALLBACK if target.is_cpu else None)
+        alone = replace(layer, gemms=calls[:1])
+        inputs = CostModel(replace(report, layers=(alone,)), target, cpu=FALLBACK if target.is_cpu else None)
+        assert model.layer_time_ms("rnn", LayerPlan()) > 1.5 * inputs.layer_time_ms("rnn", LayerPlan()) > 0
 
 
 def test_layer_times_are_the_additive_part(large: GraphReport, uniform: Uniform) -> None:

@@ -11,6 +11,7 @@ from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason, model_reason
 
 SHARES = {"tunable": 0.17, "launch": 0.05}
+LARGE = (512, 256, 256)
 
 
 def row(gain: float, blocked: str = "", shape: tuple[int, int, int] = (64, 32, 16), **times: float) -> dict[str, Any]:
@@ -60,15 +61,24 @@ def test_small_gemms_are_shown_without_those_that_have_no_quantised_choice() -> 
 )
 def test_a_cpu_without_fast_bf16(monkeypatch: pytest.MonkeyPatch, units: tuple[str, ...] | None, says: str) -> None:
     monkeypatch.setattr(reasons, "cpu_bf16_units", lambda: units)
-    rows = [row(0.0, keep=1.0, bf16=19.12), row(0.0, keep=1.0, bf16=19.12)]
+    rows = [row(0.0, shape=LARGE, keep=1.0, bf16=19.12), row(0.0, shape=LARGE, keep=1.0, bf16=19.12)]
     found = model_reason(rows, "keep", SHARES, cpu=True, script="train.py")
     assert found.startswith(says)
     assert found.endswith("to rehearse for a GPU: autoprec search --target h100 train.py")
 
 
 def test_a_cpu_on_which_everything_is_emulated() -> None:
-    found = model_reason([row(0.0, keep=1.0, fp8_rowwise=3.0, mxfp8=5.0)], "keep", SHARES, cpu=True)
+    found = model_reason([row(0.0, shape=LARGE, keep=1.0, fp8_rowwise=3.0, mxfp8=5.0)], "keep", SHARES, cpu=True)
     assert found.startswith("no choice is faster on a CPU: fp8_rowwise takes 3.00x")
+
+
+def test_a_product_of_a_few_numbers_says_nothing_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 32 x 4 x 1 took 715 times as long in bf16, the layers of the model 1.8 times: 715 was told."""
+    monkeypatch.setattr(reasons, "cpu_bf16_units", lambda: ("AMX",))
+    head = row(0.0, shape=(32, 4, 1), keep=0.001, bf16=0.715) | {"baseline_ms": 0.001}
+    found = model_reason([head, row(0.0, shape=LARGE, keep=1.0, bf16=1.8)], "keep", SHARES, cpu=True)
+    assert "are 1.8 times slower" in found
+    assert "times slower" not in model_reason([head], "keep", SHARES, cpu=True)
 
 
 def test_a_layer_below_break_even_says_what_its_casts_cost() -> None:

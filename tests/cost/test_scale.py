@@ -120,6 +120,25 @@ def test_a_layer_without_gemms_costs_nothing() -> None:
     assert scaled_parameters(report, CostScale(width=2)) == 4
 
 
+def _recurrent(flags: tuple[str, ...] = ()) -> Layer:
+    """An LSTM of 32 units over 8 steps of 4 samples, two layers of 16 and 32 inputs."""
+    shapes = [(32, 16, 1), (4, 32, 16), (32, 32, 1)]  # inputs of the first layer, the states of both, of the second
+    gemms = tuple(GemmCall("fprop", m, k, 128, calls) for m, k, calls in shapes)
+    return Layer("rnn", "LSTM", "rnn", "rnn.weight_ih_l0", "rnn", gemms, 2048, True, "", flags)
+
+
+def test_a_recurrent_layer_multiplies_step_by_step_and_casts_once() -> None:
+    first, state, second = layer_works(_recurrent(), CostScale())
+    assert [(work.tokens, work.copies, work.casts) for work in (first, state, second)] == [
+        (32, 1, 1),
+        (4, 16, 2),
+        (32, 1, 1),
+    ]
+    first, state, second = layer_works(_recurrent(("first",)), CostScale(width=2, tokens=6, seq=3))
+    assert (first.tokens, first.inp, second.inp) == (192, 16, 64)
+    assert (state.tokens, state.inp, state.copies, state.casts) == (8, 64, 48, 2)
+
+
 def test_a_recomputed_forward_counts_as_a_role() -> None:
     work = GemmWork(8, 8, 8, 1, 1.0, ("fprop", "recompute"))
     assert work.dims("recompute") == work.dims("fprop")

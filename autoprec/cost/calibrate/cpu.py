@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost.kernels import LayerCost, kept_family
-from autoprec.cost.rest import OTHER, RestCost, category, growth
+from autoprec.cost.rest import OTHER, PRODUCTS, RestCost, category, growth
 from autoprec.cost.scale import CostScale, GemmWork, in_block, short_dtype
 from autoprec.errors import AutoPrecError
 from autoprec.graph.report import Operator
@@ -139,7 +139,7 @@ def cpu_rates(*, refresh: bool = False) -> tuple[dict[str, Any], str]:
     return _load(str(cache_file()), refresh)
 
 
-_OPERATOR = {"softmax": "softmax", "loss": "softmax", "transcendental": "activation"}
+_OPERATOR = {"softmax": "softmax", "softmax_alone": "softmax", "loss": "softmax", "transcendental": "activation"}
 #: Library kernels that read a whole row at once; norms written by hand are pointwise operators and reductions.
 _FUSED_NORMS = ("layer_norm", "batch_norm", "group_norm", "rms_norm")
 _ACTIVATIONS = ("gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "exp", "log")
@@ -231,7 +231,7 @@ class CpuCost:
             result = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}[gemm]
             if wide if result != "weight" else script not in ("bf16", "fp16"):
                 cast += self._cast("up", self._size(work, result, kind))
-        return LayerCost(gemm=gemm_time * work.copies, cast=cast * work.copies, kernels=0.0, error=0.15)
+        return LayerCost(gemm=gemm_time * work.copies, cast=cast * work.casts, kernels=0.0, error=0.15)
 
     @staticmethod
     def _size(work: GemmWork, operand: str, kind: str) -> float:
@@ -257,7 +257,7 @@ class CpuCost:
     ) -> float:
         kind = category(operator.cls)
         script = short_dtype(operator.dtypes[0]) if operator.dtypes else "fp32"
-        low = kind in ("pointwise", "attention") and operator.cls not in ("softmax", "transcendental")
+        low = kind in ("pointwise", *PRODUCTS) and operator.cls not in ("softmax", "transcendental")
         form = activations if activations != "keep" and low else script
         if kind == "attention" and attention != "keep":
             form = attention
@@ -266,7 +266,7 @@ class CpuCost:
         narrowed = form == "bf16" and script == "fp32"
         moved = operator.bytes * more_bytes * (0.5 if narrowed else 1.0)
         phase = "backward" if operator.phase == "backward" else "forward"
-        if kind == "attention" and operator.cls != "softmax" and operator.flops:
+        if kind in PRODUCTS and operator.cls != "softmax" and operator.flops:
             spent = self._attention_seconds(operator, form, phase, more_flops, moved, depth)
             return spent * self.in_situ[form]
         if operator.cls == "reduction":

@@ -147,16 +147,33 @@ def _heads_first(shape: Sequence[int]) -> Shape:
     return (*shape[:-3], shape[-2], shape[-3], shape[-1])
 
 
-def _recurrent(trace: Trace, call: Call) -> int:
+def recurrent_gemms(trace: Trace, call: Call) -> list[tuple[int, int, int, int]]:
+    """Return ``(M, K, N, calls)`` of the products in a fused recurrent kernel's forward; empty for any other call.
+
+    Inputs of all steps are multiplied at once, the state (and an LSTM's projection of it) step by step, with M the
+    samples of a step. A backward kernel runs two products for each of its forward's: give it the forward's list.
+    """
     if call.name not in RECURRENT:
-        return 0
-    if call.name.startswith("mkldnn"):
-        x, w_in, w_hidden = (_shape(trace, trace.argument(call, i)) for i in range(3))
-        once = 2 * x[0] * x[1] * (prod(w_in) + prod(w_hidden))
-    else:  # cuDNN is given the weights of all layers and directions in a list, and one row of input per token
-        held = [trace.values[item.value].shape for item in call.args[1] if isinstance(item, Ref)]
-        rows = prod(_shape(trace, trace.argument(call, 0))[:-1])
-        once = 2 * rows * sum(prod(shape) for shape in held if len(shape) == 2)
+        return []
+    backward = call.name.endswith("_backward")
+    x = _shape(trace, trace.argument(call, 0))
+    if call.name.startswith("mkldnn"):  # one layer and direction a call, the steps first
+        weights, steps = [_shape(trace, trace.argument(call, i)) for i in (1, 2)], x[0]
+        firsts: Sequence[int] = (0,)
+    else:  # cuDNN is given the weights of all layers and directions in a list; packed samples lie end to end
+        held = [trace.values[item.value].shape if isinstance(item, Ref) else () for item in call.args[1]]
+        batch_first, batch_sizes = call.args[14 if backward else 10], call.args[18 if backward else 14]
+        steps = len(batch_sizes) or x[1 if batch_first else 0]
+        weights, firsts = held, range(0, len(held), int(call.args[2]))
+    rows = prod(x[:-1])
+    return [
+        (rows, k, n, 1) if at in firsts else (max(1, rows // steps), k, n, steps)
+        for at, (n, k) in ((at, shape) for at, shape in enumerate(weights) if len(shape) == 2)
+    ]
+
+
+def _recurrent(trace: Trace, call: Call) -> int:
+    once = sum(2 * m * k * n * calls for m, k, n, calls in recurrent_gemms(trace, call))
     return 2 * once if call.name.endswith("_backward") else once
 
 

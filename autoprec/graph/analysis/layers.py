@@ -10,7 +10,7 @@ from math import prod
 from torch import nn
 
 from autoprec.applying.units import why_not_a_weight
-from autoprec.graph.analysis.flops import RECURRENT, Gemm, call_flops
+from autoprec.graph.analysis.flops import RECURRENT, Gemm, recurrent_gemms
 from autoprec.graph.analysis.linking import VECTOR_PRODUCTS, Links, Product
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
@@ -31,7 +31,7 @@ class LayerRecord:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
-    flops: dict[str, int] = field(default_factory=dict)
+    fused: list[GemmCall] = field(default_factory=list)
     order: int = 0
 
 
@@ -112,7 +112,7 @@ def _is_weighted(module: nn.Module) -> bool:
 
 
 def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> None:
-    """Fused recurrent kernels name no single GEMM: a layer per module, with its FLOPs but without a matrix shape."""
+    """Give the module of fused recurrent kernels a layer, with the products that run inside them."""
     for call in trace.calls:
         if call.name not in RECURRENT:
             continue
@@ -121,10 +121,12 @@ def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> N
             weights = [links.parameter_of[i] for i in call.ins if links.parameter_of[i]]
             weight = weights[0] if weights else ""
             records[module] = LayerRecord(module, weight, "rnn", module, order=len(records))
-        record, flops = records[module], call_flops(trace, call, "gemm")
-        shares = {"fprop": flops} if call.phase == "forward" else {"dgrad": flops // 2, "wgrad": flops // 2}
-        for role, share in shares.items():
-            record.flops[role] = record.flops.get(role, 0) + share
+        record = records[module]
+        for m, k, n, calls in recurrent_gemms(trace, call):
+            if call.phase == "backward":
+                record.fused += [GemmCall("dgrad", m, n, k, calls), GemmCall("wgrad", n, m, k, calls)]
+            else:
+                record.fused.append(GemmCall("fprop" if call.phase == "forward" else call.phase, m, k, n, calls))
         if call.phase == "forward":
             record.inputs.append(call.ins[0])
             record.outputs.extend(call.outs[:1])
@@ -232,7 +234,7 @@ def _feeds_choice(trace: Trace, links: Links, consumers: dict[int, list[Call]], 
     return False
 
 
-def _gemm_calls(products: list[Product]) -> tuple[GemmCall, ...]:
+def _gemm_calls(products: list[Product], fused: list[GemmCall]) -> tuple[GemmCall, ...]:
     fprop = next((p.gemm for p in products if p.role in ("fprop", "recompute")), None)
     counted: dict[tuple[str, int, int, int, int], int] = {}
     for product in products:
@@ -245,6 +247,9 @@ def _gemm_calls(products: list[Product]) -> tuple[GemmCall, ...]:
             gemm = Gemm(gemm.n, gemm.k, gemm.m, gemm.batch, gemm.a, gemm.b)  # computed transposed: same product
         key = (product.role, gemm.m, gemm.k, gemm.n, gemm.batch)
         counted[key] = counted.get(key, 0) + 1
+    for row in fused:
+        key = (row.role, row.m, row.k, row.n, row.batch)
+        counted[key] = counted.get(key, 0) + row.calls
     rows = [GemmCall(role, m, k, n, calls, batch) for (role, m, k, n, batch), calls in counted.items()]
     return tuple(sorted(rows, key=lambda row: _ORDER.get(row.role, 9)))
 
@@ -317,7 +322,7 @@ def _verdict(
     kind = applicable.get(record.name, "")
     if "never_called" in record.flags:
         return False, "never called in the recorded step"
-    if not record.products and not record.flops:
+    if not record.products and not record.fused:
         return False, "its weight is computed in a way that is not followed: follows activations"
     if not kind:
         return False, _outside(record, names)
@@ -352,8 +357,8 @@ def build_layers(
     ordered = sorted(records.values(), key=lambda r: (_position(position, r.name), r.order))
     out = []
     for record in ordered:
-        gemms = _gemm_calls(record.products)
-        flops = dict(record.flops)
+        gemms = _gemm_calls(record.products, record.fused)
+        flops: dict[str, int] = {}
         for gemm in gemms:
             flops[gemm.role] = flops.get(gemm.role, 0) + gemm.flops
         tunable, reason = _verdict(record, names, applicable, trace, links)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.graph.analysis.flops import call_flops
+from autoprec.graph.analysis.flops import call_flops, recurrent_gemms
 from autoprec.graph.recorder import record_step
 from autoprec.graph.trace import Call, Ref, Trace, Value
 
@@ -126,10 +126,25 @@ def test_a_sparse_product_multiplies_what_is_stored(layout):
     assert report.layer("").total_flops == 2 * (2 * 64 * 16 * 8)
 
 
+def _cudnn(name: str, *, batch_first: bool = False, packed: tuple[int, ...] = ()) -> tuple[Trace, Call]:
+    """A layer of an LSTM of 32 units and 16 inputs, both directions: ten steps of three samples."""
+    tokens = (3, 10, 16) if batch_first else (10, 3, 16)
+    shapes = [(sum(packed), 16) if packed else tokens, *[(128, 16), (128, 32), (128,), (128,)] * 2]
+    values = [Value(shape, "fp32", 0, "input") for shape in shapes]
+    states = [None] * (6 if name.endswith("_backward") else 2)
+    about = [2, 32, 0, 1, batch_first, 0.0, True, True, list(packed), None]
+    args = (Ref(0), [Ref(index) for index in range(1, 9)], 4, None, *states, *about)
+    call = Call(0, None, f"aten::{name}", args, {}, tuple(range(9)), (), "rnn", "forward", 0, -1)
+    return Trace(values=values, calls=[call]), call
+
+
 @pytest.mark.parametrize(("name", "times"), [("_cudnn_rnn", 1), ("_cudnn_rnn_backward", 2)])
 def test_cudnns_recurrent_kernel_multiplies_every_token_by_all_weights(name, times):
-    shapes = [(10, 3, 16), (128, 16), (128, 32), (128,), (128,)]  # tokens, and an LSTM of 32 units
-    values = [Value(shape, "fp32", 0, "input") for shape in shapes]
-    weights = [Ref(index) for index in range(1, 5)]
-    call = Call(0, None, f"aten::{name}", (Ref(0), weights), {}, tuple(range(5)), (), "rnn", "forward", 0, -1)
-    assert call_flops(Trace(values=values, calls=[call]), call, "gemm") == times * 2 * 30 * (128 * 16 + 128 * 32)
+    trace, call = _cudnn(name)
+    assert call_flops(trace, call, "gemm") == times * 2 * (2 * 30 * (128 * 16 + 128 * 32))
+    assert recurrent_gemms(trace, call) == [(30, 16, 128, 1), (3, 32, 128, 10)] * 2
+
+
+def test_cudnns_steps_where_samples_come_first_or_are_packed():
+    assert recurrent_gemms(*_cudnn("_cudnn_rnn", batch_first=True))[1] == (3, 32, 128, 10)
+    assert recurrent_gemms(*_cudnn("_cudnn_rnn", packed=(3, 3, 2, 1)))[:2] == [(9, 16, 128, 1), (2, 32, 128, 4)]

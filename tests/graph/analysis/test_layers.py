@@ -1,11 +1,14 @@
 """Layers: every weighted GEMM is one, named as a policy names it, and says why it is or is not tunable."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from autoprec.graph.recorder import record_step
 from tests.graph.models import WIDTH, Decoder, Mixture, decoder_step
@@ -82,6 +85,41 @@ def test_lstm_is_one_layer_with_its_flops_and_one_dtype():
     assert "one dtype for all its gates" in layer.reason
     assert layer.flops["fprop"] == 2 * 2 * 5 * (16 + 24) * 4 * 24
     assert sum(layer.flops.values()) == 3 * layer.flops["fprop"]
+    at_once, by_step = [gemm for gemm in layer.gemms if gemm.role == "fprop"]
+    assert (at_once.m, at_once.k, at_once.n, at_once.calls) == (2 * 5, 16, 4 * 24, 1)
+    assert (by_step.m, by_step.k, by_step.n, by_step.calls) == (2, 24, 4 * 24, 5)
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("more", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}, {"proj_size": 8}])
+def test_every_recurrent_layer_has_its_products(cls, packed, more):
+    if "proj_size" in more and cls is not nn.LSTM:
+        pytest.skip("only an LSTM projects its state")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = cls(16, 24, **more)
+
+        def forward(self, x):
+            return self.rnn(pack_padded_sequence(x, [5, 3]) if packed else x)[0]
+
+    def step():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # oneDNN has no projections, and says so once
+            out = model(torch.randn(5, 2, 16))
+        (out.data if packed else out).square().mean().backward()
+
+    model = Net()
+    layer = record_step(model, step).layer("rnn")
+    rows, gates = 8 if packed else 10, {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[cls]
+    assert {gemm.role for gemm in layer.gemms} == {"fprop", "dgrad", "wgrad"}
+    state = more.get("proj_size", 24)
+    first = 2 * rows * gates * 24 * (16 + state) + (2 * rows * 24 * state if "proj_size" in more else 0)
+    later = 2 * 2 * rows * gates * 24 * (2 * 24 + 24)
+    expected = first if "num_layers" not in more else 2 * first + later
+    assert layer.flops["fprop"] == expected
 
 
 def test_a_recurrent_cell_is_one_layer():
