@@ -3,21 +3,24 @@
     python benchmarks/long_run/long_run.py --out long_run              # runs what is missing, row by row, resumes
     python benchmarks/long_run/long_run.py --out long_run --report     # prints the tables from the rows
 
-Three models (benchmarks/long_run/tasks.py), 2,000 steps with warm-up and cosine, the policies of
+Small models (benchmarks/long_run/tasks.py), 2,000 steps with warm-up and cosine, the policies of
 benchmarks/long_run/policies.py from harmless to bad, three paired seeds. Each run has its *early figures*, as a search
 takes them by default: the divergence of a short annealed trial (3 + 20 steps), the penalty of what optimizer state
 loses, and the gradient error over the mini-batch noise at step 10; and its end: the validation loss beside the paired
-fp32 run's. Numerics are emulated on a CPU, so nothing here is a statement about speed.
+fp32 run's. INT8 runs as in a search on a CPU, by its integer GEMM; other numerics are emulated. Nothing here is about
+speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import fnmatch
 import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +64,10 @@ class Run:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def put(self, policy: Policy) -> None:
+    def put(self, policy: Policy, backend: str = "emulated") -> None:
         """Exchange the policy on the live model."""
         remove_policy(self.model)
-        apply_policy(policy, self.model, backend="emulated")
+        apply_policy(policy, self.model, backend=backend)
         wrap_optimizer(self.optimizer, policy, model=self.model)
 
     def step(self, factor: float = 1.0) -> None:
@@ -124,14 +127,16 @@ class Snapshot:
         return error / self.noise if math.isfinite(error) else math.inf
 
 
-def short_trial(task: Task, seed: int, policy: Policy, steps: int, perturb: bool = False) -> tuple[list[float], float]:
+def short_trial(
+    task: Task, seed: int, policy: Policy, steps: int, *, perturb: bool = False, backend: str = "emulated"
+) -> tuple[list[float], float]:
     """Return the losses of an annealed trial of the default length, and the penalty of its optimizer state."""
     from autoprec.trial.inside.observe.loop import annealed
 
     run, total = Run(task, seed, steps), WARMUP + SCORED
     if perturb:
         rounded_once(run.model)
-    run.put(policy)
+    run.put(policy, backend)
     monitor = StateMonitor(run.optimizer, every=max(2, total // 6)) if policy.optimizer != REFERENCE.optimizer else None
     for step in range(total):
         run.step(annealed(step, total))
@@ -142,12 +147,12 @@ def short_trial(task: Task, seed: int, policy: Policy, steps: int, perturb: bool
 def training_row(task: Task, seed: int, name: str, steps: int) -> dict[str, Any]:
     """Train to the end under one policy (``reference`` and ``perturbed`` are the script's own)."""
     case = POLICIES.get(name)
-    layers = {"head": task.head, "first": task.first}
+    backend = "emulated" if case is None else case.backend
     run = Run(task, seed, steps)
     if name == "perturbed":
         rounded_once(run.model)
-    policy = REFERENCE if case is None else policy_of(case, layers)
-    run.put(policy)
+    policy = REFERENCE if case is None else policy_of(case, task.layers)
+    run.put(policy, backend)
     for step in range(steps):
         if case is not None and case.last < 1 and step == round(case.last * steps):
             run.put(BF16)
@@ -158,27 +163,27 @@ def training_row(task: Task, seed: int, name: str, steps: int) -> dict[str, Any]
     unwrap_optimizer(run.optimizer)
     remove_policy(run.model)
     row["validation_fp32"] = task.validation(run.model)
-    trial, penalty = short_trial(task, seed, policy, steps, perturb=name == "perturbed")
+    trial, penalty = short_trial(task, seed, policy, steps, perturb=name == "perturbed", backend=backend)
     series = {"losses": [round(x, 4) for x in run.losses], "norms": [round(x, 4) for x in run.norms]}
     return row | {"trial": [round(x, 6) for x in trial], "penalty": penalty, "series": series}
 
 
-def errors_row(task: Task, seed: int, steps: int) -> dict[str, Any]:
+def errors_row(task: Task, seed: int, steps: int, policies: Sequence[str], ages: Sequence[float]) -> dict[str, Any]:
     """Gradient errors over noise of every policy at step 10 of the reference, and at several ages of it.
 
     And, for the first seed, of every layer alone in some recipes.
     """
-    run, layers = Run(task, seed, steps), {"head": task.head, "first": task.first}
-    at = {f"step {PROBED_AT}": PROBED_AT} | {f"{age:.0%}": round(age * steps) for age in AGES}
+    run = Run(task, seed, steps)
+    at = {f"step {PROBED_AT}": PROBED_AT} | {f"{age:.0%}": round(age * steps) for age in ages}
     found: dict[str, Any] = {"noise": {}, "policies": {}, "layers": {}}
-    names = list(tunable_layers(run.model))
+    names = [name for name in tunable_layers(run.model) if name != task.recurrent]
     for label, step in sorted(at.items(), key=lambda item: item[1]):
         while len(run.losses) < step:
             run.step()
         snapshot = Snapshot(copy_of(run))
         found["noise"][label] = snapshot.noise
-        found["policies"][label] = {n: snapshot.error(policy_of(case, layers)) for n, case in POLICIES.items()}
-        if seed == 0:
+        found["policies"][label] = {n: snapshot.error(policy_of(POLICIES[n], task.layers)) for n in policies}
+        if seed == 0 and ages:
             found["layers"][label] = {
                 recipe: {name: snapshot.error(_one_layer(name, recipe)) for name in names} for recipe in DRIFT_RECIPES
             }
@@ -210,7 +215,7 @@ def guarded_row(task: Task, seed: int, name: str, steps: int) -> dict[str, Any]:
     ``broken NAME``: from half on that policy of the study runs; ``broken rate``: the learning rate is 30 times what it
     was; ``broken sign``: every gradient has a share of its opposite that grows.
     """
-    layers, run = {"head": task.head, "first": task.first}, Run(task, seed, steps)
+    layers, run = task.layers, Run(task, seed, steps)
     broken = name.removeprefix("broken ") if name.startswith("broken ") else ""
     if name == "perturbed":
         rounded_once(run.model)
@@ -238,7 +243,7 @@ def guard_jobs(tasks: list[str]) -> list[tuple[str, str, int]]:
 
 
 # ------------------------------------------------------------------ all of it
-def jobs(tasks: list[str], seeds: int) -> list[tuple[str, str, int]]:
+def jobs(tasks: list[str], seeds: int, policies: Sequence[str]) -> list[tuple[str, str, int]]:
     """Return (task, what, seed) in the order in which they are run: every policy under one seed, then the next."""
     out: list[tuple[str, str, int]] = []
     for seed in range(max(seeds, REFERENCE_SEEDS)):
@@ -246,23 +251,28 @@ def jobs(tasks: list[str], seeds: int) -> list[tuple[str, str, int]]:
             out.append((task, "reference", seed))
             if seed < seeds:
                 out += [(task, "perturbed", seed), (task, "errors", seed)]
-                out += [(task, name, seed) for name in POLICIES]
+                out += [(task, name, seed) for name in policies]
     # after the first seed of everything, how far apart references lie: without it no gap means anything
     return sorted(out, key=lambda job: 0.5 if job[1] == "reference" and job[2] else job[2])
 
 
-def run_all(folder: Path, steps: int, tasks: list[str], seeds: int, *, guard: bool) -> None:
+def run_all(
+    folder: Path, steps: int, tasks: list[str], seeds: int, *, guard: bool, policies: Sequence[str], drift: bool
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     done = {(row["task"], row["what"], row["seed"], row["steps"]) for row in map(json.loads, lines)}
-    wanted = guard_jobs(tasks) if guard else jobs(tasks, seeds)
+    wanted = guard_jobs(tasks) if guard else jobs(tasks, seeds, policies)
     left = [job for job in wanted if (*job, steps) not in done]
     for number, (task, what, seed) in enumerate(left, 1):
         began = time.process_time()
         torch.manual_seed(seed)
         make = guarded_row if guard else training_row
-        made = errors_row(TASKS[task], seed, steps) if what == "errors" else make(TASKS[task], seed, what, steps)
+        if what == "errors":
+            made = errors_row(TASKS[task], seed, steps, policies, AGES if drift else ())
+        else:
+            made = make(TASKS[task], seed, what, steps)
         row = {"task": task, "what": what, "seed": seed, "steps": steps} | made
         row["cpu_s"] = round(time.process_time() - began, 2)
         with path.open("a", encoding="utf-8") as out:
@@ -276,13 +286,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--policies", default="*", help="only those whose name matches, e.g. 'int8*'")
+    parser.add_argument("--no-drift", action="store_true", help="no gradient errors beside those of step 10")
     parser.add_argument("--guard", action="store_true", help="run what the guard is judged by")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not args.report:
         steps = GUARD_STEPS if args.guard else args.steps
-        run_all(args.out, steps, args.tasks, args.seeds, guard=args.guard)
+        named = fnmatch.filter(POLICIES, args.policies)
+        how = {"guard": args.guard, "policies": named, "drift": not args.no_drift}
+        run_all(args.out, steps, args.tasks, args.seeds, **how)
     from benchmarks.long_run.report import report
 
     lines = (args.out / "rows.jsonl").read_text().splitlines()

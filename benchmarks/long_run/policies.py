@@ -58,6 +58,11 @@ class Case:
     refused: bool = False
     bad: bool = False
 
+    @property
+    def backend(self) -> str:
+        """INT8 runs as a search on a CPU runs it, by the integer GEMM; what a CPU does not multiply is emulated."""
+        return "auto" if self.recipe.startswith("int8") else "emulated"
+
 
 def _state(**formats: str) -> tuple[tuple[str, str], ...]:
     return tuple(formats.items())
@@ -70,6 +75,10 @@ POLICIES: dict[str, Case] = {
     "fp8 delayed 16, head bf16": Case("fp8_delayed", ("head",)),
     "bf16 weights, stochastic": Case("bf16", state=_state(weights="bf16_stochastic", gradients="bf16")),
     "moments e4m3 + fp16 scaled": Case("bf16", state=_state(exp_avg="e4m3", exp_avg_sq="fp16_scaled")),
+    "int8 tensor": Case("int8_tensor"),
+    "int8 row": Case("int8"),
+    "int8 row, wgrad bf16": Case("int8", wgrad="bf16"),
+    "int8 tensor, head kept": Case("int8_tensor", ("head",), "keep"),
     "nvfp4, ends bf16": Case("nvfp4", ("head", "first")),
     "nvfp4, ends bf16, last 15 % bf16": Case("nvfp4", ("head", "first"), last=0.85),
     "fp8 e5m2 forward": Case("e5m2_forward", bad=True),
@@ -81,9 +90,10 @@ POLICIES: dict[str, Case] = {
 
 
 def policy_of(case: Case, layers: dict[str, str]) -> Policy:
-    """Return the policy of a case; ``layers`` says which layer is the task's ``head`` and ``first``."""
+    """Return the policy of a case; ``layers`` names the task's ``head`` and ``first``, and a ``recurrent`` one."""
     gemms: Any = {"wgrad": case.wgrad} if case.wgrad else {}
     rules = [LayerRule(match=layers[kept], recipe=case.kept_recipe) for kept in case.kept]
+    rules += [LayerRule(match=layers["recurrent"], recipe="keep")] if layers.get("recurrent") else []
     rules.append(LayerRule(match="*", recipe=case.recipe, gemms=gemms))
     names = {rule.recipe for rule in rules} | set(gemms.values())
     recipes = {name: _RECIPES[name] for name in sorted(names - {"keep"})}

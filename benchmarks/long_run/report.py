@@ -171,10 +171,10 @@ def spread_of(rows: list[Row], task: str) -> float:
 
 def _ends_in_bf16(found: list[Outcome]) -> str:
     """Return what the last 15 % in bf16 leave of the final gap of NVFP4, over all models."""
-    gaps = [
-        statistics.fmean(o.gap for o in found if o.name == name)
-        for name in ("nvfp4, ends bf16", "nvfp4, ends bf16, last 15 % bf16")
-    ]
+    names = ("nvfp4, ends bf16", "nvfp4, ends bf16, last 15 % bf16")
+    if not {o.name for o in found}.issuperset(names):
+        return "NVFP4 was not run."
+    gaps = [statistics.fmean(o.gap for o in found if o.name == name) for name in names]
     return f"NVFP4, ends in bf16: mean final gap {gaps[0]:+.2%}; with the last 15 % of the run in bf16 {gaps[1]:+.2%}."
 
 

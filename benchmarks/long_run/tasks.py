@@ -2,6 +2,7 @@
 
 ``gpt``: characters of the Python language reference (it ships with Python, as ``pydoc_data``), one block.
 ``vit``, ``mlp``: scikit-learn's handwritten digits, shifted and noisy; one block over 16 patches, or three layers.
+``lstm``: the same characters; a recurrent layer, which has no 8-bit form and stays as it is, between linear ones.
 ``moe``: a made classification whose inputs are heavy-tailed, one batch in twenty with
 outliers; two experts, softly mixed.
 
@@ -36,6 +37,12 @@ class Task:
     lr: float
     head: str
     first: str
+    recurrent: str = ""
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """The layers that policies name."""
+        return {"head": self.head, "first": self.first, "recurrent": self.recurrent}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch[0])
@@ -109,6 +116,21 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
         return self.head(x + F.relu(self.middle(x)))
+
+
+class LSTM(nn.Module):
+    """An LSTM between a linear layer and an MLP, over the same characters."""
+
+    def __init__(self, vocabulary: int, width: int = 32) -> None:
+        super().__init__()
+        self.embed, self.into = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.recurrent = nn.LSTM(width, width, batch_first=True)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.recurrent(self.into(self.embed(tokens)))[0]
+        return self.head(x + self.down(F.relu(self.up(x))))
 
 
 class MoE(nn.Module):
@@ -234,6 +256,7 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         Task("gpt", lambda: GPT(_VOCABULARY, _LENGTH), _text_batches, _text_held_out, 4e-3, "head", "qkv"),
+        Task("lstm", lambda: LSTM(_VOCABULARY), _text_batches, _text_held_out, 4e-3, "head", "into", "recurrent"),
         Task("vit", ViT, _digit_batches, _digits_held_out, 3e-3, "head", "embed"),
         Task("mlp", MLP, _digit_batches, _digits_held_out, 3e-3, "head", "first"),
         Task("moe", lambda: MoE(_INPUTS, _CLASSES), _row_batches, _rows_held_out, 3e-3, "head", "embed"),

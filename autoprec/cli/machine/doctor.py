@@ -24,19 +24,11 @@ from autoprec.errors import UsageError
 PROBE_SIZE = 1024
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            found = [line.partition(":")[2].strip() for line in stream if line.startswith("model name")]
-    except OSError:
-        found = []
-    return found[0] if found else platform.processor() or platform.machine()
-
-
 def _devices(torch: Any) -> list[dict[str, Any]]:
+    from autoprec.cost.calibrate.cpu import cpu_model
     from autoprec.precision.hardware import by_device_name
 
-    rows = [{"device": "cpu", "name": _cpu_name(), "target": "cpu", "note": f"{cores()} cores"}]
+    rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": f"{cores()} cores"}]
     if not torch.cuda.is_available():
         built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"
         return [*rows, {"device": "cuda", "name": "none", "target": "", "note": f"no GPU is usable: {built}"}]

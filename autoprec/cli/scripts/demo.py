@@ -1,9 +1,9 @@
 """``autoprec demo``: a search from script to policy, report and MLflow, on whatever machine this is.
 
-Where low precision gains something here (a GPU, or a CPU with bf16 instructions) the shipped ``train_gpt.py`` is
-searched and timed on this machine. Where it does not, staying would be the right answer and nothing would be seen; so
-the same script is rehearsed for an H100: numerics emulated here, times modelled at the size of a model that such a GPU
-is used for. Every figure of a rehearsal says *modelled*.
+Where low precision gains something here (a GPU, or a CPU: INT8 gains on nearly every one) the shipped
+``train_gpt.py`` is searched and timed on this machine. Where it does not, staying would be the right answer and nothing
+would be seen; so the same script is rehearsed for an H100: numerics emulated here, times modelled at the size of a
+model that such a GPU is used for. Every figure of a rehearsal says *modelled*.
 """
 
 from __future__ import annotations

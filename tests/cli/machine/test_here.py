@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from autoprec.cli.machine import here as module
 from autoprec.cli.machine.here import Here, cores, look_here
 
 
 @pytest.mark.parametrize(
     ("here", "gains", "says"),
     [
-        (Here(0, (), 12.3), False, "bf16 GEMMs take 12.3 times as long as fp32 (no bf16 instructions)"),
-        (Here(0, ("AVX512_BF16",), 0.5), True, "bf16 GEMMs are 2.0 times as fast as fp32 (AVX512_BF16)"),
+        (Here(0, (), 12.3), False, "bf16 linear layers take 12.3 times as long as fp32 (no bf16 instructions)"),
+        (Here(0, ("AVX512_BF16",), 0.5), True, "bf16 linear layers are 2.0 times as fast as fp32 (AVX512_BF16)"),
         (Here(0, ("AVX512_BF16",), 0.95), False, "gains nothing"),
-        (Here(0, (), 70.0, (), 0.5), True, "int8 GEMMs are 2.0 times as fast as fp32 (no int8 instructions)"),
+        (Here(0, (), 70.0, (), 0.5), True, "int8 linear layers are 2.0 times as fast as fp32 (no int8 instructions)"),
         (Here(0, (), 70.0, ("AVX512_VNNI",), 0.2), True, "5.0 times as fast as fp32 (AVX512_VNNI)"),
         (Here(2, (), 0.0), True, "2 usable GPUs"),
     ],
@@ -31,3 +34,20 @@ def test_this_machine_is_timed_and_left_as_it_was() -> None:
     assert here.gpus == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert here.gpus or min(here.bf16_ratio, here.int8_ratio) > 0
     assert cores() >= 1
+
+
+def test_recipes_are_timed_in_turn_and_a_hopeless_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], []
+
+    def run(name: str, seconds: float) -> Callable[[], None]:
+        def step() -> None:
+            calls.append(name)
+            clock[0] += seconds * (2.0 if len(calls) <= 3 else 1.0)  # the warm-up is slower
+
+        return step
+
+    monkeypatch.setattr(module.time, "process_time", lambda: clock[0])
+    found = module._seconds([run("fp32", 1.0), run("bf16", 30.0), run("int8", 0.5)])
+    assert found == [1.0, 60.0, 0.5]
+    assert calls.count("bf16") == 1
+    assert calls[:5] == ["fp32", "bf16", "int8", "fp32", "int8"]

@@ -53,7 +53,7 @@ def test_a_gpu_trains_the_size_that_is_rehearsed_for_it(gib: int, large: bool, m
 def test_a_machine_that_does_not_says_so_and_rehearses_at_a_realistic_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     found, (asked,) = run(monkeypatch, Here(0, (), 19.0))
     assert (asked.target, asked.cost_scale) == ("h100", "width=8,depth=4,tokens=32")
-    assert "bf16 GEMMs take 19.0 times as long" in found.stderr
+    assert "bf16 linear layers take 19.0 times as long" in found.stderr
     (line,) = [line for line in found.stderr.splitlines() if "rehearsing for an H100" in line]
     words = shlex.split(line.partition("instead: ")[2])
     assert words[:2] == ["autoprec", "search"]
