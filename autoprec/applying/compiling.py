@@ -7,7 +7,6 @@ decides whether its policy pays; a search may therefore try both.
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +23,6 @@ Execution = Literal["keep", "compile", "eager"]
 
 #: So many kinds of blocks Dynamo compiles by default, each in two versions (training, evaluation).
 _FEW_KINDS = 4
-#: Settings under which Inductor times more than a few kernels on the GPU.
-_AUTOTUNES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 _by_block = False
 #: Where it is kept what :func:`set_execution` did, in the ``__dict__`` of the root.
 ATTRIBUTE = "_autoprec_execution"
@@ -46,19 +43,6 @@ def is_compiled(root: nn.Module) -> bool:
         return True
     inside = {id(module) for module in root.modules()}
     return any(id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in living(wrapper))
-
-
-def autotunes() -> bool:
-    """Say whether Inductor is to choose kernels by timing them: by its settings, or in anything the script compiles.
-
-    ``mode="max-autotune"`` is in neither the model nor its graphs: the compiler that ``torch.compile`` makes has it.
-    """
-    settings: list[Mapping[str, Any]] = []
-    if "torch._dynamo" in sys.modules or any("MAX_AUTOTUNE" in name for name in os.environ):
-        inductor: Any = importlib.import_module("torch._inductor.config")
-        settings = [wrapper.config for wrapper in living(torch._TorchCompileInductorWrapper)]
-        settings.append({name: getattr(inductor, name, False) for name in _AUTOTUNES})
-    return any(each.get(name) for each in settings for name in _AUTOTUNES)
 
 
 def set_execution(root: nn.Module, wanted: Execution) -> None:

@@ -35,11 +35,6 @@ def steps_file(result: Path | str) -> Path:
     return Path(f"{result}.steps")
 
 
-def starting_file(order: Path | str) -> Path:
-    """What is there while a process that waits for an order is on its way to its first training forward."""
-    return Path(f"{order}.starting")
-
-
 class Beat:
     """The trial's side: tells that a step is done; costs two microseconds."""
 

@@ -23,10 +23,8 @@ FAILURES = (
 OUT_OF_TIME = "out_of_time"
 #: The reference among the contenders of a duel.
 REFERENCE = ""
-#: Measured steps of a trial where the caller names no number; only then may it be timed for longer.
+#: Measured steps of a trial where the caller names no number.
 STEPS = 20
-#: Seconds that a trial is timed at most beyond the steps it was asked for.
-MOST_TIMED_S = 10.0
 #: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
 SMALL_MODEL = 100_000
 
@@ -64,13 +62,6 @@ class TrialSpec:
             None: no limit.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
-        shared: other trials may be on this device: after the first step, which compiles, they take turns, so that no
-            two are timed at once. For one rank: those of two trials could wait for each other.
-        ahead: the process of the next trial under this paired seed is started beside this one, where that is safe
-            (:mod:`autoprec.trial.driver.spare`).
-        starting: set by the driver: a file that is there while that process starts; this one is timed afterwards.
-        timed_share: after ``steps`` the trial is timed for so much of its own duration more, at most
-            :data:`MOST_TIMED_S`, as far as the script goes; losses beyond ``steps`` are not returned.
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
@@ -96,10 +87,6 @@ class TrialSpec:
     timeout_s: float = 600.0
     by_block: bool = False
     record_graph: bool = False
-    shared: bool = False
-    ahead: bool = False
-    starting: str = ""
-    timed_share: float = 0.0
     memory_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -121,8 +108,8 @@ class TrialResult:
         reason: one sentence for a person; empty when ok.
         tail: the last lines of the trial's own output (failures only).
         losses: objective of every step seen, warm-up included; of a trial with several ranks their mean.
-        step_ms: duration of every step, also of those beyond the asked ones (``TrialSpec.timed_share``); ``clock`` says
-            of what: ``cpu_time`` (process CPU time on the CPU) or ``cuda_events``, or ``wall``.
+        step_ms: duration of every step; ``clock`` says of what: ``cpu_time`` (process CPU time on the CPU) or
+            ``cuda_events``, or ``wall``.
         memory_bytes: peak of the step, of the rank that holds most; ``memory`` splits it (parameters, gradients,
             optimizer, saved, ...).
         samples: per step, as seen in the batch; 0 when they could not be seen.
@@ -171,9 +158,8 @@ class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
-    ``compiled``: the script compiles its model, or a part of it, itself; ``autotunes``: its compiler times kernels on
-    the GPU to choose among them (``max-autotune``); ``sharded``: FSDP2 gathers its weights; ``gpus``: how many its
-    first process uses; ``passed_over``: models that are trained for a few steps before this one.
+    ``compiled``: the script compiles its model, or a part of it, itself; ``sharded``: FSDP2 gathers its weights;
+    ``gpus``: how many its first process uses; ``passed_over``: models that are trained for a few steps before this one.
     """
 
     launch: str
@@ -185,7 +171,6 @@ class HostInfo:
     setup_s: float = 0.0
     notes: tuple[str, ...] = ()
     compiled: bool = False
-    autotunes: bool = False
     sharded: bool = False
     gpus: int = 0
     passed_over: int = 0

@@ -6,25 +6,21 @@ that the gap between their loss curves is the policy's doing, and far smaller ga
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from autoprec.trial.inside.observe.conditions import ask_driver
-from autoprec.trial.protocol import STEPS, TrialResult, TrialSpec
+from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
-from autoprec.tuning.workers.slots import visible_gpus
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
@@ -35,12 +31,6 @@ MOST_SIDE_BY_SIDE = 8
 OVERRUN = 1.2
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.
 BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
-#: So much of its own duration more a trial on a GPU is timed where no number of steps was asked for: steps are the
-#: least of a trial there, and a median over more of them is less noisy.
-TIMED_SHARE = 0.1
-#: What a trial beside others needs of a GPU's memory, over the reference's peak (fragments, what policies add), and for
-#: a context.
-_PEAKS, _CONTEXT_BYTES = 1.25, 2 << 30
 #: Other programs that keep more than this share of the cores busy disturb a timed step's caches and clocks.
 BUSY = 0.5
 
@@ -55,8 +45,6 @@ class PairedRunner:
     def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger) -> None:
         self._setup, self._pool, self._ledger = setup, pool, ledger
         self._repeated = 0
-        self._alone, self._running = False, threading.Condition()
-        self._on_device = 0
         self.by_block = ByBlock(setup, ledger, self._timed)
 
     @property
@@ -65,62 +53,17 @@ class PairedRunner:
         asked, slots = self._setup.options.workers, self._pool.slots()
         if slots > 1:
             return min(slots, asked or slots)
-        if self._on_one_gpu:
-            return asked if self.shares_device and not self._alone else 1
+        if self.on_one_gpu:
+            return 1
         if asked or self._setup.measured:
             return asked or 1
         return min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0)))
 
     @property
-    def _on_one_gpu(self) -> bool:
+    def on_one_gpu(self) -> bool:
+        """Whether trials are timed on the one GPU there is, and so one at a time, whatever ``--workers`` says."""
         one = self._pool.slots() == 1 and self._setup.host.gpus < 2
         return one and self._setup.measured and not self._setup.target.is_cpu
-
-    @functools.cached_property
-    def _holds_one_process(self) -> bool:
-        gpu = next(iter(visible_gpus(dict(os.environ))), "")
-        return ask_driver(["compute_mode"], gpu).startswith("Exclusive")
-
-    @property
-    def shares_device(self) -> bool:
-        """Whether trials start and compile while another is timed on the one GPU there is: only where asked for.
-
-        Concurrent trials inflate step times, but not those of the reference, which runs alone.
-        """
-        return self._on_one_gpu and self._setup.options.workers > 1 and not self.refused_sharing()
-
-    def refused_sharing(self) -> str:
-        """Return why trials run one at a time on one GPU although more are asked for; empty where they do not."""
-        setup, ledger = self._setup, self._ledger
-        if not self._on_one_gpu or (asked := setup.options.workers) < 2:
-            return ""
-        if setup.options.engine != "local":
-            return f"--engine {setup.options.engine} gives each its own GPU"
-        if setup.host.world_size > 1:
-            return "ranks of two trials could wait for each other"
-        if setup.host.autotunes:
-            return "the script compiles with max-autotune, which times kernels on the GPU to choose among them"
-        if self._holds_one_process:
-            return "the GPU is in exclusive compute mode (nvidia-smi -c 0 ends that)"
-        if 0 not in ledger.references:
-            return "nothing is known of their memory yet"
-        if not fit_together(asked, ledger.reference.memory_bytes, setup.target.memory_bytes):
-            return f"{asked} trials at once do not fit into the GPU's memory"
-        return ""
-
-    @property
-    def starts_ahead(self) -> bool:
-        """Whether the process of the next trial starts, and waits at its first step, while one compiles on the one GPU.
-
-        It is there before that one is timed. Only where the start is nothing that could disturb a first step, whose
-        kernels may be chosen by timing them, and where both would fit into memory even if both trained.
-        """
-        setup, ledger = self._setup, self._ledger
-        if not self._on_one_gpu or self.shares_device or 0 not in ledger.references:
-            return False
-        alone = setup.options.engine == "local" and setup.host.launch == "zygote" and not setup.host.autotunes
-        fit = fit_together(2, ledger.reference.memory_bytes, setup.target.memory_bytes)
-        return alone and fit and not setup.options.at_step and not self._holds_one_process
 
     @property
     def final_workers(self) -> int:
@@ -144,7 +87,6 @@ class PairedRunner:
             "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
             "anneal": True,  # no policy causes the noise of a high learning rate
             "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
-            "timed_share": timed_share(self._setup),
             "within_s": self.seconds_left() if changes.get("kind", "train") == "train" else None,
         }
         return TrialSpec(**(values | changes))
@@ -183,8 +125,7 @@ class PairedRunner:
         return self.by_block.run(spec, seed)
 
     def _timed(self, spec: TrialSpec, seed: int) -> TrialResult:
-        run = self._beside if spec.shared else self._run
-        result = run(spec, seed)
+        result = self._run(spec, seed)
         if not (self._setup.measured and result.ok and result.unreliable) or self._repeated >= MOST_REPEATED:
             return result
         self._repeated += 1
@@ -192,29 +133,8 @@ class PairedRunner:
         note(f"a trial is repeated: {result.unreliable}")
         if self._repeated == MOST_REPEATED:
             note("this keeps happening: no further trial is repeated, and the times of this search are uncertain")
-        again = run(spec, seed)
+        again = self._run(spec, seed)
         return again if again.ok else result
-
-    def _beside(self, spec: TrialSpec, seed: int) -> TrialResult:
-        """Run a trial beside another; one that runs out of memory runs again when it has the device to itself."""
-        with self._running:
-            self._on_device += 1
-        try:
-            result = self._run(spec, seed)
-        finally:
-            with self._running:
-                self._on_device -= 1
-                self._running.notify_all()
-        if result.status != "oom":
-            return result
-        with self._running:
-            before, self._alone = self._alone, True  # no other trial starts
-            self._running.wait_for(lambda: self._on_device == 0)
-            result = self._run(spec, seed)
-            self._alone = before or result.status != "oom"
-            if self._alone and not before:
-                self._ledger.note("trials at once do not fit into the GPU's memory: they run one at a time now")
-            return result
 
     def _run(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run one trial, and book where its time went."""
@@ -245,17 +165,6 @@ class PairedRunner:
         """Lend threads that run trials; see :meth:`autoprec.tuning.workers.local.HostPool.threads`."""
         with self._pool.threads(count, name) as threads:
             yield threads
-
-
-def fit_together(trials: int, peak_bytes: int, device_bytes: int) -> bool:
-    """Say whether so many trials fit into a GPU's memory at once, where the reference holds ``peak_bytes``."""
-    return trials * (_PEAKS * peak_bytes + _CONTEXT_BYTES) <= device_bytes
-
-
-def timed_share(setup: Setup) -> float:
-    """Return the share of its own duration for which a trial is timed beyond its steps; 0 where they are as asked."""
-    asked = setup.options.steps != STEPS
-    return 0.0 if asked or not setup.measured or setup.target.is_cpu or setup.host.world_size > 1 else TIMED_SHARE
 
 
 def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget: float) -> list[TrialResult]:

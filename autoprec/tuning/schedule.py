@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoprec.support.units import counted
-from autoprec.trial.protocol import MOST_TIMED_S
 from autoprec.tuning.options import SearchOptions
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
@@ -55,42 +54,29 @@ class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
     ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does. The first
-    compilation of a process takes ``first_s`` longer, whatever it compiles, and the first trial ``once_s``. A run is
-    timed for ``timed_share`` of all that longer than its steps (``TrialSpec.timed_share``).
+    compilation of a process takes ``first_s`` longer, whatever it compiles, and the first trial ``once_s``.
     """
 
     start_s: float
     step_s: float
     compile_s: float = 0.0
     blocks: int = 1
-    timed_share: float = 0.0
     first_s: float = 0.0
     once_s: float = 0.0
 
-    def run_s(self, steps: int, *, compiled: float = 1.0, ahead: bool = False) -> float:
-        """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached.
+    def run_s(self, steps: int, *, compiled: float = 1.0) -> float:
+        """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached."""
+        return self.start_s + self.first_s + compiled * self.compile_s + steps * self.step_s
 
-        ``ahead``: it has been started, and the next one starts while it compiles (``TrialSpec.ahead``).
-        """
-        compile_s = self.first_s + compiled * self.compile_s
-        asked = max(self.start_s, compile_s) if ahead else self.start_s + compile_s
-        asked += steps * self.step_s
-        return asked + min(MOST_TIMED_S, self.timed_share * asked)
-
-    def stepping_s(self, steps: int) -> float:
-        """Return the seconds that a trial of one block trains."""
-        return self.trial_s(steps) - self.start_s - self.first_s - self.compile_s / self.blocks
-
-    def trial_s(self, steps: int, *, new: float = 1.0, found: float = 0.0, ahead: bool = False) -> float:
+    def trial_s(self, steps: int, *, new: float = 1.0, found: float = 0.0) -> float:
         """Return the seconds of a run that compiles so many kinds of blocks, and finds others in torch's cache."""
-        return self.run_s(steps, compiled=min(1.0, (new + CACHED_COMPILE * found) / self.blocks), ahead=ahead)
+        return self.run_s(steps, compiled=min(1.0, (new + CACHED_COMPILE * found) / self.blocks))
 
-    def trials_s(self, steps: int, trials: int, *, ahead: bool = False) -> float:
+    def trials_s(self, steps: int, trials: int) -> float:
         """Return the seconds of so many trials one after the other."""
         alike = trials if self.blocks == 1 else min(trials, ALIKE_TRIALS)
-        mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS, ahead=ahead)
-        first = self.start_s if ahead else 0.0  # nothing compiles while the first one starts
-        return first + alike * self.trial_s(steps, ahead=ahead) + (trials - alike) * mixed
+        mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS)
+        return alike * self.trial_s(steps) + (trials - alike) * mixed
 
     def on_gpu(self) -> Pace:
         """Return the pace of runs on a GPU, where this is what one was seen to take (:data:`GPU_TERMS`).
@@ -186,8 +172,6 @@ def schedule(
     passes: int = USUAL_PASSES,
     workers: int = 1,
     final_workers: int = 1,
-    shared: bool = False,
-    ahead: bool = False,
     usual: bool = False,
     closing_s: float = 0.0,
 ) -> Schedule:
@@ -200,8 +184,6 @@ def schedule(
         host_s: the same for each further paired seed, where its script is started from a copy; None: ``setup_s``.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
-        shared: the trials share one device, and take turns at training.
-        ahead: each trial's process starts while the one before compiles.
         closing_s: for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
@@ -215,7 +197,6 @@ def schedule(
     # what a policy's first trial compiled its runs under further seeds find in torch's cache
     kinds = KINDS if trials > ALIKE_TRIALS and trial.blocks > 1 else 1.0
     further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, new=0.0, found=kinds))
-    all_trials = trial.trials_s(steps, trials, ahead=ahead)
     whole = (1 if usual else CONTENDERS) if by_block else 0
     return Schedule(
         trials=trials,
@@ -223,7 +204,7 @@ def schedule(
         whole=whole,
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=trial.once_s + max(all_trials / workers, trials * trial.stepping_s(steps) if shared else 0.0),
+        trials_s=trial.once_s + trial.trials_s(steps, trials) / workers,
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),

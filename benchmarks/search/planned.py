@@ -29,30 +29,26 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
     from autoprec.cost.transformer import PRESETS, decoder_report
     from autoprec.precision.hardware import TARGETS
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.paired import TIMED_SHARE, fit_together
     from autoprec.tuning.schedule import Pace, schedule
 
     report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
     step = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16")
     step_s = step.time_ms / 1e3
     paces = [
-        Pace(start_s, step_s, 24 * each, blocks=12, timed_share=TIMED_SHARE, first_s=max(0.0, first - again))
+        Pace(start_s, step_s, 24 * each, blocks=12, first_s=max(0.0, first - again))
         for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
     ]
     asked = SearchOptions(command=("train.py",))
     both = ((True, "as searches usually end"), (False, "upper bound: nothing converges"))
     rows = []
-    ways = [(1, "")] + [(2, ", --workers 2")] * fit_together(2, step.memory_bytes, TARGETS["h100"].memory_bytes)
-    for workers, way, usual, what in [(*way, *end) for way in ways for end in both]:
-        how: dict[str, Any] = {"setup_s": setup_s, "host_s": start_s, "workers": workers, "shared": workers > 1}
-        how["ahead"] = workers == 1
-        found = schedule(asked, *paces, **how, usual=usual)
+    for usual, what in both:
+        found = schedule(asked, *paces, setup_s=setup_s, host_s=start_s, usual=usual)
         counted = (
             f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
             f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
             f"reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
         )
-        rows.append(f"| planned search, --trials 30{way}, compiled gpt2-124M | h100 | {what} (modelled) | {counted} |")
+        rows.append(f"| planned search, --trials 30, compiled gpt2-124M | h100 | {what} (modelled) | {counted} |")
     started = f"started anew {setup_s:.1f} s, a trial {start_s:.1f} s"
     rows.append(f"| gpt2-124M's script at its first step | - | without a GPU's own start | {started} |")
     return rows

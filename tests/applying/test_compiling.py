@@ -7,7 +7,6 @@ import gc
 import pickle
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from autoprec import Policy
 from autoprec.applying import compiling
-from autoprec.applying.compiling import autotunes, is_compiled, run_eagerly
+from autoprec.applying.compiling import is_compiled, run_eagerly
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -127,20 +126,6 @@ def test_parts_that_are_compiled_are_seen() -> None:
     model = _model()
     model[2] = torch.compile(model[2], backend="eager")
     assert is_compiled(model)
-
-
-@pytest.mark.parametrize("how", [{"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune_gemm": True}}])
-def test_a_script_that_lets_its_compiler_time_kernels_is_seen(how: dict[str, Any]) -> None:
-    plain = torch._TorchCompileInductorWrapper("default", None, None)
-    assert not autotunes()
-    timing = torch._TorchCompileInductorWrapper(how.get("mode"), how.get("options"), None)  # as torch.compile does
-    assert autotunes()
-    del plain, timing
-
-
-def test_settings_that_let_every_compiler_time_kernels_are_seen() -> None:
-    with torch._inductor.config.patch(max_autotune=True):
-        assert autotunes()
 
 
 def test_a_scan_compiles_nothing() -> None:

@@ -126,34 +126,6 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert "paired seeds 44 s, the answer 7 s)" in describe(closing, closing)
 
 
-def test_runs_are_timed_for_a_share_of_their_own_duration_more_and_for_no_longer_than_ten_seconds() -> None:
-    plain, longer = (Pace(5.0, 0.1, 20.0, timed_share=share) for share in (0.0, 0.1))
-    assert longer.run_s(23) == pytest.approx(1.1 * plain.run_s(23))
-    assert Pace(5.0, 0.1, 500.0, timed_share=0.1).run_s(23) == pytest.approx(507.3 + 10)
-    assert longer.stepping_s(23) == pytest.approx(2.3 + 0.1 * 27.3)
-
-
-def test_trials_that_share_a_device_take_turns_at_training() -> None:
-    pace, host = Pace(5.0, 0.1, 20.0), {"setup_s": 10.0, "workers": 2, "shared": True}
-    assert schedule(OPTIONS, pace, pace, **host).trials_s == pytest.approx(30 * 27.3 / 2)
-    assert schedule(OPTIONS, dataclasses.replace(pace, first_s=3.0), pace, **host).reference_s == pytest.approx(
-        schedule(OPTIONS, pace, pace, **host).reference_s + 3 * 3.0
-    )
-    slow = Pace(1.0, 0.5, 2.0)
-    assert schedule(OPTIONS, slow, slow, **host).trials_s == pytest.approx(30 * 11.5)  # the steps alone
-
-
-def test_a_process_that_is_started_ahead_hides_its_start_behind_what_the_one_before_compiles() -> None:
-    pace = Pace(5.0, 0.1, 20.0, first_s=1.0)
-    plain = schedule(OPTIONS, pace, pace, setup_s=10.0)
-    ahead = schedule(OPTIONS, pace, pace, setup_s=10.0, ahead=True)
-    assert plain.trials_s - ahead.trials_s == pytest.approx(29 * 5.0)
-    assert (plain.finalists_s, plain.whole_s) == (ahead.finalists_s, ahead.whole_s)
-    slow = Pace(60.0, 0.1, 20.0, first_s=1.0)  # a trial waits with its steps until the next one is there
-    assert slow.run_s(23, ahead=True) == pytest.approx(62.3)
-    assert slow.run_s(23) == pytest.approx(83.3)
-
-
 @pytest.mark.parametrize("blocks", [1, 2, 12])
 def test_no_trial_compiles_more_than_the_whole_model(blocks: int) -> None:
     pace = Pace(0.0, 0.0, 120.0, blocks=blocks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 import socket
@@ -28,11 +27,10 @@ from autoprec.trial.driver.classify import classify, describe_exit, last_lines
 from autoprec.trial.driver.launcher import Launcher, ZygoteProcess
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.driver.results import load_result, over_ranks
-from autoprec.trial.driver.spare import Spare, start_spare
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import remove_folder, start_ticks
-from autoprec.trial.progress import Deadline, starting_file, steps_file
+from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
@@ -100,7 +98,6 @@ class TrialRunner(Runner):
         self._next = 0
         self._starts = self._lost = 0
         self._running: set[ProcessTree] = set()
-        self._spare: Spare | None = None  # waits for the next trial
         self._closed = self._left = False
         self._passed_over: list[str] = []  # models that were trained for a few steps before the real one
 
@@ -411,18 +408,10 @@ class TrialRunner(Runner):
         if private is None:
             return TrialResult("crashed", "this runner is closed")
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
-        with self._lock:
-            spare, self._spare = self._spare, None
-            if spec.ahead and self._info is not None and self._info.launch == "zygote" and not self._at_step:
-                launch = functools.partial(self._launch_trial, spec)
-                self._spare = start_spare(path.with_name(f"next-{path.name}"), launch, self._setup_allowance())
-                spec = replace(spec, starting=str(starting_file(self._spare.order)))
-            beside = self._spare
-        if spare is not None and spare.look():
-            path, process = spare.result, spare.process
-            spare.tell(spec, began)
-        else:
-            process = self._launch_trial(spec, path, spec=spec.to_json(), asked=began)
+        config = self._config(mode="trial", launch=self._launch, result=str(path), spec=spec.to_json(), asked=began)
+        on_gpu = self._info is not None and self._info.device != "cpu"
+        threads = 0 if on_gpu else max(spec.threads, self._threads)
+        process = self._launch_process(config, f"{self._mark}{path.stem}", threads=threads, log=None)
         self._running.add(process)
         timed_out = False
         try:
@@ -431,8 +420,6 @@ class TrialRunner(Runner):
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
                     break
-                if beside is not None and not beside.look():
-                    beside = None
                 if deadline.steps:  # set-up is over: from here on the trial's own limit holds
                     deadline.limit_s = spec.timeout_s
                 if deadline.passed() or self._closed:
@@ -455,17 +442,7 @@ class TrialRunner(Runner):
             timeout_s=spec.timeout_s,
             tail=process.tail,
         )
-        if result.status == "oom" and spec.starting:  # the next trial's process may have been in the way, and be gone
-            if beside is not None:
-                beside.end()
-            return self._run_process(replace(spec, ahead=False, starting=""), progress)
         return replace(result, wall_s=time.monotonic() - began)
-
-    def _launch_trial(self, how: TrialSpec, result: Path, **values: Any) -> ProcessTree:
-        config = self._config(mode="trial", launch=self._launch, result=str(result), **values)
-        on_gpu = self._info is not None and self._info.device != "cpu"
-        threads = 0 if on_gpu else max(how.threads, self._threads)
-        return self._launch_process(config, f"{self._mark}{result.stem}", threads=threads, log=None)
 
     def _setup_allowance(self) -> float:
         """A plain process pays the script's set-up again; the deadline of the trial itself starts after it."""
@@ -484,8 +461,6 @@ class TrialRunner(Runner):
         if self._host is not None:
             self._host.wait(1.0)
             self._host.end()
-        if self._spare is not None:
-            self._spare.end()
         for process in list(self._running):
             process.end()
         if control is not None:

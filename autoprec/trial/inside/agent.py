@@ -36,7 +36,6 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.inside.policy_run import PolicyRun, claim
-from autoprec.trial.inside.spare import await_order
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed
 from autoprec.trial.processes import watch_driver
@@ -183,10 +182,7 @@ class Agent:
                 torch.set_num_threads(spec.threads)  # safe: this process has never run a parallel region
         else:
             result = Path(self.config["result"])
-            if "order" in self.config:
-                spec, asked = await_order(Path(self.config["order"]))
-            else:
-                spec, asked = TrialSpec.from_json(self.config["spec"]), float(self.config["asked"])
+            spec, asked = TrialSpec.from_json(self.config["spec"]), float(self.config["asked"])
         self._pid = os.getpid()
         may_fork = self.config.get("launch") != "process" and not host.fork_obstacle(found)
         self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork)

@@ -113,7 +113,7 @@ def _other_threads() -> list[str]:
 
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
-    from autoprec.applying.compiling import autotunes, is_compiled
+    from autoprec.applying.compiling import is_compiled
     from autoprec.applying.units import tunable_layers
     from autoprec.optim.weight_gather import is_sharded
 
@@ -142,7 +142,6 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s=setup_s,
         notes=tuple(notes),
         compiled=is_compiled(root),
-        autotunes=autotunes(),
         sharded=is_sharded(root),
         gpus=gpus_used(found),
     )

@@ -44,13 +44,9 @@ from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
-from autoprec.trial.inside.observe.turn import take_turn, wait_for_start
 from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
-from autoprec.trial.protocol import MOST_TIMED_S, OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
-
-#: A step that is under way when a trial has been timed for long enough is waited for so long (s).
-_GRACE_S = 2.0
+from autoprec.trial.protocol import OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -94,9 +90,6 @@ class Trial:
         self._warned: dict[str, None] = {}
         self._monitors: list[Any] = []
         self._before: Conditions | None = None
-        self._peak: int | None = None  # bytes of the asked steps
-        self._timed_until: float | None = None
-        self._waited_s = 0.0  # for its turn
         self._ending = threading.RLock()
         self.loop: Loop | None = None
         self._beat: Callable[[], None] = Beat(steps_file(result)) if writer else lambda: None
@@ -156,8 +149,7 @@ class Trial:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             limit_memory(self._device, spec.memory_limit)
-        # nothing else is timed, and a scan on a busy GPU needs no repetition; a shared device is timed later
-        if spec.kind == "train" and not spec.shared:
+        if spec.kind == "train":  # nothing else is timed, and a scan on a busy GPU needs no repetition
             self._before = read_conditions(self._device)
         self.hooks.events = self.loop
         self._begun = time.monotonic()
@@ -196,20 +188,9 @@ class Trial:
     # ---------------------------------------------------------------- steps
     def _check(self, loop: Loop) -> None:
         spec = self.spec
-        if loop.steps == 1 and (spec.shared or spec.starting):
-            began = time.monotonic()
-            if spec.starting:
-                wait_for_start(Path(spec.starting), self._beat)
-            if spec.shared:
-                take_turn(self._path.with_name("turn"), self._beat)
-            self._waited_s = time.monotonic() - began
-            if spec.shared:
-                self._before = read_conditions(self._device)
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
-        if self._timed_until is not None:  # steps beyond the asked ones are timed, and nothing else counts of them
-            return
         self._look_at_the_time(loop)
         # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
         if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps == loop.total:
@@ -269,27 +250,10 @@ class Trial:
         self.finish("unsupported", CAPTURED)
 
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
-        if self.spec.kind == "train" and self._goes_on():
-            return
         if self.spec.kind in ("train", "try"):
             self.finish("ok")
         self.hooks.events = Events()
         self._at_next_forward(self._at_forward)
-
-    def _goes_on(self) -> bool:
-        """Say whether a trial whose asked steps are done is to be timed for longer; their memory is read once."""
-        now = time.monotonic()
-        if self._timed_until is None:
-            own_s = now - self._asked - self._waited_s
-            more_s = min(MOST_TIMED_S, self.spec.timed_share * own_s)
-            self._timed_until = now + more_s
-            if self._device.type == "cuda":
-                self._peak = torch.cuda.max_memory_allocated(self._device)
-            if more_s:  # the script may evaluate, or write a checkpoint, for minutes before its next step
-                timer = threading.Timer(more_s + _GRACE_S, self.finish, ("ok",))
-                timer.daemon = True
-                timer.start()
-        return now < self._timed_until
 
     def _at_next_forward(self, action: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
         owned = {id(p) for p in self.found.root.parameters()}
@@ -347,8 +311,6 @@ class Trial:
         traceback.print_exception(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             self.finish("crashed", "interrupted")
-        if self._timed_until is not None:  # what was asked for has been measured
-            self.finish("ok")
         last = traceback.extract_tb(trace)[-1:] if trace is not None else []
         where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
         reason = f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
@@ -366,8 +328,6 @@ class Trial:
         self._exit_action()
 
     def _too_short(self) -> None:
-        if self._timed_until is not None:
-            self.finish("ok")
         seen = self.loop.steps if self.loop else 0
         wanted = self.loop.total if self.loop else 0
         reason = f"the script ended after {seen} of {wanted} steps"
@@ -401,7 +361,7 @@ class Trial:
             warmup=self.spec.warmup,
             start_s=self._begun - self._asked,
             wall_s=now - self._asked,
-            training_s=now - self._begun - self._waited_s,
+            training_s=now - self._begun,
             payload=self._payload,
         )
         loop = self.loop
@@ -411,18 +371,15 @@ class Trial:
         if compiling:
             self._payload["compiled_steps"] = compiling
         after = read_conditions(self._device) if self._before is not None else None
-        if self.spec.shared and self._before is not None and after is not None:  # the other trial's comes and goes
-            after = replace(after, foreign_memory=self._before.foreign_memory)
         doubt = unreliable(self._before, after)
-        asked = loop.total if self.spec.timed_share else None
         memory = dict(loop.memory)
         peak = sum(memory.values())
         if self._device.type == "cuda":
-            peak = self._peak if self._peak is not None else torch.cuda.max_memory_allocated(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
             memory["allocator_peak"] = peak
         result = replace(
             result,
-            losses=tuple(loop.losses[:asked]),
+            losses=tuple(loop.losses),
             step_ms=tuple(loop.clock.milliseconds()[: loop.steps]),
             clock=loop.clock.name,
             memory=memory,

@@ -109,9 +109,7 @@ class Duels:
             policies = [self._setup.reference_policy(), run.policy]
             if len(found) % 2:
                 policies.reverse()
-            results = [
-                self._runner.duel(self._runner.spec(p, steps=_STEPS, warmup=_WARMUP, timed_share=0.0)) for p in policies
-            ]
+            results = [self._runner.duel(self._runner.spec(p, steps=_STEPS, warmup=_WARMUP)) for p in policies]
             if not all(result.ok for result in results):
                 break
             ms = [step_time(result.step_ms, result.warmup) for result in results]

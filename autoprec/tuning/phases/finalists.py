@@ -76,9 +76,7 @@ class Race:
     @property
     def seed_s(self) -> float:
         """Seconds of one more paired seed."""
-        # trials whose start took no time of their own do not tell that both runs of a further seed start the script
-        starts = 3 if self._runner.starts_ahead else 1
-        return self._ledger.seconds_per_seed(starts * self._setup.host.setup_s, self._runner.final_workers)
+        return self._ledger.seconds_per_seed(self._setup.host.setup_s, self._runner.final_workers)
 
     @property
     def seedless(self) -> bool:

@@ -15,7 +15,7 @@ from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, s
 from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
-from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, timed_share
+from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.phases.concluded import measured_here
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
@@ -179,8 +179,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     start_s = timings.get("start_s_sum", 0.0) / starts
     compile_s = timings.get("compile_s", 0.0) if setup.measured else 0.0
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
-    longer, shared = timed_share(setup), runner.shares_device
-    pace = Pace(start_s, step_s, compile_s, blocks, longer)
+    pace = Pace(start_s, step_s, compile_s, blocks)
     if setup.measured and not setup.target.is_cpu:
         pace = pace.on_gpu()
 
@@ -193,8 +192,6 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             host_s=None if setup.host.launch == "fork" else 0.0,  # what the first host found holds for them
             workers=runner.workers,
             final_workers=runner.final_workers,
-            shared=shared,
-            ahead=runner.starts_ahead,
             usual=usual,
             closing_s=ledger.seconds_to_close(),
         )
@@ -202,18 +199,8 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     usual = counted(usual=True)
     ledger.needed_s = ledger.elapsed() + usual.rest_s
     told = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
-    if longer:
-        told.append(
-            f"a run is timed for up to {longer:.0%} of its own duration beyond its {options.steps} steps, for less "
-            "noise in times (any other --steps N: exactly N; losses are those of the steps asked for)"
-        )
-    if shared:
-        told.append(
-            f"--workers {options.workers}: trials start and compile while another is timed on the same GPU; they take "
-            "turns at training, and their times are noisier, and slower than the reference's, which runs alone"
-        )
-    elif alone := runner.refused_sharing():
-        told.append(f"--workers {options.workers}: trials run one at a time all the same: {alone}")
+    if options.workers > 1 and runner.on_one_gpu:
+        told.append(f"--workers {options.workers}: on one GPU trials run one at a time, as the reference does")
     return told
 
 

@@ -119,10 +119,8 @@ class _Loop:
         plan = Run(number, kind, name, params, policy, status="", tags=tags)
         predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
         limit = hopeless_gap(setup, ledger) if setup.host.world_size == 1 else None
-        shared = self.runner.shares_device
-        ahead = self.runner.starts_ahead and self.done + 1 < self.goal
         seen = {"reference_losses": ledger.reference.losses, "stop_gap": limit}
-        spec = self.runner.spec(policy, **seen, shared=shared, ahead=ahead)
+        spec = self.runner.spec(policy, **seen)
         result = self.runner.run(spec)
         # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
         reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written

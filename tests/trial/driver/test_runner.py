@@ -11,7 +11,6 @@ import sqlite3
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,38 +227,6 @@ def test_trials_run_at_the_same_time(host: Any) -> None:
     assert results["a"].losses == results["b"].losses
     assert results["c"].ok
     assert results["c"].losses != results["a"].losses
-
-
-def test_trials_that_share_a_device_take_turns(host: Any) -> None:
-    with host("plain.py") as runner:
-        runner.start()
-        spec = TrialSpec(steps=3, warmup=1)
-        alone = runner.run(spec)
-        with ThreadPoolExecutor(2) as pool:
-            both = list(pool.map(runner.run, [replace(spec, shared=True)] * 2))
-    assert [result.status for result in both] == ["ok", "ok"]
-    assert both[0].losses == both[1].losses == alone.losses
-
-
-@pytest.mark.parametrize(("steps", "fewest"), [("200", 6), ("6", 6)])
-def test_a_trial_is_timed_beyond_its_steps_as_far_as_the_script_goes(steps: str, fewest: int, host: Any) -> None:
-    with host("plain.py", "--steps", steps) as runner:
-        plain = runner.run(TrialSpec(steps=3, warmup=1))
-        longer = runner.run(TrialSpec(steps=3, warmup=1, timed_share=40.0))
-    assert longer.ok, longer.reason + longer.tail
-    assert longer.losses == plain.losses
-    assert len(longer.losses) == len(plain.step_ms) == 4
-    assert fewest <= len(longer.step_ms) <= int(steps)
-
-
-def test_what_comes_after_the_asked_steps_fails_no_trial(host: Any) -> None:
-    """A loss that is not a number, and an evaluation that takes longer than a trial may stand still."""
-    with host("after_steps.py") as runner:
-        result = runner.run(TrialSpec(steps=3, warmup=1, timed_share=1e3))
-    assert result.ok, result.reason + result.tail
-    assert len(result.losses) == 4
-    assert len(result.step_ms) == 6
-    assert result.wall_s < 60.0
 
 
 def test_record_anneal_seed_and_mismatch(host: Any) -> None:

@@ -19,10 +19,8 @@ from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases import finalists
 from autoprec.tuning.phases.duels import LEAST_NOISE, MODEL_RESOLUTION, MOST_NOISE, timing_noise
 from autoprec.tuning.phases.finalists import Race
@@ -411,25 +409,3 @@ def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> 
 
     race._must_end = must_end
     assert race._perturb_all() is False
-
-
-@pytest.mark.parametrize(("ahead", "setup_s"), [(False, 2.0), (True, 6.0)])
-@pytest.mark.usefixtures("here")
-def test_a_further_seed_counts_the_starts_that_trials_started_ahead_did_not_pay(
-    monkeypatch: pytest.MonkeyPatch,
-    setup_s: float,
-    *,
-    ahead: bool,
-) -> None:
-    """A budget kept the time of two runs without their starts for it, and was overrun by them."""
-    start, estimate, asked = SimulatedRunner.start, Ledger.seconds_per_seed, set()
-
-    def told(ledger: Ledger, setup_s: float, at_once: int) -> float:
-        asked.add(setup_s)
-        return estimate(ledger, setup_s, at_once)
-
-    monkeypatch.setattr(SimulatedRunner, "start", lambda self: replace(start(self), setup_s=2.0))
-    monkeypatch.setattr(PairedRunner, "starts_ahead", property(lambda _: ahead))
-    monkeypatch.setattr(Ledger, "seconds_per_seed", told)
-    search(script(), options(trials=2, seeds=2))
-    assert asked == {setup_s}
