@@ -239,7 +239,7 @@ def losses(cwd: Path) -> Iterator[tuple[str, str | bytes]]:
         "bf16", activations="bf16", optimizer={"exp_avg": "bf16", "weights": "bf16_stochastic"}
     )
     made["fp16, loss scaling"] = document("fp16", activations="fp16", loss_scaling="dynamic")
-    made["fp8 attention"] = document("fp8_tensorwise", operators={"attention": "fp8"})
+    made["attention"] = document("fp8_tensorwise", operators={"attention": "fp16"})
     made["phases"] = document("fp8_rowwise", phases=[{"from": 2, "default": "keep"}])
     for name, policy in made.items():
         weights = cwd / "gpt.pt"
@@ -265,7 +265,7 @@ def random_policy(number: int) -> dict[str, Any]:
     policy = document("keep", layers=rules, activations=draw.choice(["keep", "bf16", "fp16"]))
     policy |= {"recipes": {n: BUILTIN_RECIPES[n].to_dict() for n in names}, "default": draw.choice([*names, "keep"])}
     if number % 4 == 1:
-        policy["operators"] = {"attention": draw.choice(["keep", "fp32", "bf16", "fp8"]), "norm": "keep"}
+        policy["operators"] = {"attention": draw.choice(["keep", "fp32", "bf16", "fp16"]), "norm": "keep"}
     if number % 4 == 2:
         policy |= {"communication": {"gradients": draw.choice(["bf16", "fp8"])}}
         policy["loss_scaling"] = "dynamic" if policy["activations"] == "fp16" else "none"

@@ -292,13 +292,11 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
                     reason = "the model was not called, only its parts were: what surrounds its forward never ran"
                 if name == "attention" and found is not None and found.called:
                     reason = "the model calls no scaled_dot_product_attention"
-                    ok = requested != "fp8"  # which nothing else is run in
+                    ok = True
             else:
                 ok, reason = True, "nothing of low precision reached it"
         elif name == "output" and found is not None and found.narrowed:
             reason = "widened after its last product had rounded it; a head with output: fp32 returns FP32 sums"
-        elif ran == "fp8" and found is not None and found.fp8_attention is not None:
-            reason = found.fp8_attention.note
         rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}
     if policy.execution != KEEP:
         rows["execution"] = executed_as(root, policy.execution)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying.around.fp8_attention import Fp8Attention, bind_attention
 from autoprec.applying.around.operators import RootExecution
 from autoprec.applying.attention import AttentionExecutions
 from autoprec.applying.binding import Binder, timed_backends
@@ -91,9 +90,6 @@ def put_stage(
         for name, unit in units.items()
         if not plans[name].keeps
     }
-    attention, around = None, tuple[Backend, ...]()
-    if policy.operators.attention == "fp8":
-        attention, around = bind_attention(device, backend, (chosen, *faster.values(), *held.values()))
     if only_try:
         return
     binder.say_refused()
@@ -105,8 +101,7 @@ def put_stage(
         running = {made.backend for made in executions.values() if made is not None}
         others = {each.name: each for each in faster.values()} | held
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
-        backends += tuple(each for each in around if each not in backends)
-        _install_root(root, policy, backends, device, executions, attention)
+        _install_root(root, policy, backends, device, executions)
         _shrink_embeddings(root, policy.stability.embedding_gradient)
         set_execution(root, policy.execution)
 
@@ -124,7 +119,6 @@ def _install_root(
     backends: tuple[Backend, ...],
     device: str,
     executions: dict[str, Any],
-    attention: Fp8Attention | None,
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
@@ -132,9 +126,7 @@ def _install_root(
         kind = device.split(":")[0]
         activations = _ACTIVATIONS.get(policy.activations)
         emulates = backends[0].emulates_casts
-        root_execution = RootExecution(
-            activations, policy.operators, kind, low, emulates, backends=backends, fp8_attention=attention
-        )
+        root_execution = RootExecution(activations, policy.operators, kind, low, emulates, backends=backends)
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()
             root_execution.after_step = root_execution.after_step or backend.after_step()

@@ -242,7 +242,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
             root = self.__dict__.get(ROOT)
             if root is None:
                 return base.forward(self, *args, **kwargs)
-            return root.run(functools.partial(base.forward, self), args, kwargs, self.training)
+            return root.run(functools.partial(base.forward, self), args, kwargs)
 
         namespace = {
             "forward": forward,

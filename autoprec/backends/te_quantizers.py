@@ -1,4 +1,4 @@
-"""A policy in Transformer Engine's words: one quantizer per slot of a layer (TE 2.19 and newer), or a built-in recipe.
+"""A policy in Transformer Engine's words: one quantizer per slot of a layer (TE 2.19 and newer).
 
 TE drops what its constructors do not know without a word, so each field is passed by the name its class declares, and
 what TE has no field for is refused here. The signatures are checked by tests that run TE's own Python.
@@ -118,62 +118,11 @@ def _format(recipes: Any, recipe: Recipe) -> Any:
     return recipes.Format.HYBRID if recipe.operand_format("grad_output") == "e5m2" else recipes.Format.E4M3
 
 
-def builtin_recipe(recipes: Any, recipe: Recipe, plan: LayerPlan) -> Any:
-    """Return TE's own recipe object for a plan of one recipe (TE < 2.19).
-
-    Quantisation parameters that the constructors ignore are assigned afterwards.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    scaling = recipe.scaling
-    if recipe.operands is not None and "e5m2" in (recipe.operands.input, recipe.operands.weight):
-        raise UnsupportedError("Transformer Engine before 2.19 has E4M3 input and weight only")
-    if recipe.format == "mxfp8":
-        return recipes.MXFP8BlockScaling(fp8_format=_format(recipes, recipe))
-    if scaling is None:
-        raise UnsupportedError(f"Transformer Engine before 2.19 has no recipe for {recipe.describe()}")
-    if scaling.scale == "delayed":
-        made = _distinct(recipes.DelayedScaling)(
-            margin=scaling.margin,
-            fp8_format=_format(recipes, recipe),
-            amax_history_len=scaling.amax_history_len,
-            amax_compute_algo=scaling.amax_compute_algo,
-        )
-        return with_accumulation(recipes, made, plan)
-    if scaling.granularity == "block":
-        made = recipes.Float8BlockScaling(fp8_format=_format(recipes, recipe))
-    else:
-        made = with_accumulation(recipes, recipes.Float8CurrentScaling(fp8_format=_format(recipes, recipe)), plan)
-    parameters = recipes.QParams(power_2_scale=scaling.power_of_2, amax_epsilon=scaling.amax_epsilon)
-    for slot in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        setattr(made, slot, parameters)
-    return made
-
-
 def with_accumulation(recipes: Any, made: Any, plan: LayerPlan) -> Any:
     """Give a recipe object the accumulation its plan asks for; te.Linear reads these attributes where they exist."""
     for gemm, split in zip(GEMMS, accumulation(plan), strict=True):
         setattr(made, f"fp8_gemm_{gemm}", recipes.MMParams(use_split_accumulator=split))
     return made
-
-
-def _distinct(base: Any) -> Any:
-    """Return ``DelayedScaling`` with a repr that names the amax algorithm.
-
-    TE keys its global amax buffers by the repr, which leaves it out: layers with ``max`` and ``most_recent`` would
-    share one buffer and one algorithm. From 2.16 on the repr is made by ``_make_repr`` and cached.
-    """
-
-    class DelayedScaling(base):  # type: ignore[misc]
-        def __repr__(self) -> str:
-            text = super().__repr__()
-            return text if hasattr(base, "_make_repr") else f"{text}, amax_compute_algo={self.amax_compute_algo}"
-
-        def _make_repr(self) -> str:
-            return f"{super()._make_repr()}, amax_compute_algo={self.amax_compute_algo}"
-
-    return DelayedScaling
 
 
 def check_pairs(plan: LayerPlan, name: str) -> None:

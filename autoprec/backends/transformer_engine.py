@@ -1,10 +1,9 @@
 """The ``transformer_engine`` backend: TE's modules around the model's own Parameters, one recipe object per policy.
 
 A ``te.Linear`` built on the meta device is lent the layer's weight and called from the layer's own forward. It is not a
-submodule of the model, so names, ``state_dict`` (no ``_extra_state``), optimizer and hooks stay as they are. From TE
-2.19 on, one ``CustomRecipe`` whose factory answers per layer and GEMM serves the whole model; before, each layer enters
-its own recipe. TE ignores a changed recipe of the same class on a live module, so every policy gets fresh modules and a
-reset of TE's global state.
+submodule of the model, so names, ``state_dict`` (no ``_extra_state``), optimizer and hooks stay as they are. One
+``CustomRecipe`` (TE 2.19 and newer), whose factory answers per layer and GEMM, serves the whole model. TE ignores a
+changed recipe of the same class on a live module, so every policy gets fresh modules and a reset of TE's global state.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from autoprec.backends.library import LibraryExecution
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
     accumulation,
-    builtin_recipe,
     check_pairs,
     is_delayed,
     refusal,
     with_accumulation,
 )
-from autoprec.backends.te_state import DelayedMemory, EngineAttention, EngineState, delayed_buffers
+from autoprec.backends.te_state import DelayedMemory, EngineState, delayed_buffers
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.linear import in_backward
 from autoprec.policy import LayerPlan
@@ -39,11 +37,6 @@ from autoprec.support.optional import installed_version, require
 _PURPOSE = "backend 'transformer_engine'"
 #: Multiples TE's kernels need of every dimension.
 _ALIGNMENT = {"fp8": 16, "mxfp8": 32, "nvfp4": 16}
-
-
-def _version() -> tuple[int, ...]:
-    text = installed_version("transformer_engine") or "0"
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
 
 
 def _alignment(plan: LayerPlan) -> int:
@@ -77,7 +70,6 @@ class TransformerEngineBackend(Backend):
         self._recipes: dict[Any, Any] = {}
         self._outer: Any = None
         self._algorithm: tuple[str, str] | None = None
-        self._attention: EngineAttention | None = None
 
     def available(self, device: str) -> Capability:
         """Say whether Transformer Engine can be imported and the device runs FP8."""
@@ -181,13 +173,6 @@ class TransformerEngineBackend(Backend):
         """Return what updates backward scales once an optimizer has stepped, so that checkpoints have the next ones."""
         return None if self._outer is None or self._state is None else self._state.settle
 
-    def attention(self) -> EngineAttention:
-        """Return what runs FP8 attention, with the state that the layers have; the same one each time."""
-        if self._attention is None:
-            self._attention = EngineAttention(self._started(), _PURPOSE)
-            self._outer = self._outer or self._attention.recipe
-        return self._attention
-
     def _started(self) -> EngineState:
         if self._state is None:
             self._state = EngineState(_PURPOSE)
@@ -198,15 +183,6 @@ class TransformerEngineBackend(Backend):
         """Return the recipe object a layer runs under; equal needs share one object."""
         if is_delayed(plan.fprop):
             self._one_algorithm(plan, name)
-        if _version() >= (2, 19):
-            made = self._custom(plan, name, device)
-        else:
-            made = self._builtin(plan, name)
-        if self._outer is None and is_delayed(plan.fprop):
-            self._outer = made
-        return made
-
-    def _custom(self, plan: LayerPlan, name: str, device: torch.device) -> Any:
         recipes = require("transformer_engine.common.recipe", purpose=_PURPOSE)
         if self._factory is None:
             self._factory = QuantizerFactory(self._started().te, recipes, device)
@@ -214,24 +190,14 @@ class TransformerEngineBackend(Backend):
         key = accumulation(plan)
         if key not in self._recipes:
             self._recipes[key] = with_accumulation(recipes, recipes.CustomRecipe(qfactory=self._factory), plan)
+        if self._outer is None and is_delayed(plan.fprop):
+            self._outer = self._recipes[key]
         return self._recipes[key]
 
-    def _builtin(self, plan: LayerPlan, name: str) -> Any:
-        if len({plan.recipe(gemm) for gemm in GEMMS}) > 1 or plan.fprop is None:
-            raise UnsupportedError(
-                "different recipes for the GEMMs of one layer need Transformer Engine 2.19 or newer",
-                where=f"layer '{name}'",
-                fix="pip install -U 'transformer-engine[pytorch]'",
-            )
-        if plan.fprop not in self._recipes:
-            recipes = require("transformer_engine.common.recipe", purpose=_PURPOSE)
-            self._recipes[plan.fprop] = builtin_recipe(recipes, plan.fprop, plan)
-        return self._recipes[plan.fprop]
-
     def _one_algorithm(self, plan: LayerPlan, name: str) -> None:
-        """Refuse two amax algorithms where TE builds the delayed recipe itself, and keys its buffers without it."""
+        """Refuse two amax algorithms: TE builds the delayed recipe itself, and keys its buffers without it."""
         recipe = plan.fprop
-        if recipe is None or recipe.scaling is None or _version() < (2, 19):
+        if recipe is None or recipe.scaling is None:
             return
         found = (recipe.scaling.amax_compute_algo, name)
         self._algorithm = self._algorithm or found

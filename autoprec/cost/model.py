@@ -14,7 +14,7 @@ from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
-from autoprec.cost.rest import RestCost, attention_casts, optimizer_bytes, rest_cost, rest_operators
+from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
 from autoprec.cost.saved import saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
@@ -259,13 +259,10 @@ class CostModel:
             self.rates,
             self._rest_operators,
             self.scale,
-            activations={"fp32": "keep", "fp8": "bf16"}.get(attention, attention),
+            activations={"fp32": "keep"}.get(attention, attention),
             compiled=self.compiled,
         )
-        seconds = other.seconds["attention"]
-        if attention == "fp8":  # nobody published what its kernel gains in training: 16 bits and the casts
-            seconds += attention_casts(self.target, self.rates, self._rest_operators, self.scale)
-        return RestCost({**plain.seconds, "attention": seconds}, plain.kernels, plain.operators)
+        return RestCost({**plain.seconds, "attention": other.seconds["attention"]}, plain.kernels, plain.operators)
 
     def estimate(
         self,

@@ -147,12 +147,6 @@ def rest_cost(
     return RestCost(seconds, kernels, count)
 
 
-def attention_casts(target: Target, rates: Rates, operators: Iterable[Operator], scale: CostScale) -> float:
-    """Return the seconds of FP8 attention's casts on a GPU: all operands are read, and half the bytes written."""
-    rows = [row for row in operators if row.cls == "attention"]
-    return 1.5 * sum(row.bytes * growth(row, scale)[1] for row in rows) / (target.bandwidth * rates.bandwidth)
-
-
 def optimizer_bytes(policy: OptimizerPolicy) -> tuple[float, float]:
     """Return bytes per parameter stored (weights and states) and moved by one Adam step (reads and writes)."""
     stored = _WEIGHT_BYTES[policy.weights] + _EXP_AVG_BYTES[policy.exp_avg] + _EXP_AVG_SQ_BYTES[policy.exp_avg_sq]

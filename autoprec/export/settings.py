@@ -69,10 +69,7 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
     """Yield (field, what the policy says, what happens where a target has no word for it, glob of the layers)."""
     policy = request.policy
     attention, around = policy.operators.attention, "in the dtype of the activations"
-    if attention == "fp8":
-        alone = "attention as the script runs it: AutoPrec alone replaces its calls"
-        yield "fp8 attention", "operators.attention: fp8", alone, ""
-    elif attention != "keep":
+    if attention != "keep":
         around = "as the script runs it" if policy.activations == "keep" else around
         yield "attention", f"operators.attention: {attention}", f"attention {around}", ""
     for rule in request.rules():

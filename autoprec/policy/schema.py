@@ -68,8 +68,8 @@ class OperatorPolicy(_Frozen):
     embedding: OperatorPrecision = "fp32"
     loss: OperatorPrecision = "fp32"
     output: OperatorPrecision = "fp32"
-    attention: Literal["keep", "fp32", "bf16", "fp16", "fp8"] = Field(
-        "keep", description="scaled dot-product attention (SDPA); fp8: Transformer Engine's"
+    attention: Literal["keep", "fp32", "bf16", "fp16"] = Field(
+        "keep", description="scaled dot-product attention (SDPA)"
     )
 
 
@@ -149,8 +149,6 @@ GUARD_METRICS: dict[str, float] = {
     "loss_gap": 0.02,  # relative: smoothed loss above the reference's, or above its own best
     "gradient_norm_ratio": 3.0,  # median of the last steps over the median of the window
     "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are not finite
-    "saturated_share": 0.01,  # of sampled FP8 values at the format's largest one
-    "underflow_share": 0.5,  # of sampled non-zero values that become zero
 }
 
 

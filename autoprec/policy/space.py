@@ -140,7 +140,7 @@ class SearchSpace(_Frozen):
     )
     operators: OperatorPolicy = OperatorPolicy()
     activations: tuple[Literal["keep", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
-    attention: tuple[Literal["keep", "fp32", "bf16", "fp16", "fp8"], ...] = Field(("keep",), min_length=1)
+    attention: tuple[Literal["keep", "fp32", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
     norm: tuple[Literal["keep", "fp32"], ...] = Field((), description="instead of operators.norm")
     softmax: tuple[Literal["keep", "fp32"], ...] = Field((), description="instead of operators.softmax")
     optimizer: OptimizerSpace = OptimizerSpace()
@@ -278,29 +278,6 @@ class SearchSpace(_Frozen):
         """Return the space for a CPU without bf16 instructions, whose autocast is many times slower than fp32."""
         values = tuple(value for value in self.activations if value != "bf16")
         return self.model_copy(update={"activations": values or ("keep",)})
-
-    def with_fp8_attention(self, refusal: str, *, offer: bool) -> SearchSpace:
-        """Return the space with FP8 attention where that can run, and without it where it cannot.
-
-        Args:
-            refusal: why it cannot run on the target, by this model and what is installed; empty where it can.
-            offer: add it to a space that says nothing of it (not where a person wrote the space).
-
-        Raises:
-            SpaceError: the space offers nothing else.
-        """
-        values = self.attention
-        if refusal:
-            values = tuple(value for value in values if value != "fp8")
-        elif offer and "fp8" not in values:
-            values = (*values, "fp8")
-        if not values:
-            raise SpaceError(
-                f"attention: fp8 alone is offered, and {refusal}",
-                where=f"space '{self.name}'",
-                fix="attention: [keep, fp8]",
-            )
-        return self.model_copy(update={"attention": values})
 
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
         recipes = self.all_recipes

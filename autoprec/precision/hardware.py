@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -89,22 +89,6 @@ def grouped_refusal(recipe: Recipe, capability: tuple[int, int] | None) -> str:
     if capability not in (None, needed):
         here = f"this is {capability[0]}.{capability[1]}" if capability > (0, 0) else "this device has none"
         return f"torch's grouped {name} GEMM runs on compute capability {needed[0]}.{needed[1]} only, {here}"
-    return ""
-
-
-def attention_refusal(head_dims: Iterable[int], capability: tuple[int, int]) -> str:
-    """Return why Transformer Engine does not train with FP8 attention on an NVIDIA GPU, or nothing.
-
-    Its ``nvte_get_fused_attn_backend`` (2.20, common/fused_attn/fused_attn.cpp): 9.0 trains head dimensions of 128
-    alone, 10.x up to 128 in multiples of 16; its Python leaves 12.0 out.
-    """
-    here = f"compute capability {capability[0]}.{capability[1]}"
-    if capability < (9, 0) or capability[0] >= 12:
-        return f"FP8 attention needs compute capability 9.0 or 10.x, this is {capability[0]}.{capability[1]}"
-    for size in head_dims:
-        if (size != 128) if capability < (10, 0) else (size % 16 or size > 128):
-            able = "128 alone" if capability < (10, 0) else "up to 128, multiples of 16,"
-            return f"FP8 attention trains head dimensions of {able} on {here}, not {size}"
     return ""
 
 

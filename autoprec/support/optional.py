@@ -9,12 +9,10 @@ from types import ModuleType
 
 from autoprec.errors import MissingDependencyError
 
-#: import name -> (distribution, oldest version that works, what to pip install or where it says how it is built)
+#: import name -> (distribution, oldest version that works, what to pip install)
 EXTRAS: dict[str, tuple[str, str, str]] = {
     "torchao": ("torchao", "0.15", "autoprec[torchao]"),
-    "transformer_engine": ("transformer-engine", "2.9", "autoprec[te]"),
-    # what PyPI calls deep-gemm 1.0 is another package
-    "deep_gemm": ("deep_gemm", "2.1", "https://github.com/deepseek-ai/DeepGEMM"),
+    "transformer_engine": ("transformer-engine", "2.19", "autoprec[te]"),
     "ray": ("ray", "2.40", "autoprec[ray]"),
     "transformers": ("transformers", "4.50", "autoprec[hf]"),
     "accelerate": ("accelerate", "1.10", "autoprec[hf]"),
@@ -46,9 +44,8 @@ def installed_version(name: str) -> str | None:
 
 
 def how_to_install(name: str) -> str:
-    """Return the pip line of a package by import name, or where it says how it is built."""
-    install = EXTRAS.get(name, (name, "", name))[2]
-    return f"build it: {install}" if "://" in install else f"pip install '{install}'"
+    """Return the pip line of a package by import name."""
+    return f"pip install '{EXTRAS.get(name, (name, '', name))[2]}'"
 
 
 def is_available(name: str) -> bool:

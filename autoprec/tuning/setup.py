@@ -17,41 +17,15 @@ from autoprec.cost.calibrate.linears import Linears
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import Choice, SearchSpace, default_space, load_space
-from autoprec.precision.hardware import Target, attention_refusal
+from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import canonical_json
-from autoprec.support.optional import is_available
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import Backends, Problem
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
-
-
-def fp8_attention_refusal(graph: GraphReport, target: Target, backend: str, *, measured: bool) -> str:
-    """Return why a search cannot offer Transformer Engine's FP8 attention, or nothing.
-
-    Args:
-        graph: the recorded step; of dropout inside a fused call it says nothing, and such a trial is refused.
-        target: the device the policy is for.
-        backend: who runs the GEMMs, as asked; a rehearsal that names ``transformer_engine`` needs none here.
-        measured: this machine is the target, and trials are timed.
-    """
-    if measured and backend == "emulated":
-        return "emulated attention is not timed"
-    if not is_available("transformer_engine") and (measured or backend != "transformer_engine"):
-        return "Transformer Engine is not installed"
-    calls = [row for row in graph.operators if row.attends and row.phase == "forward"]
-    fused = [row for row in calls if not row.pattern]
-    if not fused or len(fused) < len(calls):
-        return "attention is written by hand, or torch wrote it out (a mask, dropout)"
-    for row in fused:
-        if len(row.shapes) != 3 or any(len(shape) != 4 for shape in row.shapes):
-            return f"attention of {row.module or 'the model'} takes a mask, or operands of another layout"
-        if refusal := attention_refusal({shape[-1] for shape in row.shapes}, target.compute_capability):
-            return refusal
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +106,6 @@ class Setup:
         space = space.executed(compiled=host.compiled, measured=measured)
         if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
             space = space.without_bf16_activations()
-        refusal = fp8_attention_refusal(graph, target, options.backend, measured=measured)
-        space = space.with_fp8_attention(refusal, offer=not options.space)
         if not graph.root_called:
             space = space.without_surroundings()
         compiled, backend = host.compiled or not measured, options.backend

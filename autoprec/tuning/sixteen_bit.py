@@ -117,6 +117,5 @@ def sixteen_bit_space(space: SearchSpace) -> SearchSpace:
         kept = tuple(choice for choice in rule.choices if not left_out(choice))
         return rule.model_copy(update={"choices": kept}) if kept else rule
 
-    attention = tuple(value for value in space.attention if value != "fp8") or (KEEP,)
-    changes: dict[str, Any] = {"attention": attention, "parameters": {}, "presets": ()}
+    changes: dict[str, Any] = {"parameters": {}, "presets": ()}
     return space.model_copy(update=changes | {"choices": tuple(map(plain, space.choices))})

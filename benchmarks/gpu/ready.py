@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -193,8 +192,6 @@ def _compiled(recipe: str, backend: str, blocks: int = 1, *, experts: bool = Fal
     from autoprec.precision.recipes import BUILTIN_RECIPES
     from benchmarks.gpu.fake_cuda import Generated
 
-    if backend == "deepgemm":  # nothing of it is called
-        sys.modules.setdefault("deep_gemm", types.ModuleType("deep_gemm"))
     generated = Generated()
     generated.install()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
@@ -390,7 +387,7 @@ def main() -> int:
     asked += [("experts", r, "native", "9.0") for r in ("bf16", "fp8_rowwise")]
     asked += [("experts", "mxfp8", "native", "10.0"), ("experts", "rowwise", "torchao", "9.0")]
     asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
-    asked += [("compiled", "fp8_block", backend, "9.0") for backend in ("deepgemm", "torchao")]
+    asked += [("compiled", "fp8_block", "torchao", "9.0")]
     asked += [("compiled", r, "native", "10.0") for r in BLACKWELL]
     if arguments.only:
         asked = [row for row in asked if " ".join(row[:2]) in arguments.only.split(",")]

@@ -258,7 +258,7 @@ def report(
     results: list[dict[str, Any]], gpu: str, parts: list[str], out: Path, *, rehearse: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Return the report of what is known so far, as text and as data."""
-    names = ("torch", "triton", "torchao", "transformer_engine", "deep_gemm", "nvidia-cudnn-cu13", "optuna")
+    names = ("torch", "triton", "torchao", "transformer_engine", "nvidia-cudnn-cu13", "optuna")
     versions = {name: version(name) for name in names}
     small, billion = (MODELS[name][1 if rehearse else 0] for name in ("gpt2", "billion"))
     told = figures(out, small=small, billion=billion)

@@ -33,7 +33,7 @@ from benchmarks.gpu.parts import Parts, environment
 FIRST = ("bf16", "native-fp8_rowwise", "torchao-rowwise", "native-fp8_tensorwise", "torchao-tensorwise")
 NAMES = (
     *(*FIRST, "te-current", "te-delayed", "native-fp8_delayed"),
-    *("native-fp8_block", "deepgemm-fp8_block", "torchao-fp8_block"),
+    *("native-fp8_block", "torchao-fp8_block"),
 )
 #: Recipes of a library, and ours that quantise the same way.
 SAME = {
@@ -41,7 +41,6 @@ SAME = {
     "torchao-tensorwise": "native-fp8_tensorwise",
     "te-current": "native-fp8_tensorwise",
     "te-delayed": "native-fp8_delayed",
-    "deepgemm-fp8_block": "native-fp8_block",
     "torchao-fp8_block": "native-fp8_block",
 }
 WARMUP, STEPS = 6, 20
@@ -53,7 +52,7 @@ LIMIT = 150.0
 
 def products(*, tiny: bool) -> list[str]:
     """Return the table of products: bf16, and FP8 by scales and accumulation, in TFLOP/s by shape (M, K, N)."""
-    from autoprec.cost.calibrate.calibration import GEMM_SHAPES
+    from benchmarks.gpu.products import GEMM_SHAPES
 
     bench, shapes = (_cpu_bench(), ((64, 128, 32),)) if tiny else (_cuda_bench(), GEMM_SHAPES)
     rows = [("bf16", False), *((family, fast) for family in ("fp8_tensor", "fp8_row") for fast in (False, True))]
@@ -73,17 +72,17 @@ def products(*, tiny: bool) -> list[str]:
 
 
 def _cuda_bench() -> Any:
-    from autoprec.cost.calibrate.cuda_bench import CudaBench
+    from benchmarks.gpu.products import ProductBench
 
-    bench = CudaBench()
+    bench = ProductBench()
     bench.warm()
     return bench
 
 
 def _cpu_bench() -> Any:
-    from autoprec.cost.calibrate.cuda_bench import CudaBench
+    from benchmarks.gpu.products import ProductBench
 
-    class OnCpu(CudaBench):
+    class OnCpu(ProductBench):
         def _sets(self, _size: int) -> int:
             return 1
 

@@ -18,7 +18,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from autoprec.backends.emulated import fp8_attention
 from autoprec.numerics.gemm import contract
 from autoprec.numerics.operand import CONTRACTION
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
@@ -265,65 +264,12 @@ class Linear(TransformerEngineBaseModule):
         return _Run.apply(x, self.weight, self.quantizers)
 
 
-class DotProductAttention(TransformerEngineBaseModule):
-    """Attends in emulated FP8; arguments, shapes and what it refuses are TE's."""
-
-    built: ClassVar[list] = []
-
-    def __init__(
-        self,
-        num_attention_heads,
-        kv_channels,
-        num_gqa_groups=None,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal",
-        window_size=None,
-        bottom_right_diagonal=None,
-        softcap=0.0,
-        sequence_parallel=False,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        tp_group=None,
-        layer_number=None,
-        attention_type="self",
-        cp_group=None,
-        cp_global_ranks=None,
-        cp_stream=None,
-        cp_comm_type="p2p",
-        softmax_scale=None,
-        softmax_type="vanilla",
-        return_max_logit=False,
-        name=None,
-    ) -> None:
-        super().__init__()
-        assert qkv_format == "bshd", "the stand-in knows one layout"
-        assert attention_type in ("self", "cross")
-        self.heads, self.sizes, self.groups = num_attention_heads, kv_channels, num_gqa_groups
-        self.mask, self.scale, self.fp8, self.fp8_meta = attn_mask_type, softmax_scale, False, {}
-        DotProductAttention.built.append(self)
-
-    def forward(self, query_layer=None, key_layer=None, value_layer=None):
-        operands = (query_layer, key_layer, value_layer)
-        assert all(x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float16) for x in operands)
-        assert (query_layer.shape[2], key_layer.shape[2]) == (self.heads, self.groups)
-        assert (query_layer.shape[3], value_layer.shape[3]) == self.sizes
-        self.fp8, self.fp8_meta = FP8GlobalStateManager.is_fp8_enabled(), {"recipe": STACK[-1]}
-        if max(self.sizes) > 256:
-            raise ValueError("No dot product attention backend is available for the provided inputs.")
-        assert self.fp8_meta["recipe"].fp8_dpa
-        query, key, value = (x.transpose(1, 2) for x in operands)
-        out = fp8_attention(query, key, value, causal=self.mask == "causal", scale=self.scale).to(query.dtype)
-        return out.transpose(1, 2).flatten(2)
-
-
 def install(monkeypatch, version: str = "2.20.2") -> types.ModuleType:
     """Make ``import transformer_engine.pytorch`` find this stand-in, and every GPU check pass."""
     te = types.ModuleType("transformer_engine.pytorch")
     here = sys.modules[__name__]
     for name in (
         "Linear",
-        "DotProductAttention",
         "autocast",
         "DType",
         "IdentityQuantizer",
@@ -352,7 +298,6 @@ def install(monkeypatch, version: str = "2.20.2") -> types.ModuleType:
     monkeypatch.setattr("autoprec.support.optional.installed_version", lambda name: version)
     monkeypatch.setattr("autoprec.backends.transformer_engine.installed_version", lambda name: version)
     FP8GlobalStateManager.resets, FP8GlobalStateManager.buffers, Linear.built = 0, {}, []
-    DotProductAttention.built = []
     STACK.clear()
     UPDATES.clear()
     return te

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoprec.backends.te_quantizers import QuantizerFactory, accumulation, builtin_recipe, check_pairs, refusal
+from autoprec.backends.te_quantizers import QuantizerFactory, accumulation, check_pairs, refusal
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.backends import fake_te
 
 TENSOR, DELAYED, BF16 = (BUILTIN_RECIPES[name] for name in ("fp8_tensorwise", "fp8_delayed", "bf16"))
@@ -59,18 +59,3 @@ def test_delayed_scaling_is_not_mixed_within_a_layer() -> None:
     with pytest.raises(UnsupportedError, match="cannot mix delayed scaling") as caught:
         check_pairs(LayerPlan(fprop=DELAYED, dgrad=DELAYED, wgrad=BF16), "up")
     assert "'up'" in str(caught.value)
-
-
-def test_before_2_19_input_and_weight_are_e4m3() -> None:
-    wide = Recipe.model_validate(
-        {"format": "fp8", "operands": {"input": "e5m2", "weight": "e4m3", "grad_output": "e4m3"}}
-    )
-    with pytest.raises(UnsupportedError, match="E4M3 input and weight only"):
-        builtin_recipe(fake_te, wide, LayerPlan.uniform(wide))
-
-
-def test_builtin_recipes_carry_every_parameter() -> None:
-    made = builtin_recipe(fake_te, DELAYED, LayerPlan.uniform(DELAYED))
-    assert DELAYED.scaling is not None
-    assert made.amax_history_len == DELAYED.scaling.amax_history_len
-    assert f"amax_compute_algo={DELAYED.scaling.amax_compute_algo}" in repr(made)

@@ -51,11 +51,6 @@ def correct(found: dict, accumulation: tuple[bool, bool, bool] = (True, True, Tr
     return True
 
 
-def newer(found: dict) -> bool:
-    """2.19 and newer: one custom recipe."""
-    return found["version"] >= [2, 19]
-
-
 def test_every_recipe_runs_as_asked(hopper: dict) -> None:
     recipes = hopper["recipes"]
     assert set(recipes) >= {"fp8_tensorwise", "fp8_delayed", "fp8_block", "fp8_block_fp32_scales"}
@@ -67,9 +62,6 @@ def test_every_recipe_runs_as_asked(hopper: dict) -> None:
 
 def test_gemms_of_one_layer(hopper: dict) -> None:
     gemms = hopper["gemms"]
-    if not newer(hopper):
-        assert all("2.19" in found["refused"] for found in gemms.values())
-        return
     eight, bf16, kept = "fp8 tensor e4m3/e4m3/e5m2", "bf16", "keep"
     expected = {
         "wgrad bf16": (eight, eight, bf16),
@@ -96,10 +88,7 @@ def test_a_second_policy_of_the_same_class_is_not_ignored(hopper: dict) -> None:
 
 def test_two_amax_algorithms_are_kept_apart_or_refused(hopper: dict) -> None:
     found = hopper["algorithms"]
-    if newer(hopper):
-        assert "amax_compute_algo" in found["refused"]
-    else:
-        assert [update["algorithm"] for update in found] == ["max", "most_recent"]
+    assert "amax_compute_algo" in found["refused"]
 
 
 def test_delayed_scales_are_updated_once_per_step_and_direction(hopper: dict) -> None:
@@ -120,10 +109,9 @@ def test_batches_autocast_and_removal(hopper: dict) -> None:
     assert hopper["batches"]["empty"] == [0, 16]
     assert hopper["batches"]["ragged"] < 0.05
     assert hopper["removed"]["identical"]
-    if newer(hopper):
-        assert hopper["autocast"]["ok"]
-        assert hopper["autocast"]["error"] < 0.05
-        assert ["bfloat16", "bfloat16", "NT", True] in hopper["autocast"]["products"]
+    assert hopper["autocast"]["ok"]
+    assert hopper["autocast"]["error"] < 0.05
+    assert ["bfloat16", "bfloat16", "NT", True] in hopper["autocast"]["products"]
 
 
 def test_the_weight_is_the_one_of_the_call(hopper: dict) -> None:
@@ -143,8 +131,6 @@ def test_the_conformance_suite_passes(hopper: dict) -> None:
 
 def test_blackwell_has_mxfp8_and_nvfp4() -> None:
     found = ran(FOLDERS[-1], "10.0")
-    if not newer(found):
-        pytest.skip("this Transformer Engine is older than 2.19")
     assert correct(found["recipes"]["mxfp8"])
     assert correct(found["recipes"]["nvfp4_plain"], limit=3e-3)  # bfloat16 output
     assert found["conformance"]["failed"] == []

@@ -116,41 +116,6 @@ def test_delayed_scaling_is_updated_once_per_forward_of_the_model(te, monkeypatc
     assert request == fake_te.DelayedScalingRequest(fake_te.Format.HYBRID, 0, 16, "max")
 
 
-def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_te.install(monkeypatch, "2.12")
-    monkeypatch.setattr("autoprec.applying.stage._device_of", lambda model: "cuda:0")
-    model = Model()
-    delayed = BUILTIN_RECIPES["fp8_delayed"]
-    recent = delayed.model_copy(
-        update={"scaling": delayed.scaling.model_copy(update={"amax_compute_algo": "most_recent"})}
-    )
-    chosen = Policy.model_validate(
-        {
-            "recipes": {"a": delayed, "b": recent},
-            "layers": [{"match": "first", "recipe": "a"}, {"match": "second", "recipe": "b"}],
-        }
-    )
-    chosen.apply(model, backend="transformer_engine")
-    step(model)
-    # TE's own repr would have merged the two into one buffer with one algorithm
-    assert sorted(map(sorted, fake_te.FP8GlobalStateManager.buffers.values())) == [["first"], ["second"]]
-    assert chosen.audit(model).ok
-    with pytest.raises(UnsupportedError, match=r"2\.19"):
-        policy("fp8_tensorwise", gemms={"wgrad": "bf16"}).apply(model, backend="transformer_engine")
-
-
-def test_quantisation_parameters_that_constructors_drop_are_set_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_te.install(monkeypatch, "2.12")
-    from autoprec.backends.te_quantizers import builtin_recipe
-    from autoprec.support.optional import require
-
-    recipe = BUILTIN_RECIPES["fp8_tensorwise"]
-    recipe = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"power_of_2": True})})
-    made = builtin_recipe(require("transformer_engine.common.recipe"), recipe, LayerPlan.uniform(recipe))
-    assert made.fp8_quant_fwd_inp.power_2_scale
-    assert made.fp8_format is fake_te.Format.HYBRID
-
-
 def test_every_no_has_a_reason(te, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TransformerEngineBackend()
     asks = {"gemm": "fprop", "m": 32, "k": 32, "n": 32, "device": "cuda:0"}

@@ -48,12 +48,6 @@ class TestTransformerEngine(BackendSuite):
         return ""
 
 
-class TestDeepGemm(BackendSuite):
-    backend = get("deepgemm")
-    device = DEVICE
-    __test__ = backend.available(DEVICE).ok
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_that_is_not_available_says_why(name: str) -> None:
     available = get(name).available(DEVICE)

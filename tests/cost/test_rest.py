@@ -10,7 +10,6 @@ from autoprec.cost.model import CostModel
 from autoprec.cost.rates import default_rates
 from autoprec.cost.rest import (
     OTHER,
-    attention_casts,
     category,
     exchange_seconds,
     growth,
@@ -121,8 +120,3 @@ def test_every_optimizer_policy_has_a_size() -> None:
         stored, moved = optimizer_bytes(OptimizerPolicy(**dict(zip(names, values, strict=True))))
         assert 2 < stored <= 12
         assert 2 * stored < moved <= 2 * stored + 4
-
-
-def test_casts_of_fp8_attention_read_its_operands_and_write_half() -> None:
-    seconds = attention_casts(H100, RATES, [operator("attention"), operator("norm")], CostScale(tokens=2))
-    assert seconds == pytest.approx(1.5 * 2 * 4_000_000 / (H100.bandwidth * RATES.bandwidth))

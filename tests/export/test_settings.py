@@ -116,14 +116,6 @@ def test_without_autocast_nothing_is_narrowed_so_nothing_is_lost() -> None:
     assert set(losses.kept) == {f"operators.{name}: fp32" for name in OPERATORS}
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
-def test_fp8_attention_is_lost_everywhere_and_not_written_as_a_dtype(name: str) -> None:
-    policy = POLICIES["attention"].model_copy(update={"operators": OperatorPolicy(attention="fp8")})
-    done = exporter(name).export(Request(policy, MODELS["gpt"]))
-    assert "operators.attention: fp8" in [loss.what for loss in done.losses]
-    assert not re.search(r"^ATTENTION = .*fp8", "".join(done.files.values()), re.MULTILINE)
-
-
 def test_state_that_a_target_does_not_carry_is_lost_part_by_part() -> None:
     def lost(*own: str) -> list[str]:
         losses = Losses()

@@ -254,15 +254,3 @@ def test_e5m2_in_the_forward_pass_is_warned_of(offer: dict[str, object]) -> None
     (warning,) = space_from_dict(space(**offer)).warnings()
     assert "e5m2 in fprop" in warning
     assert ".operands.input" in warning
-
-
-def test_fp8_attention_is_offered_where_it_runs_and_taken_out_where_it_does_not() -> None:
-    both = space_from_dict(space(attention=["keep", "fp8"]))
-    assert both.with_fp8_attention("", offer=False) == both
-    assert both.with_fp8_attention("no", offer=True).attention == ("keep",)
-    plain = space_from_dict(space())
-    assert plain.with_fp8_attention("", offer=False) == plain
-    assert plain.with_fp8_attention("", offer=True).attention == ("keep", "fp8")
-    alone = space_from_dict(space(attention=["fp8"]))
-    with pytest.raises(SpaceError, match=r"fp8 alone is offered, and this is 8\.9"):
-        alone.with_fp8_attention("this is 8.9", offer=False)

@@ -10,7 +10,6 @@ from autoprec.precision.hardware import (
     FAMILIES,
     TARGETS,
     alignment,
-    attention_refusal,
     by_device_name,
     cpu_bf16_units,
     cpu_int8_units,
@@ -322,23 +321,3 @@ def test_grouped_gemms_say_what_they_run(recipe: str, capability: tuple[int, int
 def test_compute_capabilities_are_numbers() -> None:
     assert TARGETS["h100"].compute_capability == (9, 0)
     assert TARGETS["mi300x"].compute_capability == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("capability", "sizes", "reason"),
-    [
-        ((9, 0), (128, 128), ""),
-        ((9, 0), (128, 64), "head dimensions of 128 alone on compute capability 9.0, not 64"),
-        ((10, 0), (64, 128), ""),
-        ((10, 3), (40,), "up to 128, multiples of 16, on compute capability 10.3, not 40"),
-        ((10, 0), (192,), "not 192"),
-        ((8, 9), (), "needs compute capability 9.0 or 10.x, this is 8.9"),
-        ((12, 0), (128,), "this is 12.0"),
-    ],
-)
-def test_fp8_attention_is_for_what_its_kernels_train(
-    capability: tuple[int, int], sizes: tuple[int, ...], reason: str
-) -> None:
-    found = attention_refusal(sizes, capability)
-    assert reason in found
-    assert bool(found) == bool(reason)

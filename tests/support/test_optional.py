@@ -9,7 +9,7 @@ import pytest
 
 from autoprec.errors import MissingDependencyError
 from autoprec.support import optional
-from autoprec.support.optional import EXTRAS, how_to_install, installed_version, is_available, require
+from autoprec.support.optional import EXTRAS, installed_version, is_available, require
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,14 +26,6 @@ def test_a_missing_package_carries_the_pip_line() -> None:
     assert "pip install 'autoprec[te]'" in str(caught.value)
     assert "the transformer_engine backend" in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-def test_a_package_that_pip_does_not_have_says_how_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    assert how_to_install("deep_gemm") == "build it: https://github.com/deepseek-ai/DeepGEMM"
-    assert how_to_install("torchao") == "pip install 'autoprec[torchao]'"
-    with pytest.raises(MissingDependencyError, match="build it: https://github"):
-        require("deep_gemm")
 
 
 def test_a_package_too_old_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,10 @@ import pytest
 from autoprec.errors import UsageError
 from autoprec.graph.report import Operator
 from autoprec.policy.space import load_space
-from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.setup import Setup, fp8_attention_refusal
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import sixteen_bit_space
 from tests.simulated import simulated_graph
 
@@ -80,47 +79,3 @@ def test_a_cpu_without_bf16_instructions_is_not_asked_for_them(monkeypatch: pyte
     without = setup(target="cpu", space="")
     assert without.space.activations == ("keep",)
     assert offered & set(without.problem.choice_names) == {"int8", "int8_tensor"}
-
-
-def refusal(*rows: Operator, target: str = "h100", backend: str = "auto", measured: bool = True) -> str:
-    graph = replace(simulated_graph(2), operators=rows)
-    return fp8_attention_refusal(graph, TARGETS[target], backend, measured=measured)
-
-
-def test_fp8_attention_needs_the_package_or_a_rehearsal_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal(SDPA) == refusal(SDPA, measured=False) == "Transformer Engine is not installed"
-    assert refusal(SDPA, backend="transformer_engine") == "Transformer Engine is not installed"
-    assert refusal(SDPA, backend="transformer_engine", measured=False) == ""
-    monkeypatch.setattr("autoprec.tuning.setup.is_available", lambda _name: True)
-    assert refusal(SDPA) == ""
-    assert refusal(SDPA, backend="emulated") == "emulated attention is not timed"
-
-
-@pytest.mark.parametrize(
-    ("rows", "target", "reason"),
-    [
-        ((), "h100", "written by hand"),
-        ((SDPA, replace(SDPA, op="aten::bmm", pattern="scores")), "h100", "written by hand"),
-        ((replace(SDPA, shapes=((8, 8), *SDPA.shapes)),), "h100", "takes a mask"),
-        ((replace(SDPA, shapes=((2, 64, 128),) * 3),), "h100", "another layout"),
-        ((replace(SDPA, shapes=((2, 8, 64, 64),) * 3),), "h100", "128 alone on compute capability 9.0, not 64"),
-        ((SDPA,), "l40s", "this is 8.9"),
-        ((SDPA,), "cpu", "this is 0.0"),
-    ],
-)
-def test_fp8_attention_is_for_calls_and_devices_that_have_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, rows: tuple[Operator, ...], target: str, reason: str
-) -> None:
-    monkeypatch.setattr("autoprec.tuning.setup.is_available", lambda _name: True)
-    assert reason in refusal(*rows, target=target)
-
-
-def test_a_search_offers_fp8_attention_only_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attention(**changes: object) -> tuple[str, ...]:
-        return setup("NVIDIA H100 80GB HBM3", **changes).space.attention
-
-    assert attention() == ("keep", "fp32")
-    monkeypatch.setattr("autoprec.tuning.setup.fp8_attention_refusal", lambda *_, **__: "")
-    assert attention() == ("keep", "fp32", "fp8")
-    assert attention(space="hopper-fp8") == ("keep", "fp32")  # as the space says
-    assert sixteen_bit_space(setup("NVIDIA H100 80GB HBM3").space).attention == ("keep", "fp32")

@@ -3,15 +3,13 @@
 Inside the root model's forward, and only there: ``activations`` is ``torch.autocast``; softmax, norms, embeddings and
 losses are computed in float32, whether a module, a function or a hand-written ``exp``/``sum``/``rsqrt`` chain computes
 them (the float32 list of CUDA autocast, on every device); SDPA, and the products of an attention written by hand, run
-in the dtype ``operators.attention`` names; :mod:`.fp8_attention` runs SDPA in FP8. A torch-function mode sees all of it
-without touching the model.
+in the dtype ``operators.attention`` names. A torch-function mode sees all of it without touching the model.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autoprec.applying.around.fp8_attention import Fp8Attention
 from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.numerics.delayed import DelayedReduction
@@ -159,13 +156,12 @@ class OperatorMode(TorchFunctionMode):
         }
         self.device, self.executed, self.autocast = device, executed, autocast
         self.attention = _DTYPES.get(operators.attention)
-        self.fp8: Fp8Attention | None = None  # runs SDPA in FP8
         self.slow: set[torch.dtype] = set()  # dtypes whose products are computed in float32
         self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
 
     def does_nothing(self) -> bool:
         """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
-        return not (self.in_float32 or self.attention or self.fp8 or self.emulated)
+        return not (self.in_float32 or self.attention or self.emulated)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,10 +172,6 @@ class OperatorMode(TorchFunctionMode):
         entry = self.in_float32.get(_WRAPPED.get(getattr(func, "__name__", ""), func))
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
-        if self.fp8 is not None and func is F.scaled_dot_product_attention:
-            out = self.fp8(self.device, args, kwargs)
-            self._note("attention", "fp8")
-            return out
         if self.attention is not None and self._attends(func, args):
             return self._attend(func, args, kwargs)
         if self.emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
@@ -272,7 +264,6 @@ class RootExecution:
         before: learns delayed scales before each forward, where the policy has any.
         after_step: called when an optimizer has stepped, if anything.
         backends: what runs the layers; the next phase's layers are theirs as well.
-        fp8_attention: runs attention in FP8, where the policy says so.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
     """
@@ -286,13 +277,12 @@ class RootExecution:
     called: bool = False
     traced: bool = False
     narrowed: bool = False
-    modes: dict[tuple[bool, bool], OperatorMode] = field(init=False, default_factory=dict)
-    idle: dict[tuple[bool, bool], bool] = field(init=False, default_factory=dict)
+    modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
+    idle: dict[bool, bool] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
     after_step: Callable[[], None] | None = None
     backends: tuple[Backend, ...] = ()
-    fp8_attention: Fp8Attention | None = None
 
     def __post_init__(self) -> None:
         carry_into_recomputation(OperatorMode)
@@ -300,12 +290,11 @@ class RootExecution:
         if self.emulates_casts and not fast_bf16_gemm(self.device):
             slow.add(torch.bfloat16)
         # all from the start: one made during a traced call would make Dynamo compile that call twice
-        for autocast, training in itertools.product((False, True), repeat=2):
-            mode = OperatorMode(self.operators, self.device, self.executed, autocast)
-            self.modes[autocast, training] = mode
-            mode.slow, mode.fp8 = slow, self.fp8_attention if training else None
+        for autocast in (False, True):
+            mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
+            mode.slow = slow
             mode.emulated = self.activations if self.activations in slow else None
-            self.idle[autocast, training] = mode.does_nothing()
+            self.idle[autocast] = mode.does_nothing()
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""
@@ -316,47 +305,39 @@ class RootExecution:
             or torch.is_autocast_enabled(device)
         )
 
-    def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None
-    ) -> Any:
-        """Call the model's forward under the policy; attention is in FP8 where it is in training mode alone.
-
-        Where the module is not known (``training`` is None) it is in training mode where gradients are wanted.
-        """
-        training = torch.is_grad_enabled() if training is None else training
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model's forward under the policy."""
         self.called = True
         if torch.compiler.is_compiling():
             self.traced = True
         device = self.device
         if self.before is not None:
             self.before()
-        if self.fp8_attention is not None:
-            self.fp8_attention.begin()
         if self.context is not None:
             with self.context():
-                return self._run(forward, args, kwargs, device, training)
-        return self._run(forward, args, kwargs, device, training)
+                return self._run(forward, args, kwargs, device)
+        return self._run(forward, args, kwargs, device)
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str, training: bool) -> Any:
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
         if not self.needed(device):
             return forward(*args, **kwargs)
         if self.activations is None:
-            return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device), training)
+            return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
         self._note("activations", DTYPE_NAMES[self.activations])
         with torch.autocast(device, self.activations):
-            output = self._guarded(forward, args, kwargs, True, training)
+            output = self._guarded(forward, args, kwargs, True)
         return self.finish(output)
 
-    def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool, training: bool) -> Any:
+    def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
         if self.device == "cuda" and autocast and not self.low_precision and self.operators.attention == "keep":
             # CUDA autocast has this very float32 list built in
             for name in _FLOAT32_CLASSES:
                 if getattr(self.operators, name) == "fp32":
                     self._note(name, "fp32")
             return forward(*args, **kwargs)
-        if self.idle[autocast, training]:
+        if self.idle[autocast]:
             return forward(*args, **kwargs)
-        with self.modes[autocast, training]:
+        with self.modes[autocast]:
             return forward(*args, **kwargs)
 
     def _note(self, kind: str, what: str) -> None:

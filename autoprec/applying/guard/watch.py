@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,11 +26,10 @@ from torch import Tensor, nn
 
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
 from autoprec.applying.guard.jump import LossJump, sigma_of
-from autoprec.applying.guard.samples import OperandSampler
 from autoprec.applying.phases import phases_of
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.applying.units import tunable_units, unwrap
-from autoprec.errors import AutoPrecError, UnknownNameError
+from autoprec.errors import AutoPrecError, AutoPrecWarning, UnknownNameError
 from autoprec.numerics.sharded import world_size
 from autoprec.policy import GUARD_METRICS, Policy, resolve
 from autoprec.support.active_run import log_to_active_run
@@ -90,7 +90,12 @@ class Guard:
         section = policy.guard
         named = section.metrics if section and section.metrics else tuple(GUARD_METRICS)
         given = section.thresholds if section else {}
-        self.thresholds = {name: float(given.get(name, GUARD_METRICS.get(name, math.inf))) for name in (*named, *given)}
+        if unknown := sorted({*named, *given} - GUARD_METRICS.keys()):
+            known = ", ".join(GUARD_METRICS)
+            warnings.warn(f"the guard does not watch {', '.join(unknown)}, only {known}", AutoPrecWarning, stacklevel=3)
+        self.thresholds = {
+            name: float(given.get(name, usual)) for name, usual in GUARD_METRICS.items() if name in {*named, *given}
+        }
         self.fallbacks = list(section.fallback if section and section.fallback else FALLBACKS)
         self.policy, self.model, self.reference = policy, model, tuple(reference)
         self.every, self.patience, self.backend, self.on_breach = max(1, every), patience, backend, on_breach
@@ -103,12 +108,8 @@ class Guard:
         self._jumps, self._jump = LossJump(window), 0.0
         self._best = math.inf
         self._above: dict[str, int] = {}
-        self._sampler = OperandSampler(model) if model is not None and self._samples() else None
         if policy.phases and model is not None and phases_of(model) is None:
             apply_policy(policy, model, backend=backend, strict=False, run_steps=run_steps)
-
-    def _samples(self) -> bool:
-        return bool({"saturated_share", "underflow_share"} & set(self.thresholds))
 
     def step(self, loss: Tensor | float, gradient_norm: Tensor | float | None = None) -> Breach | None:
         """Take in one optimizer step; return the breach this step brought to light, if any. Never raises.
@@ -120,10 +121,7 @@ class Guard:
         try:
             self.steps += 1
             self._pending.append((_detached(loss), _detached(gradient_norm)))
-            breach = self._look() if self.steps % self.every == 0 else self._glance()
-            if self._sampler is not None and (self.steps + 1) % self.every == 0:
-                self._sampler.arm()  # the next step is looked at from the inside
-            return breach
+            return self._look() if self.steps % self.every == 0 else self._glance()
         except Exception:  # the guard must never be what ends a training
             _LOG.exception("the guard failed at step %d and looks away until the next one", self.steps)
             return None
@@ -201,8 +199,6 @@ class Guard:
         norms = [norm for norm in self._norms if math.isfinite(norm)]
         if len(norms) >= 2 * self.every:
             values["gradient_norm_ratio"] = median(norms[-self.every :]) / max(median(norms), 1e-30)
-        if self._sampler is not None:
-            values |= self._sampler.report()
         return values
 
     def _gaps(self) -> list[float]:
@@ -256,8 +252,6 @@ class Guard:
         """Exchange the policy on the model for one that a fallback leads to."""
         if self.model is None:
             return False
-        if self._sampler is not None:
-            self._sampler.disarm()
         phases = phases_of(self.model)
         try:
             if phases is not None:

@@ -78,7 +78,7 @@ def _check_output(path: Path) -> Path:
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
 @click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")
 def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> int:
-    """Measure GEMMs, casts and whole linears by every backend on this device, for the cost model and for `auto`."""
+    """Measure whole linears by every backend on this device, a copy and launches, for the cost model and for `auto`."""
     from autoprec.support.files import write_json
 
     if device == "auto" and not (target or output or _has_gpu()):

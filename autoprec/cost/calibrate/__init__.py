@@ -1,1 +1,1 @@
-"""Rates measured on a device: a few GEMMs, casts and launches of a GPU, or a micro-benchmark of this CPU."""
+"""Rates measured on a device: whole linears, a copy and launches of a GPU, or a micro-benchmark of this CPU."""

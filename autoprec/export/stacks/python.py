@@ -43,7 +43,6 @@ def standalone_source(request: Request, losses: Losses) -> str:
     ruler, after = rest.split(_END, 1)[0].split("\n", 1)[0], rest.split(_END, 1)[1]
     policy = request.policy
     kinds = [k for k in ("softmax", "norm", "loss", "output") if getattr(policy.operators, k) == "fp32"]
-    attention = "keep" if policy.operators.attention == "fp8" else policy.operators.attention  # told as lost
     protected = "(" + "".join(f'"{kind}", ' for kind in kinds).rstrip() + ")" if kinds else "()"
     table = (
         f"{_START}{ruler}\n"
@@ -52,7 +51,7 @@ def standalone_source(request: Request, losses: Losses) -> str:
         "# (regular expression on module names, plan); the first match wins\n"
         f"RULES: list[tuple[str, str]] = {rule_table(rules, names)}\n"
         f'ACTIVATIONS = "{request.policy.activations}"  # autocast dtype around the model: keep, bf16 or fp16\n'
-        f'ATTENTION = "{attention}"  # dtype of scaled_dot_product_attention\n'
+        f'ATTENTION = "{policy.operators.attention}"  # dtype of scaled_dot_product_attention\n'
         f"PROTECTED: tuple[str, ...] = {protected}  # computed in fp32 under autocast: softmax, norm, loss, output\n"
     )
     return header(request, "Plain PyTorch") + before + table + _END + after

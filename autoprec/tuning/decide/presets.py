@@ -70,9 +70,6 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
             name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"
             yield name, _uniform(problem, problem.baseline, problem.groups, execution=execution)
     quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
-    if "fp8" in problem.parameters.get("attention", ()):  # whose gain nothing but a trial tells
-        for choice in (problem.baseline, *quantised[:1]):
-            yield f"{_label(choice)}, attention fp8", _uniform(problem, choice, problem.groups, attention="fp8")
     yield from _from_space(problem)
     # FP8 casts that nobody fuses seldom pay: where a policy may compile the model, its exceptions are tried compiled
     execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""

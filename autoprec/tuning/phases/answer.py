@@ -229,9 +229,8 @@ def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy, phases: tuple[st
 def guard_for(policy: Policy) -> Guard:
     """Return what to watch and what to fall back to, as far as it applies to a policy."""
     quantised = any(recipe.scaled for recipe in policy.recipes.values())
-    thresholds = {k: v for k, v in GUARD_METRICS.items() if quantised or not k.endswith("_share")}
     fallback = FALLBACK_QUANTISED if quantised else ("script",)
-    return Guard(metrics=tuple(thresholds), thresholds=thresholds, fallback=fallback)
+    return Guard(metrics=tuple(GUARD_METRICS), thresholds=dict(GUARD_METRICS), fallback=fallback)
 
 
 def _explanation(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:

@@ -296,8 +296,8 @@ def _sampler(
 ) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, dict[str, Any]]]]:
     """Return the sampler, and the presets that are measured before it is asked.
 
-    Ours asks for presets where they are worth a trial; only what a person would write by hand is measured anyway, and
-    where trials are timed one run of FP8 attention, of which the model expects nothing. The others measure them all.
+    Ours asks for presets where they are worth a trial; only what a person would write by hand is measured anyway. The
+    others measure them all.
     """
     options, problem = setup.options, setup.problem
     known = first_presets(presets(problem))
@@ -306,8 +306,7 @@ def _sampler(
     if not isinstance(sampler, PrecisionSampler):
         others = [preset for preset in known if preset not in hand]
         return sampler, [*hand, *others][: max(FEWEST_PRESETS, options.trials // 2, len(hand))]
-    unpriced = [preset for preset in known if setup.measured and preset[1].get("attention") == "fp8"][:1]
-    return sampler, [*hand, *unpriced]
+    return sampler, hand
 
 
 def _drive(loop: _Loop, *, only_queued: bool = False) -> None:

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets, torchao_filter
 from autoprec.tuning.decide.problem import Problem, layer_key
-from tests.tuning.decide.test_problem import ATTENTION
 from tests.tuning.models import gpt, linear, report
 
 
@@ -111,12 +108,3 @@ def test_apex_levels_are_presets_by_name() -> None:
     assert problem.policy(found["O0"]).loss_scaling == "none"
     assert problem.policy(found["O3"]).optimizer.weights == "fp16_scaled"
     assert problem.policy(found["GLM-130B"]).stability.embedding_gradient == 0.1
-
-
-def test_fp8_attention_is_tried_alone_and_with_the_first_recipe() -> None:
-    space = load_space("hopper-fp8").with_fp8_attention("", offer=True).executed(compiled=True, measured=True)
-    problem = Problem.build(replace(gpt(), operators=(ATTENTION,)), space)
-    found = {name: params for name, params in presets(problem) if name.endswith("attention fp8")}
-    assert [params["attention"] for params in found.values()] == ["fp8", "fp8"]
-    assert [problem.policy(params).operators.attention for params in found.values()] == ["fp8", "fp8"]
-    assert next(iter(found)).startswith(problem.baseline)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostScale
-from autoprec.policy import Policy
+from autoprec.policy import GUARD_METRICS, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason
@@ -84,10 +84,9 @@ def test_what_fits_is_named_beside_a_policy_that_does_not() -> None:
 
 def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:
     fp8 = Policy(recipes={"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8_rowwise")
-    assert "saturated_share" in guard_for(fp8).metrics
+    assert guard_for(fp8).metrics == tuple(GUARD_METRICS)
     assert guard_for(fp8).fallback[0] == "wgrad_bf16"
     bf16 = Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
-    assert "saturated_share" not in guard_for(bf16).metrics
     assert guard_for(bf16).fallback == ("script",)
 
 

@@ -3,14 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from autoprec.policy import load_policy
-from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
-from autoprec.tuning.phases.trials import _sampler
 from autoprec.tuning.sixteen_bit import NAMES
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
-from tests.tuning.test_setup import setup
 
 
 def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
@@ -124,19 +119,3 @@ def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgiv
     assert hopeless_gap(setup, ledger) == 20 * 0.0025
     ledger.reference.noise_floor = 0.01
     assert hopeless_gap(setup, ledger) == 10 * 0.01
-
-
-def test_fp8_attention_is_run_once_where_trials_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model expects nothing of it: a search that converges by the model alone would never have measured it."""
-    ours = PrecisionSampler.__new__(PrecisionSampler)
-    monkeypatch.setattr("autoprec.tuning.phases.trials.make_sampler", lambda *_, **__: ours)
-    monkeypatch.setattr("autoprec.tuning.setup.fp8_attention_refusal", lambda *_, **__: "")
-
-    def queued(device: str) -> list[str]:
-        made = setup(device)
-        prior: Any = None
-        return [str(params["attention"]) for _, params in _sampler(made, prior, prior)[1]]
-
-    assert "fp8" in setup("cpu").problem.parameters["attention"]
-    assert queued("NVIDIA H100 80GB HBM3") == ["keep"] * 3 + ["fp8"], "behind what people write by hand"
-    assert queued("cpu") == ["keep"] * 3
