@@ -6,7 +6,6 @@ Nothing heavy is imported before a command runs, so ``autoprec --help`` costs wh
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import os
 import sys
@@ -19,7 +18,7 @@ import click
 from autoprec._version import __version__
 from autoprec.cli.echo import echo
 from autoprec.cli.signals import EXIT_INTERRUPTED, ended_once
-from autoprec.errors import AutoPrecError, NoSpaceError, UnknownNameError, UsageError
+from autoprec.errors import AutoPrecError, UnknownNameError, UsageError
 
 __all__ = ["COMMANDS", "cli"]
 
@@ -112,8 +111,10 @@ class LazyGroup(click.Group):
         except AutoPrecError as error:
             return _report(error)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return _report(NoSpaceError("no space left on the device", where=str(error.filename or "")))
+            from autoprec.support.files import resource_error
+
+            if (known := resource_error(error, str(error.filename or ""))) is not None:
+                return _report(known)
             if _directory_is_gone():
                 return _report(UsageError("the working directory has been removed", fix="cd to one that exists"))
             return _report_defect()

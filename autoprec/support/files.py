@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from autoprec.errors import MOST_NAMES, FileError, NoSpaceError, StudyError, nearest
+from autoprec.errors import MOST_NAMES, AutoPrecError, FileError, NoSpaceError, StudyError, nearest
 from autoprec.support.safe_yaml import MAX_DEPTH, parse_yaml
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -80,15 +80,26 @@ def cache_folder() -> Path:
     return (Path(base) if base and Path(base).is_absolute() else here) / "autoprec"
 
 
+def resource_error(error: BaseException, where: str) -> AutoPrecError | None:
+    """Return the error of a full disk, a quota, a limit of file sizes or of open files; None where it is another."""
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return AutoPrecError("too many open files", where=where, fix="raise the limit: `ulimit -n 4096`")
+    if number == errno.EFBIG:
+        return NoSpaceError("the limit of file sizes is reached", where=where, fix="raise it: `ulimit -f unlimited`")
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        fix = "free some space; what was written before is intact"
+        return NoSpaceError("no space left on the device", where=where, fix=fix)
+    return None
+
+
 @contextlib.contextmanager
 def _space_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpaceError(
-                "no space left on the device", where=str(path), fix="free some space; what was written before is intact"
-            ) from error
+        if (known := resource_error(error, str(path))) is not None:
+            raise known from error
         why = error.strerror or type(error).__name__
         raise FileError(f"cannot write: {why}", where=str(path), fix="choose a writable path") from error
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -64,6 +65,23 @@ def end_orphans(known: Iterable[int], *, patience_s: float = 1.0) -> int:
                 os.waitpid(pid, 0)
         ended |= orphans
     return len(ended)
+
+
+def reaps_children() -> Any:
+    """Let this process learn how its children end, whatever the script does with SIGCHLD; return the script's handler.
+
+    Where that is SIG_IGN, or a handler that waits for any child, the ends of ours would be lost.
+    """
+    with contextlib.suppress(ValueError):  # not in the main thread
+        return signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return None
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files as the system allows it: a script may need nearly all that it was given."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _children(pid: int) -> set[int]:

@@ -13,9 +13,11 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autoprec._version import __version__
 from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.support.amounts import LEAST_BYTES
 from autoprec.support.files import canonical_json
@@ -238,6 +240,7 @@ class SearchOptions:
             out["at"] = [self.at_step]
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
+        out["versions"] = versions()
         if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were
             digest = hashlib.sha256(canonical_json(dict(calibration)).encode()).hexdigest()[:16]
             out["calibration"] = f"{calibration['device']} ({calibration['date']}), sha256 {digest}"
@@ -287,14 +290,19 @@ OPTIONS: dict[str, Option] = {
 }
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that every measurement of a study is bound to."""
+    return {"autoprec": __version__, "torch": metadata.version("torch")}
+
+
 def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str) -> None:
     """Refuse to continue a study under a changed setup.
 
     Raises:
         StudyError: naming every field that differs.
     """
-    if "sources" not in stored:  # of a version that did not look at them
-        asked = {key: value for key, value in asked.items() if key != "sources"}
+    unknown = {"sources", "versions"} - stored.keys()  # of an AutoPrec that did not look at them
+    asked = {key: value for key, value in asked.items() if key not in unknown}
     if _same_command(str(stored.get("script")), str(asked.get("script"))):
         asked = {**asked, "script": stored["script"]}
     if canonical_json(stored) == canonical_json(asked):
@@ -315,7 +323,7 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
     raise StudyError(
         f"this study was started with another setup ({'; '.join(changed)})",
         where=where,
-        fix="repeat the original options, or start a new study with --study NAME",
+        fix="repeat the original options, under the versions of then, or start a new study with --study NAME",
     )
 
 

@@ -75,6 +75,7 @@ def test_a_mistyped_option_is_answered_with_the_nearest() -> None:
         (StudyError("locked"), 5, "error: locked"),
         (NoSpaceError("full"), 6, "error: full"),
         (OSError(28, "No space left on device", "/x/study.db"), 6, "/x/study.db: no space left"),
+        (OSError(24, "Too many open files"), 1, "error: too many open files\n  fix: raise the limit"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(7), 7, ""),
         (click.UsageError("no"), 2, "no"),

@@ -100,6 +100,16 @@ def test_an_edited_script_is_named_and_an_old_study_without_its_text_goes_on() -
         check_signature(sign(a="1"), other, where="study")
 
 
+def test_trials_under_another_torch_or_autoprec_do_not_join_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SearchOptions(command=("train.py",)).signature("space", "model")
+    older = {key: value for key, value in before.items() if key != "versions"}
+    monkeypatch.setattr("autoprec.tuning.options.metadata.version", lambda _: "1.0")
+    now = SearchOptions(command=("train.py",)).signature("space", "model")
+    with pytest.raises(StudyError, match="versions: was"):
+        check_signature(before, now, where="study")
+    check_signature(older, now, where="study")  # which did not say them
+
+
 def test_a_study_goes_on_though_another_version_hid_other_arguments() -> None:
     stored = {"script": "train.py --private-key K --text-key '[hidden]' --lr 1"}
     check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 1"}, where="x")

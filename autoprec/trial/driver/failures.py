@@ -53,7 +53,7 @@ def script_failed(command: ScriptCommand, code: int, tail: str) -> ScriptError:
         what = "the script ended without a training step that AutoPrec could see" + (f"\n{shown}" if shown else "")
         fix = f"does it train a torch model in this Python environment? If so, {_SESSION}"
         return ScriptError(what, where=command.label, fix=fix)
-    if is_own_fault(tail):
+    if is_own_fault(tail) and not _missing(tail):
         what = f"AutoPrec's own code failed inside the script's process; this is not the script's fault\n{shown}"
         fix = "please report it with the output above and `autoprec doctor`"
         return ScriptError(what, where=command.label, fix=fix)
@@ -64,7 +64,9 @@ def script_failed(command: ScriptCommand, code: int, tail: str) -> ScriptError:
 
 
 def _missing(tail: str) -> str:
-    """Return what a script lacked that ended for the want of it, a module or an answer; empty where it did not."""
+    """Return what a script lacked that ended for the want of it: a module, an answer, a descriptor; else empty."""
+    if "Too many open files" in tail:
+        return "it has as many files open as it may, and a trial takes some more: raise the limit (`ulimit -n 4096`)"
     if "EOFError: EOF when reading a line" in tail:
         return "a trial has no terminal to read from (AutoPrec's doing): give the answer as an argument of the script"
     lines = tail.strip().splitlines()
@@ -86,8 +88,10 @@ def no_host(
     command: ScriptCommand, message: dict[str, Any] | None, code: int | None, tail: str, log: Path
 ) -> ScriptError:
     """The host ended instead of serving; ``message`` is what it said of that."""
-    if message is None:
+    if message is None and not _missing(tail):
         return ScriptError("the host process ended while saying hello", where=command.label, fix=f"see {log}")
+    if message is None:
+        return script_failed(command, code or 1, tail)
     return script_failed(command, code, tail) if code else nothing_trained(command, message["seen"], tail)
 
 
@@ -112,6 +116,7 @@ def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptErro
     fix = _BARE.format(command=shlex.join(command.argv()))
     if result.status == "too_short":
         fix = f"AutoPrec needs a script that trains: loss.backward() and a step. For another loop, {_SESSION}"
+    fix = _missing(result.tail) or fix
     tail = f"\n{result.tail}{_held_back(result.tail)}" if result.tail else ""
     return ScriptError(f"its first training step failed: {result.reason}{tail}", where=command.label, fix=fix)
 

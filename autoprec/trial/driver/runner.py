@@ -171,7 +171,7 @@ class TrialRunner(Runner):
             try:
                 return self._run_fork(spec)
             except _HostLostError:
-                return TrialResult("crashed", "the host process was killed")
+                return self._host_lost("")
         if info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL:
             return TrialResult("ok")  # another start of the whole script is too much for a mere suspicion
         result = self._run_process(spec)
@@ -310,10 +310,13 @@ class TrialRunner(Runner):
         for _ in range(1 + _RETRIES):
             with contextlib.suppress(_HostLostError):
                 return self._run_fork(spec, progress)
-        code = self._host.poll() if self._host is not None else None
+        return self._host_lost(f" {1 + _RETRIES} times while this trial ran; see {self._log}")
+
+    def _host_lost(self, when: str) -> TrialResult:
+        code = self._host.wait(1.0) if self._host is not None else None
         ended = describe_exit(code) if code is not None else "ended"
-        reason = f"the host process {ended} {1 + _RETRIES} times while this trial ran; see {self._log}"
-        return TrialResult("oom" if code == -9 else "crashed", reason)
+        tail = last_lines(self._host.tail) if self._host is not None else ""
+        return TrialResult("oom" if code == -9 else "crashed", f"the host process {ended}{when}", tail=tail)
 
     def _run_fork(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
         began = time.monotonic()
@@ -435,13 +438,8 @@ class TrialRunner(Runner):
         if written is None and code and not timed_out and not deadline.steps and isinstance(process, ZygoteProcess):
             self._launcher.fork_no_more()  # the host has trained: CUDA, say, cannot be used in such a fork
             return self._run_process(spec, progress)
-        result = classify(
-            written,
-            code if code is not None else -9,
-            timed_out=timed_out,
-            timeout_s=spec.timeout_s,
-            tail=process.tail,
-        )
+        code = code if code is not None else -9
+        result = classify(written, code, timed_out=timed_out, timeout_s=spec.timeout_s, tail=process.tail)
         return replace(result, wall_s=time.monotonic() - began)
 
     def _setup_allowance(self) -> float:

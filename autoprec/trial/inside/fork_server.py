@@ -29,6 +29,7 @@ from autoprec.trial.processes import (
     end_group,
     end_orphans,
     prefer_as_oom_victim,
+    reaps_children,
     sweep,
 )
 from autoprec.trial.progress import Deadline, steps_file
@@ -87,6 +88,11 @@ class _ForkServer:
         self._lines = Lines()
         self._children: dict[int, _Child] = {}
         self._own = adopt_orphans()  # what the script itself had started before
+        self._handlers = {
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGINT: signal.SIG_DFL,
+            signal.SIGCHLD: reaps_children(),
+        }
 
     def turn(self) -> Request | None:
         """Handle what has happened; returns a request only in a child made for it."""
@@ -153,9 +159,11 @@ class _ForkServer:
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.environ[MARK_VARIABLE] = f"{self._mark}.{request.id}"
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):
-                signal.signal(number, signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            with contextlib.suppress(
+                ValueError, TypeError
+            ):  # not in the main thread; a handler that Python cannot name
+                signal.signal(number, handler)
         return True
 
     def _drain(self, descriptor: int) -> None:

@@ -26,6 +26,7 @@ from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.zygote import preload
 from autoprec.trial.messages import connect, send_message
+from autoprec.trial.processes import raise_open_files
 from autoprec.trial.protocol import HostInfo
 
 _LOADER_NOTE = (
@@ -50,6 +51,7 @@ def serve(config: dict[str, Any], found: Found, *, setup_s: float, loading: Any,
     if loading is not None and loading.loaders and not obstacle:
         found.notes.append(_LOADER_NOTE + (_STREAM_NOTE if loading.iterable else ""))
     info = host_info(found, "process" if obstacle else "fork", setup_s, obstacle)
+    raise_open_files()
     control = connect(str(config["socket"]))
     heard.set()
     preload()  # what every trial would import, and then collect, is done once for all forks

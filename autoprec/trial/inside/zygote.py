@@ -28,7 +28,7 @@ from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.messages import connect, send_message
-from autoprec.trial.processes import die_with_parent, end_group
+from autoprec.trial.processes import die_with_parent, end_group, reaps_children
 
 #: A copy that has been neither replaced nor used for this long imports ahead for its forks.
 _IDLE_S = 1.5
@@ -106,7 +106,7 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part
 def _serve(control: socket.socket) -> dict[str, Any]:
     """Fork per request; returns only in a fork, with its configuration."""
     children: dict[int, int] = {}
-    warm = False
+    warm, of_script = False, reaps_children()
     while True:
         ready, _, _ = select.select([control], [], [], 0.02 if children else (None if warm else _IDLE_S))
         if not ready and not children and not warm:
@@ -138,6 +138,8 @@ def _serve(control: socket.socket) -> dict[str, Any]:
             continue
         os.setsid()
         die_with_parent()
+        with contextlib.suppress(ValueError, TypeError):
+            signal.signal(signal.SIGCHLD, of_script)
         control.close()
         os.dup2(descriptors[0], 1)
         os.dup2(descriptors[0], 2)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import shlex
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autoprec._version import __version__
 from autoprec.errors import AutoPrecError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy
@@ -23,7 +21,7 @@ from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.source import source_digests
 from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.options import SearchOptions, versions
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.target import devices_here
 
@@ -53,8 +51,7 @@ def asked(options: SearchOptions, command: ScriptCommand) -> dict[str, Any]:
 
 def measured_here() -> dict[str, Any]:
     """Return what every measurement is bound to: the versions, and the machine with its devices."""
-    versions = {"autoprec": __version__, "torch": metadata.version("torch")}
-    return {"versions": versions, "device": devices_here()}
+    return {"versions": versions(), "device": devices_here()}
 
 
 def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result: SearchResult, records: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -144,6 +146,21 @@ def root_cause(error: BaseException) -> str:
     while (deeper := error.__cause__ or error.__context__) is not None:
         error = deeper
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def process_limit(url: str) -> OSError | None:
+    """Return the limit of this process that SQLite met, as it does not say; None where none is near."""
+    path = sqlite_file(url)
+    if path is None:
+        return None
+    try:
+        os.close(os.open(path.parent, os.O_RDONLY))
+        size = path.stat().st_size if path.exists() else 0
+    except OSError as error:
+        return error
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    # what failed is rolled back: a transaction is less than the file and 256 KiB
+    return OSError(errno.EFBIG, "limit") if 0 <= most < 2 * size + (1 << 18) else None
 
 
 def _is_outage(error: BaseException | None) -> bool:

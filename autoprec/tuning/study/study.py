@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.errors import FileError, NoSpaceError, StudyError
-from autoprec.support.files import canonical_json, sqlite_url, with_checksum, without_checksum
+from autoprec.errors import AutoPrecError, FileError, NoSpaceError, StudyError
+from autoprec.support.files import canonical_json, resource_error, sqlite_url, with_checksum, without_checksum
 from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.sqlite_check import check_sqlite
-from autoprec.tuning.study.storage import Claim, open_storage, patiently, root_cause, without_password
+from autoprec.tuning.study.storage import Claim, open_storage, patiently, process_limit, root_cause, without_password
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -115,10 +115,13 @@ class StudyStore:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 return action()
-        except (StudyError, NoSpaceError):
+        except AutoPrecError:
             raise
         except Exception as error:
             text = root_cause(error)
+            if (limit := resource_error(process_limit(self._address) or error, self.url)) is not None:
+                limit.fix += ", then --resume"
+                raise limit from error
             if any(words in text for words in _FULL):
                 raise NoSpaceError(
                     "no space left for the study", where=self.url, fix="free some space, then --resume"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
+from autoprec.trial.driver.failures import first_step_failed, no_host, nothing_trained, script_failed
 from autoprec.trial.protocol import TrialResult
 
 COMMAND = ScriptCommand("script", "train.py", ("--lr", "1"), Path("/"))
@@ -37,6 +37,15 @@ def test_a_script_that_asks_is_answered_with_an_argument() -> None:
     error = script_failed(COMMAND, 1, "Traceback\nEOFError: EOF when reading a line")
     assert "argument" in error.fix
     assert "report" not in error.fix
+
+
+def test_a_script_that_holds_every_descriptor_is_told_the_limit() -> None:
+    """Our own code in its process is what met it: that is neither our fault nor a host that was killed."""
+    ours = Path(__file__).resolve().parents[3] / "autoprec" / "trial" / "inside" / "fork_server.py"
+    tail = f'Traceback\n  File "{ours}", line 3, in x\nOSError: [Errno 24] Too many open files'
+    assert "ulimit -n" in script_failed(COMMAND, 1, tail).fix
+    assert "ulimit -n" in no_host(COMMAND, None, 1, tail, Path("x.log")).fix
+    assert "ulimit -n" in first_step_failed(COMMAND, TrialResult("crashed", "the host process ended", tail=tail)).fix
 
 
 def test_our_own_fault_is_ours() -> None:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autoprec.trial.inside.fork_server import serve_forks, settle
 
 
-def test_requests_are_forked_answered_and_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_script", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "ignored"])
+def test_requests_are_forked_answered_and_ended(tmp_path: Path, of_script: signal.Handlers) -> None:
+    """Also where the script ignores SIGCHLD, by which the kernel forgets how children ended."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         ours.close()
+        signal.signal(signal.SIGCHLD, of_script)
         settle()
         request = serve_forks(theirs, "m-server")
         os.write(1, f"hello from {request.id}\n".encode())
+        if signal.getsignal(signal.SIGCHLD) is not of_script:
+            os._exit(9)
         if request.spec["do"] == "sleep":
             time.sleep(1000)
         Path(request.result).write_text("done")

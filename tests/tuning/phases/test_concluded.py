@@ -90,7 +90,7 @@ def test_an_edited_file_asks_something_else(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("phases.concluded.metadata.version", "2.0"),
+        ("options.metadata.version", "2.0"),
         ("target.platform.node", "elsewhere"),
         ("target.cpu_model", "another processor"),
         ("target.listed_gpus", ["GPU 0: NVIDIA H100 (UUID: GPU-1)", "  MIG 1g.10gb Device 0: (UUID: MIG-2)"]),

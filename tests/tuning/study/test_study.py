@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autoprec.errors import StudyError
+from autoprec.errors import AutoPrecError, StudyError
 from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 
@@ -53,6 +54,24 @@ def test_finished_trials_survive_and_are_replayed(tmp_path: Path) -> None:
     assert [r.params for r in second.learned()] == asked
     assert [second.next_number(), second.next_number()] == [5, 6], "a run that has not ended keeps its number"
     assert "preset" not in second.ask().user_attrs
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "code"), [(resource.RLIMIT_FSIZE, 40_960, 6), (resource.RLIMIT_NOFILE, 0, 1)]
+)
+def test_a_limit_of_the_process_is_not_taken_for_a_lost_database(
+    tmp_path: Path, limit: int, most: int, code: int
+) -> None:
+    usual = resource.getrlimit(limit)
+    (tmp_path / "warm").mkdir()
+    store(tmp_path / "warm")  # everything is imported
+    resource.setrlimit(limit, (most, usual[1]))
+    try:
+        with pytest.raises(AutoPrecError, match="limit") as caught:
+            store(tmp_path)
+    finally:
+        resource.setrlimit(limit, usual)
+    assert caught.value.exit_code == code
 
 
 def test_nothing_is_left_running_by_a_driver_that_dies_between_ask_and_tell(tmp_path: Path) -> None:
