@@ -51,6 +51,7 @@ from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, headline
+from autoprec.tuning.study.sqlite_check import REPAIR
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.target import calibration_here, calibration_of
@@ -337,7 +338,7 @@ class Search:
             raise StudyError(
                 "the study is damaged: it has trials and no setup",
                 where=f"{store.url}, study {self.options.study}",
-                fix="put an intact copy of the database back, or begin again with --study NEW",
+                fix=REPAIR,
             )
         if stored is None:
             if self._calibration is not None:  # what a resumed search must be given again, should the file be gone

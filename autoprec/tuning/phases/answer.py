@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
-from autoprec._version import __version__
 from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
@@ -28,6 +26,7 @@ from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
+from autoprec.tuning.options import versions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, over_sixteen_bit, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult
@@ -181,7 +180,7 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         "trials": len(ledger.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": setup.host.device if setup.host.device != "cpu" else f"cpu ({platform.machine()}, one thread)",
-        "versions": {"autoprec": __version__, "torch": metadata.version("torch"), "python": platform.python_version()},
+        "versions": versions() | {"python": platform.python_version()},
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out

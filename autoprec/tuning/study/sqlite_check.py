@@ -11,14 +11,18 @@ from autoprec.tuning.study.storage import sqlite_file
 
 #: Bytes of the smallest page, and so of the smallest database, that SQLite has.
 SMALLEST = 512
+#: What to do about a damaged study.
+REPAIR = (
+    "put an intact copy of the database back, or begin again with --study NEW; nothing was changed, and the policies "
+    "that were saved are still good"
+)
 
 
 def _damaged(why: str, url: str) -> StudyError:
     return StudyError(
         f"the study's database is damaged or truncated: {' '.join(why.split())[:200]}",
         where=url,
-        fix="put an intact copy of it back, or begin again with --study NEW; nothing was changed, and the policies "
-        "that were saved are still good",
+        fix=REPAIR,
     )
 
 

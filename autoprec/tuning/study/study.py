@@ -11,6 +11,7 @@ nothing, as ``FAIL`` (their ``status`` says ok).
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import time
 import warnings
@@ -26,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.errors import AutoPrecError, FileError, NoSpaceError, StudyError
 from autoprec.support.files import canonical_json, resource_error, sqlite_url, with_checksum, without_checksum
 from autoprec.tuning.study.run import Run
-from autoprec.tuning.study.sqlite_check import check_sqlite
+from autoprec.tuning.study.sqlite_check import REPAIR, check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, process_limit, root_cause, without_password
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -45,12 +46,6 @@ LEARNED = ("preset", "search")
 def default_storage(study_dir: Path) -> str:
     """Return the URL of the study's own SQLite file."""
     return sqlite_url(study_dir / "study.db")
-
-
-_DAMAGED = (
-    "put an intact copy of the database back, or begin again with --study NEW; nothing was changed, and the policies "
-    "that were saved are still good"
-)
 
 
 class StudyStore:
@@ -119,24 +114,17 @@ class StudyStore:
             raise
         except Exception as error:
             text = root_cause(error)
-            if (limit := resource_error(process_limit(self._address) or error, self.url)) is not None:
-                limit.fix += ", then --resume"
+            full = OSError(errno.ENOSPC, text) if any(words in text for words in _FULL) else None
+            limit = resource_error(full or process_limit(self._address) or error, self.url)
+            if limit is not None:
+                limit.fix += "; then --resume"
                 raise limit from error
-            if any(words in text for words in _FULL):
-                raise NoSpaceError(
-                    "no space left for the study", where=self.url, fix="free some space, then --resume"
-                ) from error
-            gone = any(words in text for words in _GONE)
-            raise StudyError(
-                "the study's database is gone or cannot be written"
-                if gone
-                else f"the study's storage cannot be used: {text}",
-                where=self.url,
-                fix="put its folder back, and make it writable"
-                if gone
-                else "is it running, is it damaged, or of another program? move it away, or use another --study or "
-                "--storage",
-            ) from error
+            what = f"the study's storage cannot be used: {text}"
+            fix = "is it running, damaged, or of another program? move it away, or use another --study or --storage"
+            if any(words in text for words in _GONE):
+                what = "the study's database is gone or cannot be written"
+                fix = "put its folder back, and make it writable"
+            raise StudyError(what, where=self.url, fix=fix) from error
 
     def close(self) -> None:
         """Give the study up, so that another driver may continue it."""
@@ -172,7 +160,7 @@ class StudyStore:
                 out.append(Run.from_stored(document) if self._checked else Run.from_json(document))
             except (FileError, TypeError, ValueError) as error:
                 what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
-                raise StudyError(what, where=where, fix=_DAMAGED) from error
+                raise StudyError(what, where=where, fix=REPAIR) from error
         return out
 
     # --- settings ---------------------------------------------------------------------------------------------------
@@ -190,7 +178,7 @@ class StudyStore:
         try:
             return without_checksum(found, where=where)
         except FileError as error:
-            raise StudyError(error.what, where=where, fix=_DAMAGED) from error
+            raise StudyError(error.what, where=where, fix=REPAIR) from error
 
     def set_signature(self, signature: dict[str, Any]) -> None:
         """Store the setup that the study is started with."""
