@@ -1,6 +1,6 @@
 """What a search says of a script's speed against the truth, and against the autocast that a person adds by hand.
 
-    python benchmarks/search/by_hand.py conv tab lstm unet gpt --search --out benchmarks/results/<date>_by_hand.md
+    python benchmarks/search/by_hand.py conv tab lstm unet gpt --search --repeats 3 --out FILE.md
     python benchmarks/search/by_hand.py conv --policy policy.yaml
 
 The script as written, the script under ``torch.autocast("cpu", bfloat16)`` and each policy train copies of one model in
@@ -38,8 +38,26 @@ import autoprec
 from autoprec.trial.intervals import FEWEST, median_interval
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = {name: ROOT / "benchmarks" / "scripts" / "by_hand" / f"{name}.py" for name in ("conv", "tab", "lstm", "unet")}
-SCRIPTS["gpt"] = ROOT / "examples" / "train_gpt.py"
+FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
+TRAIN = FOLDER / "train.py"
+_MODELS = (
+    "conv",
+    "tab",
+    "lstm",
+    "unet",
+    "moe",
+    "dlrm",
+    "seq2seq",
+    "vit",
+    "convnext",
+    "mixer",
+    "bert",
+    "gpt2",
+    "whisper",
+)
+#: What is searched, as the words of a command line.
+SCRIPTS = {name: (str(TRAIN), name) for name in _MODELS}
+SCRIPTS |= {"gpt": (str(ROOT / "examples" / "train_gpt.py"),), "gpt2-autocast": (str(TRAIN), "gpt2", "--autocast")}
 #: The contenders that are there without a policy.
 WRITTEN, AUTOCAST, ADOPTED = "script", "autocast by hand", "adopted"
 #: Steps of a block that are timed, and that go by before.
@@ -73,8 +91,8 @@ class Row:
 def make(name: str) -> tuple[Any, ...]:
     """Return a script's model, optimizer, what draws a batch, the loss of one, and the largest norm of its gradient."""
     if name != "gpt":
-        module = import_module(f"benchmarks.scripts.by_hand.{name}")
-        return *module.make(module.parse([])), 1.0 if name == "lstm" else None
+        task = import_module("train").make(SCRIPTS[name][1])
+        return task.model, task.optimizer, task.batch, task.loss_of, task.clip
     module = import_module("examples.train_gpt")  # its loop is its main(): the same model, sizes and optimizer here
     torch.manual_seed(0)
     model, text = module.GPT(384, 3, 6, 64), module.read_text(4_000_000)
@@ -91,6 +109,7 @@ def make(name: str) -> tuple[Any, ...]:
 def contender(name: str, policy: Path | None = None, *, autocast: bool = False) -> Step:
     """Return one training step of a script of its own, under a policy or the autocast that a person adds."""
     model, optimizer, batch, loss_of, clip = make(name)
+    autocast = autocast or "--autocast" in SCRIPTS[name]
     if policy is not None:
         loaded = autoprec.load(policy)
         loaded.apply(model)
@@ -141,7 +160,7 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "autoprec", "search", "--json", "--no-mlflow", "-o", "policy.yaml", *words]
-    command.append(str(SCRIPTS[name]))
+    command += ["--study", name, *SCRIPTS[name]]
     with (folder / "search.log").open("w") as log:
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, check=False)
     if not done.stdout.strip():
@@ -187,18 +206,19 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="+", choices=list(SCRIPTS))
+    parser.add_argument("scripts", nargs="+", choices=list(SCRIPTS), help="vit to whisper need timm, transformers")
     parser.add_argument("--policy", type=Path, action="append", default=[], help="time this file; may be repeated")
     parser.add_argument("--search", action="store_true", help="search first, and compare the claim with the truth")
     parser.add_argument("--options", default="", help="options of the searches, e.g. '--steps 10 --trials 6'")
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
+    parser.add_argument("--repeats", type=int, default=1, help="searches of each script")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
     if args.rounds < FEWEST:
         parser.error(f"--rounds: an interval takes {FEWEST} at least")
     torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(FOLDER)]
     if not args.search:
         for name in args.scripts:
             contenders = {WRITTEN: contender(name), AUTOCAST: contender(name, autocast=True)}
@@ -209,9 +229,13 @@ def main() -> None:
         return
     rows = []
     for name in args.scripts:
-        search(name, args.work / name, args.options.split())
-        rows.append(judged(name, args.work / name, args.rounds))
-        print(table(rows)[-1], flush=True)
+        for number in range(args.repeats):
+            folder = args.work / name / str(number)
+            search(name, folder, args.options.split())
+            rows.append(judged(name, folder, args.rounds))
+            print(table(rows)[-1], flush=True)
+    verdicts = {name: {row.verdict for row in rows if row.script == name} for name in args.scripts}
+    apart = [name for name, found in verdicts.items() if len(found) > 1]
     lines = ["# What a search claims, the truth, and autocast by hand", "", f"`python {' '.join(sys.argv)}`", ""]
     lines += [
         f"{datetime.now():%Y-%m-%d}; {platform.processor() or platform.machine()}, {os.cpu_count()} cores; torch "
@@ -221,6 +245,7 @@ def main() -> None:
         *table(rows),
         "",
         f"wrong: {sum(bool(row.wrong) for row in rows)} of {len(rows)}",
+        f"scripts with contradictory verdicts: {len(apart)} of {len(args.scripts)} {' '.join(apart)}".rstrip(),
     ]
     print("\n".join(lines))
     if args.out:

@@ -1,13 +1,11 @@
 """A residual conv net with BatchNorm on images of 20 noisy patterns, SGD with momentum."""
 
-import argparse
-import math
-
 import torch
+from task import Task, cosine
 from torch import nn
 from torch.nn import functional as F
 
-CLASSES = 20
+CLASSES, WIDTH, BATCH = 20, 40, 24
 
 
 class Residual(nn.Module):
@@ -35,47 +33,18 @@ class Net(nn.Module):
         return self.head(self.stages(F.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
-def parse(words=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(words)
-
-
-def make(args):
-    """Return the model, its optimizer, what draws a batch, and the loss of one."""
-    torch.manual_seed(args.seed)
-    model = Net(args.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+def make():
+    """Return what is trained, and on what."""
+    model = Net(WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     patterns = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(1234))
 
     def batch():
-        classes = torch.randint(0, CLASSES, (args.batch,))
-        return F.interpolate(patterns[classes], 32) * 0.5 + torch.randn(args.batch, 3, 32, 32), classes
+        classes = torch.randint(0, CLASSES, (BATCH,))
+        return F.interpolate(patterns[classes], 32) * 0.5 + torch.randn(BATCH, 3, 32, 32), classes
 
     def loss_of(model, batch):
         images, classes = batch
         return F.cross_entropy(model(images), classes)
 
-    return model, optimizer, batch, loss_of
-
-
-def main():
-    args = parse()
-    model, optimizer, batch, loss_of = make(args)
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * 0.5 * (1 + math.cos(math.pi * step / args.steps))
-        loss = loss_of(model, batch())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 20 == 0:
-            print(step, f"{loss.item():.4f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return Task(model, optimizer, batch, loss_of, schedule=cosine)

@@ -1,13 +1,12 @@
 """A wide MLP on a table whose features and target are not normalised: its first and last layer are fragile."""
 
-import argparse
-import math
-
 import torch
+from task import Task, cosine
 from torch import nn
 from torch.nn import functional as F
 
 FEATURES, RAW, OFFSET, MEAN = 48, 8, 60.0, 200.0
+WIDTH, DEPTH, BATCH = 1024, 4, 384
 
 
 class Net(nn.Module):
@@ -26,49 +25,21 @@ class Net(nn.Module):
         return self.head(x).squeeze(-1)
 
 
-def parse(words=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=384)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(words)
-
-
-def make(args):
-    """Return the model, its optimizer, what draws a batch, and the loss of one."""
-    torch.manual_seed(args.seed)
-    model = Net(args.width, args.depth)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+def make():
+    """Return what is trained, and on what."""
+    model = Net(WIDTH, DEPTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     fixed = torch.Generator().manual_seed(1234)
     mix, weights = torch.randn(FEATURES, 16, generator=fixed) / 7, torch.randn(16, generator=fixed)
     shift = torch.cat([torch.full((RAW,), OFFSET), torch.zeros(FEATURES - RAW)])
 
     def batch():
-        z = torch.randn(args.batch, FEATURES)
-        return z + shift, MEAN + 3 * (torch.tanh(z @ mix) @ weights) + 0.3 * torch.randn(args.batch)
+        z = torch.randn(BATCH, FEATURES)
+        return z + shift, MEAN + 3 * (torch.tanh(z @ mix) @ weights) + 0.3 * torch.randn(BATCH)
 
     def loss_of(model, batch):
         return F.mse_loss(model(batch[0]), batch[1])
 
-    return model, optimizer, batch, loss_of
-
-
-def main():
-    args = parse()
-    model, optimizer, batch, loss_of = make(args)
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
-        loss = loss_of(model, batch())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 20 == 0:
-            print(step, f"{loss.item():.4f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return Task(
+        model, optimizer, batch, loss_of, schedule=lambda step, steps: min(1, (step + 1) / 10) * cosine(step, steps)
+    )

@@ -1,13 +1,14 @@
 """A small diffusion UNet (GroupNorm, SiLU, attention at the bottom) that learns the noise added to synthetic images."""
 
-import argparse
 import math
 
 import torch
+from task import Task
 from torch import nn
 from torch.nn import functional as F
 
 LEVELS = 1000  # of noise
+WIDTH, BATCH, SIZE = 32, 8, 32  # size of an image: a multiple of 8
 
 
 class Residual(nn.Module):
@@ -64,51 +65,23 @@ class UNet(nn.Module):
         return self.head(F.silu(self.norm(x)))
 
 
-def parse(words=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, default=32, help="of an image, a multiple of 8")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(words)
-
-
-def make(args):
-    """Return the model, its optimizer, what draws a batch, and the loss of one."""
-    torch.manual_seed(args.seed)
-    model = UNet(args.width)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+def make():
+    """Return what is trained, and on what."""
+    model = UNet(WIDTH)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     kept = torch.cos(torch.linspace(0, math.pi / 2, LEVELS + 1)[1:-1]) ** 2  # cosine schedule
-    grid = torch.linspace(-1, 1, args.size)
+    grid = torch.linspace(-1, 1, SIZE)
 
     def batch():
         """Draw blobs of random place, width and colour; their noise levels; and the noise."""
-        place, width = torch.rand(2, args.batch, 1, 1) * 1.2 - 0.6, torch.rand(args.batch, 1, 1) * 0.3 + 0.1
+        place, width = torch.rand(2, BATCH, 1, 1) * 1.2 - 0.6, torch.rand(BATCH, 1, 1) * 0.3 + 0.1
         away = (grid[:, None] - place[0]) ** 2 + (grid[None, :] - place[1]) ** 2
-        images = torch.exp(-away / width**2)[:, None] * torch.randn(args.batch, 3, 1, 1)
-        return images, torch.randint(len(kept), (args.batch,)), torch.randn_like(images)
+        images = torch.exp(-away / width**2)[:, None] * torch.randn(BATCH, 3, 1, 1)
+        return images, torch.randint(len(kept), (BATCH,)), torch.randn_like(images)
 
     def loss_of(model, batch):
         images, level, noise = batch
         share = kept[level][:, None, None, None]
         return F.mse_loss(model(share.sqrt() * images + (1 - share).sqrt() * noise, level), noise)
 
-    return model, optimizer, batch, loss_of
-
-
-def main():
-    args = parse()
-    model, optimizer, batch, loss_of = make(args)
-    for step in range(args.steps):
-        loss = loss_of(model, batch())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 20 == 0:
-            print(step, f"{loss.item():.4f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return Task(model, optimizer, batch, loss_of)
