@@ -1,5 +1,7 @@
 """A recommendation model: embedding bags, an MLP over dense features, their products, and an MLP over those."""
 
+from itertools import pairwise
+
 import torch
 from task import Task
 from torch import nn
@@ -15,7 +17,7 @@ class Net(nn.Module):
         self.bottom = nn.Sequential(nn.Linear(DENSE, 512), nn.ReLU(), nn.Linear(512, WIDTH), nn.ReLU())
         pairs = BAGS * (BAGS + 1) // 2
         sizes = [WIDTH + pairs, 1024, 1024, 512]
-        layers = [m for a, b in zip(sizes[:-1], sizes[1:], strict=True) for m in (nn.Linear(a, b), nn.ReLU())]
+        layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
         self.top = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
         self.register_buffer("pairs", torch.triu_indices(BAGS + 1, BAGS + 1, 1), persistent=False)
 
