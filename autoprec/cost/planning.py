@@ -89,9 +89,13 @@ def break_even_tokens(points: Sequence[SweepPoint], threshold: float = 0.03) -> 
     return found
 
 
+#: Hardly a run is longer: what is paid back later never is.
+HORIZON_STEPS = 10_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Payback:
-    """After how many training steps a search has paid for itself; infinite when nothing is gained."""
+    """After how many training steps a search has paid for itself; infinite beyond :data:`HORIZON_STEPS`."""
 
     search_s: float
     saved_ms_per_step: float
@@ -117,4 +121,5 @@ def payback(step_ms: float, speedup: float, over_script: float = math.inf) -> Pa
     faster = step_ms / max(speedup, 1e-9)
     saved = step_ms - faster
     steps = cost * 1e3 / saved if saved > 1e-9 else float("inf")
+    steps = steps if steps <= HORIZON_STEPS else float("inf")
     return Payback(cost, max(0.0, saved), steps, steps * faster / 3.6e6)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
@@ -59,20 +61,23 @@ def detect(document: Mapping[str, Any]) -> str:
     )
 
 
-def import_policy(document: Mapping[str, Any], source: str = "auto", *, layers: Sequence[str] = ()) -> Imported:
+def import_policy(
+    document: Mapping[str, Any], source: str = "auto", *, layers: Sequence[str] = (), flags: Sequence[str] = ()
+) -> Imported:
     """Read another stack's configuration as a policy.
 
     Args:
         document: the parsed YAML or JSON.
         source: ``accelerate``, ``megatron`` or ``te``; or ``auto``.
         layers: names of the model's linear layers; accelerate keeps the first and last in high precision.
+        flags: words of Megatron's command line: layers may inherit the recipe that it names.
 
     Raises:
         FileError: a value that the stack itself would refuse, or that means nothing any more.
         UnknownNameError: no such source.
     """
     found = detect(document) if source == "auto" else source
-    readers = {"accelerate": _accelerate, "megatron": _megatron, "te": _te}
+    readers = {"accelerate": _accelerate, "megatron": partial(_megatron, flags=flags), "te": _te}
     if found not in readers:
         raise UnknownNameError("import source", found, readers)
     notes: list[str] = []
@@ -165,8 +170,11 @@ def _te_recipe(keys: Mapping[str, Any], notes: list[str], history: int, algo: st
     recipe = {"format": "fp8", "scaling": scaling, "operands": operands}
     body: dict[str, Any] = {"recipes": {"fp8_delayed": recipe}, "default": "fp8_delayed", "activations": "bf16"}
     override = keys.get("override_linear_precision", [False] * 3)
+    if isinstance(override, str):  # a tuple, which accelerate's own examples write: to YAML it is text
+        words = [word.strip().lower() for word in override.strip("() ").split(",")]
+        override = [{"true": True, "false": False}.get(word, word) for word in words]
     if not isinstance(override, (list, tuple)) or len(override) != 3:
-        raise FileError(f"override_linear_precision is {override!r}", fix="write a YAML list: [false, false, true]")
+        raise FileError(f"override_linear_precision is {override!r}", fix="write a YAML list: [false, false, false]")
     wanted = tuple(_bool(value, "override_linear_precision") for value in override)
     if wanted == (False, False, True):
         notes.append("override_linear_precision: Transformer Engine ignores it since 2.0; read as wgrad in bf16")
@@ -234,32 +242,56 @@ def _section(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return section
 
 
-def _megatron(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
+def _inherited(flags: Sequence[str], notes: list[str]) -> dict[str, Any]:
+    """Return the recipe that Megatron's flags give to layers that inherit it; empty where they name none."""
+    known = {name.removeprefix("--"): value for name, value in pairwise(flags) if name.startswith("--fp8-")}
+    if "fp8-format" not in known:
+        return {}
+    kind = known.get("fp8-recipe", "delayed")
+    if kind != "delayed":
+        training = {"fp8_quantization_recipe": kind, "fp8_format": known["fp8-format"]}
+        return _megatron_recipe("--fp8-recipe", {"training_recipe": training}, {}, notes)[1]
+    numbers = {key: int(known[f"fp8-{key}".replace("_", "-")]) for key in ("margin", "amax_history_len")
+               if known.get(f"fp8-{key}".replace("_", "-"), "").isdecimal()}  # fmt: skip
+    keys = {"fp8_format": known["fp8-format"], **numbers}
+    body = _te_recipe(keys, notes, history=1, algo=known.get("fp8-amax-compute-algo", "most_recent"))
+    return dict(body["recipes"]["fp8_delayed"])
+
+
+def _megatron(
+    document: Mapping[str, Any], _layers: Sequence[str], notes: list[str], flags: Sequence[str]
+) -> dict[str, Any]:
     configs, matchers = document.get("configs"), document.get("matchers")
     if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
         raise FileError("configs and matchers must be mappings")
     recipes: dict[str, Any] = {"bf16": {"format": "bf16"}}
-    rules = []
+    rules, inherited = [], _inherited(flags, notes)
     for key, matcher in matchers.items():
         if not isinstance(matcher, Mapping) or not matcher.get("enabled", False):
             continue
         if matcher.get("type") != "glob" or matcher.get("config") not in configs or not matcher.get("pattern"):
             raise FileError(f"matcher '{key}' needs type: glob, a pattern, and a config that exists")
-        name, recipe = _megatron_recipe(str(matcher["config"]), configs[matcher["config"]], notes)
+        name, recipe = _megatron_recipe(str(matcher["config"]), configs[matcher["config"]], inherited, notes)
         if recipe:
             recipes[name] = recipe
         rules.append({"match": str(matcher["pattern"]), "recipe": name, "optional": True})
     notes.append("layers that no matcher names inherit Megatron's own flags; here they are 'keep'")
-    return {"recipes": recipes, "layers": rules, "default": "keep", "activations": "bf16"}
+    activations = "fp16" if "--fp16" in flags else "bf16"
+    return {"recipes": recipes, "layers": rules, "default": "keep", "activations": activations}
 
 
-def _megatron_recipe(key: str, config: Any, notes: list[str]) -> tuple[str, dict[str, Any]]:
+def _megatron_recipe(key: str, config: Any, inherited: dict[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
     """Return (recipe name, recipe document); an empty document means a name that exists already."""
     training = (config or {}).get("training_recipe") or {}
     if (config or {}).get("evaluation_recipe") not in (None, training):
         notes.append(f"config '{key}': its evaluation recipe is left out; a policy is about training")
     if training.get("override_quantized_autocast") is False:
-        notes.append(f"config '{key}' inherits the global FP8 recipe of the command line; read as keep")
+        if inherited:
+            return key, inherited
+        notes.append(
+            f"config '{key}' inherits the global FP8 recipe of the command line, which is not here: read as keep; "
+            "write its flags into megatron_flags.txt beside this file"
+        )
         return "keep", {}
     if training.get("fp4_quantization_recipe") == "nvfp4":
         return key, BUILTIN_RECIPES["nvfp4"].to_dict()

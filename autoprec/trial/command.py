@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from autoprec.errors import UsageError, nearest
@@ -76,12 +77,13 @@ class ScriptCommand:
 
     @property
     def label(self) -> str:
-        """A short name: the script's file name, the module, or ``torchrun train.py``."""
+        """A short name: the script's file name, the module, or ``torchrun train.py`` (``torchrun package.train``)."""
         if self.kind == "script":
             return Path(self.target).name
-        if self.kind == "module":
+        if self.single and self.kind == "module":
             return self.target
-        script = next((Path(a).name for a in self.args if a.endswith(".py")), "")
+        module = next((b for a, b in pairwise(self.args) if a in ("-m", "--module")), "")
+        script = next((Path(a).name for a in self.args if a.endswith(".py")), module)
         return f"{Path(self.target).name} {script}".strip()
 
     @property

@@ -44,7 +44,7 @@ def test_override_linear_precision_is_translated() -> None:
     "bad",
     [
         {"override_linear_precision": [True, False, False]},
-        {"override_linear_precision": "(false, false, false)"},
+        {"override_linear_precision": "(false, false)"},
         {"fp8_format": "E5M2"},
         {"margin": 1.5},
         {"override_linear_precision": [0, 0, 1]},
@@ -85,16 +85,28 @@ def test_rules_that_live_in_python_are_spoken_of() -> None:
     assert any("precision_accelerate.py" in note for note in again.notes)
 
 
+def test_a_tuple_in_yaml_is_text_and_is_read() -> None:
+    """``(false, false, false)``, as accelerate's examples have it, was answered with wgrad in bf16."""
+    off = import_policy({**TE, "override_linear_precision": "(false, false, false)"}).policy
+    assert off == import_policy(TE).policy
+    assert import_policy({**TE, "override_linear_precision": "(False, False, True)"}).policy != off
+    with pytest.raises(FileError) as caught:
+        import_policy({**TE, "override_linear_precision": "no"})
+    assert "true" not in str(caught.value.fix)
+
+
 def test_accelerate_round_trip() -> None:
     done = export(POLICIES["delayed, fast fprop"], "accelerate", layers=["a", "b"])
     again = import_policy(yaml.safe_load(done.files["accelerate_config.yaml"]))
     assert again.policy.plan_of_rule(None) == POLICIES["delayed"].plan_of_rule(None)
 
 
-@pytest.mark.parametrize("case", ["bf16", "tensorwise everywhere"])
+@pytest.mark.parametrize("case", ["bf16", "tensorwise everywhere", "delayed"])
 def test_megatron_round_trip(case: str) -> None:
+    """Delayed scaling is in the flags, which layers inherit: it came back as no FP8 at all."""
     done = export(POLICIES[case], "megatron", layers=MODELS["gpt"], allow_lossy=True)
-    again = import_policy(yaml.safe_load(done.files["te_precision_config.yaml"]))
+    flags = done.files["megatron_flags.txt"].split()
+    again = import_policy(yaml.safe_load(done.files["te_precision_config.yaml"]), flags=flags)
     assert resolve(again.policy, MODELS["gpt"]) == resolve(POLICIES[case], MODELS["gpt"])
 
 

@@ -13,30 +13,28 @@ from autoprec.errors import FileError
 @click.command("import", short_help="Read another stack's configuration as a policy.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--from", "source", default="auto", show_default=True, help="accelerate, megatron, te, or auto.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("policy.yaml"),
-    show_default=True,
-    help="Where the policy goes.",
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("policy.yaml"), show_default=True,
+              help="Where the policy goes.")  # fmt: skip
 @click.option("--as-space", is_flag=True, help="Write a search space with the configuration as a preset instead.")
 @click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def import_(file: Path, source: str, output: Path, layers: Path | None, as_space: bool, force: bool) -> int:
     """Read FILE (accelerate fp8_config, Megatron --te-precision-config-file, or TE recipe keys) as a policy.
 
-    Settings that their library accepts and ignores are translated or refused, and named on stderr.
+    Megatron's flags are read from megatron_flags.txt beside FILE. Settings that their library ignores are translated or
+    refused, and named on stderr.
     """
     from autoprec.cli.policies.export import layer_names
     from autoprec.export import importers
     from autoprec.policy import dump_yaml, save_policy
-    from autoprec.support.files import read_document, write_atomic
+    from autoprec.support.files import read_document, read_text, write_atomic
 
     if output.exists() and not force:
         raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
-    done = importers.import_policy(read_document(file), source, layers=layer_names(layers) if layers else ())
+    beside = file.with_name("megatron_flags.txt")  # as `autoprec export` writes them
+    words = read_text(beside).split() if beside.is_file() else []
+    names = layer_names(layers) if layers else ()
+    done = importers.import_policy(read_document(file), source, layers=names, flags=words)
     if as_space:
         echo(str(write_atomic(output, dump_yaml(importers.as_space(done.policy, file.stem)))))
     else:

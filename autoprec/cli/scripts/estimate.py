@@ -152,10 +152,12 @@ def _break_even(points: list[Any], found: int | None) -> str:
 
 def _more_lines(more: dict[str, Any]) -> list[str]:
     """Return the text of :func:`_more`."""
+    from autoprec.cost.planning import HORIZON_STEPS
+
     paid = more["payback"]
     lines = [""]
     if paid.steps == float("inf"):
-        lines.append("payback   never: a search would gain nothing")
+        lines.append(f"payback   never within {HORIZON_STEPS:,} steps: a search would gain next to nothing")
     else:
         lines.append(
             f"payback   a search costs about {duration(paid.search_s)} of training steps, starting the script apart, "

@@ -82,15 +82,17 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
 def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, dict[str, Any]]]:
     label, groups = _label(choice), problem.groups
     edges, layers = _edge_blocks(problem), {layer.name: layer for layer in problem.report.layers}
-    kept = {
-        "head kept": [g for g in groups if "head" not in g.flags],
-        "first and last block kept": [g for g in groups if not _inside(g, edges)],
-        "attention kept": [g for g in groups if not _matches(g, _ATTENTION)],
+    # "kept" is as the script wrote it, here as elsewhere
+    other = "kept" if problem.baseline == KEEP else f"in {_label(problem.baseline)}"
+    parts = {
+        f"head {other}": [g for g in groups if "head" not in g.flags],
+        f"first and last block {other}": [g for g in groups if not _inside(g, edges)],
+        f"attention {other}": [g for g in groups if not _matches(g, _ATTENTION)],
         "MLP only": [g for g in groups if _matches(g, _MLP)],
         "torchao filter": [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)],
     }
     parameters = {"execution": execution} if execution else {}
-    for what, inside in kept.items():
+    for what, inside in parts.items():
         name = f"{label}, {what}" + (", compiled" if execution else "")
         yield name, _uniform(problem, choice, inside, **parameters)
 

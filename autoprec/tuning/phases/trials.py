@@ -6,7 +6,6 @@ It ends when nothing is expected to gain enough to be worth a run; ``--trials`` 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -81,7 +80,6 @@ class _Loop:
         running: trials that have not ended yet.
         began_s: when this loop began, seconds into the search.
         by_hand: keys of what people write by hand, which is run first, whatever the budget says.
-        place: N of the last trial named ``trial N``.
         used_up: the sampler proposed nothing new any more.
         taught: how many records there were when the models were last fitted.
         saved: name of the best policy so far, which is in ``best.yaml``.
@@ -100,16 +98,12 @@ class _Loop:
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
     began_s: float = 0.0
     by_hand: frozenset[tuple[Any, ...]] = frozenset()
-    place: int = 0
     used_up: bool = False
     taught: int = -1
     saved: str = ""
 
     def __post_init__(self) -> None:
         """Count on from what earlier sessions left."""
-        store = self.ledger.store
-        # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
-        self.place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
         self.teach()
 
     def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> Run:
@@ -332,10 +326,9 @@ def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
                     loop.ledger.store.forget(trial, known)
                     continue
                 name = loop.name_of(trial, params)
-                loop.place = max(loop.place, loop.done + len(loop.running)) + 1
                 kind = "preset" if name else "search"
                 number = loop.ledger.store.next_number()
-                future = threads.submit(loop.trial, number, kind, name or f"trial {loop.place}", params)
+                future = threads.submit(loop.trial, number, kind, name or f"trial {number}", params)
                 loop.running[future] = trial
             if not loop.running:
                 loop.used_up = loop.used_up or asked >= ASKS_PER_TRIAL * loop.goal

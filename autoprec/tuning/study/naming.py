@@ -22,7 +22,7 @@ def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[s
         StudyError: ``--resume``, and the script has no study here.
     """
     words = command.label.split()  # "torchrun train.py" is a study of train
-    stem = Path(words[-1] if command.kind == "launcher" else words[0]).name.removesuffix(".py")
+    stem = Path(words[0] if command.kind == "script" else words[-1]).name.removesuffix(".py")
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "study"
     if options.target not in ("auto", "cpu"):
         stem += f"-{re.sub(r'[^A-Za-z0-9_.-]+', '-', options.target)}"

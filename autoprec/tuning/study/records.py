@@ -183,5 +183,6 @@ class SearchResult(Shown):
         for trial in self.study.get_trials(deepcopy=False):
             about = {key: value for key, value in trial.user_attrs.items() if key != "record"}
             first = {key: about.pop(key, None) for key in ("kind", "name", "status", "reason", "seed", "tags")}
-            rows.append({"number": trial.number, **first, **about, **trial.params})
+            number = trial.user_attrs["record"]["number"]
+            rows.append({"number": number, **first, **about, **trial.params})
         return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()

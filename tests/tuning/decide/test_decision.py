@@ -203,7 +203,7 @@ def test_the_gain_over_sixteen_bit_comes_first() -> None:
 
 FASTER_RULES = Rules(0.0025, Baseline(1e-6))
 BLIND = Rules(0.0025, Baseline(1e-6, learnt=False))
-CHOSEN = Standing("head kept", 1.28, (0.0001,) * 4, gradient_error=0.005)
+CHOSEN = Standing("head in bf16", 1.28, (0.0001,) * 4, gradient_error=0.005)
 
 
 def reasons(*others: Standing, rules: Rules = FASTER_RULES, fewest: int = 2, noise: float = 0.0) -> dict[str, Reason]:

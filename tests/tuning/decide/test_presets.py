@@ -17,9 +17,9 @@ def test_what_people_run_today_is_there() -> None:
         "all bf16",
         "all fp8_rowwise",
         "all fp8_tensorwise, wgrad bf16",
-        "fp8_rowwise, head kept",
-        "fp8_rowwise, first and last block kept",
-        "fp8_rowwise, attention kept",
+        "fp8_rowwise, head in bf16",
+        "fp8_rowwise, first and last block in bf16",
+        "fp8_rowwise, attention in bf16",
         "fp8_rowwise, MLP only",
     ):
         assert wanted in names
@@ -49,18 +49,18 @@ def test_exceptions_of_an_uncompiled_script_are_tried_compiled() -> None:
     found = dict(presets(Problem.build(gpt(), load_space("hopper-fp8").executed(compiled=False, measured=True))))
     assert found["all fp8_rowwise"]["execution"] == "keep"
     assert found["all fp8_rowwise, compiled"]["execution"] == "compile"
-    assert found["fp8_rowwise, head kept, compiled"]["execution"] == "compile"
-    assert "fp8_rowwise, head kept" not in found
+    assert found["fp8_rowwise, head in bf16, compiled"]["execution"] == "compile"
+    assert "fp8_rowwise, head in bf16" not in found
 
 
 def test_edge_blocks_and_head_are_left_out_where_the_name_says_so() -> None:
     problem = compiled_script()
     found = dict(presets(problem))
-    kept = found["fp8_rowwise, first and last block kept"]
+    kept = found["fp8_rowwise, first and last block in bf16"]
     assert {kept[layer_key(f"h.{b}.mlp.c_fc")] for b in (0, 3)} == {"bf16"}
     assert {kept[layer_key(f"h.{b}.mlp.c_fc")] for b in (1, 2)} == {"fp8_rowwise"}
-    assert found["fp8_rowwise, head kept"]["layer:lm_head"] == "bf16"
-    assert found["fp8_rowwise, attention kept"]["layer:h.1.attn.c_attn"] == "bf16"
+    assert found["fp8_rowwise, head in bf16"]["layer:lm_head"] == "bf16"
+    assert found["fp8_rowwise, attention in bf16"]["layer:h.1.attn.c_attn"] == "bf16"
     assert found["fp8_rowwise, MLP only"]["layer:h.1.mlp.c_proj"] == "fp8_rowwise"
 
 

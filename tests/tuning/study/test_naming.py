@@ -40,6 +40,8 @@ def test_a_name_is_a_safe_file_name_and_says_the_target(command: ScriptCommand) 
 def test_a_launched_script_gives_its_own_name(tmp_path: Path) -> None:
     launched = ScriptCommand.parse(["--", "torchrun", "--nproc-per-node", "2", "train_gpt.py"], cwd=tmp_path)
     assert name(launched, target="h100") == "train_gpt-h100"
+    for words in ("-m torch.distributed.run --nproc-per-node 2 train_gpt.py", "-- torchrun -m pack.train_gpt --lr 1"):
+        assert name(ScriptCommand.parse(words.split(), cwd=tmp_path)).removeprefix("pack.") == "train_gpt"
 
 
 def test_a_name_that_is_not_there_cannot_be_resumed_and_leaves_no_folder(command: ScriptCommand) -> None:
