@@ -6,7 +6,7 @@ carried along silently. Every such decision is a note.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -77,6 +77,7 @@ def import_policy(
         UnknownNameError: no such source.
     """
     found = detect(document) if source == "auto" else source
+    readers: dict[str, Callable[..., dict[str, Any]]]
     readers = {"accelerate": _accelerate, "megatron": partial(_megatron, flags=flags), "te": _te}
     if found not in readers:
         raise UnknownNameError("import source", found, readers)
