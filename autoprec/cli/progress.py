@@ -26,7 +26,7 @@ def describe(record: Run) -> str:
     """Return one trial in a few words: what it gained, what it cost, or why it failed."""
     if not record.ok:
         return f"{record.status}: {record.reason}"
-    m = record.figures
+    m = record.to_row()
     return f"{headline(m)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
 
 
@@ -65,7 +65,7 @@ class TerminalProgress:
             if self._verbosity > 0:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
-        leader = f"best {headline(best.figures)} ({best.name})" if best else "best: the script as written"
+        leader = f"best {headline(best.to_row())} ({best.name})" if best else "best: the script as written"
         further = f"seed {record.seed + 1} of" if record.seed else "whole model of"
         count = further if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:

@@ -25,5 +25,21 @@ class StepEstimate:
     breakdown: dict[str, float] = field(default_factory=dict)
     label: str = "modelled, uncalibrated"
 
+    @property
+    def spread(self) -> float:
+        """Half the width of its bounds, as a fraction of the estimate."""
+        return (self.high_ms - self.low_ms) / (2 * self.time_ms) if self.time_ms else 0.0
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def ratio_bounds(ratio: float, spread: float) -> tuple[float, float]:
+    """Return the bounds of a modelled speed-up between two steps of one model, whose errors are largely the same.
+
+    What a step gains or loses is unsure by twice the spread of its time; a tenth of the spread is added to the end that
+    is farther from 1, for gains that the model does not see.
+    """
+    gain = ratio - 1.0
+    near, far = 1.0 + gain * max(0.0, 1.0 - 2 * spread), 1.0 + gain * (1.0 + 2 * spread)
+    return (near, far + 0.1 * spread) if gain >= 0 else (max(0.0, far - 0.1 * spread), near)

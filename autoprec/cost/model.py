@@ -129,8 +129,11 @@ class CostModel:
 
     @property
     def label(self) -> str:
-        scaled = self.scale.describe()
-        return self.rates.label + (f", at scale {scaled}" if scaled else "") + (EXCHANGES if self._divided else "")
+        scaled, compiled = self.scale.describe(), "compiled" if self.compiled else "not compiled"
+        how = "" if self.target.is_cpu else f", {compiled}"
+        return (
+            self.rates.label + how + (f", at scale {scaled}" if scaled else "") + (EXCHANGES if self._divided else "")
+        )
 
     def _index(self, recipe: Recipe | None) -> int:
         if recipe is None:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autoprec.cost.estimate import StepEstimate
+from autoprec.cost.estimate import StepEstimate, ratio_bounds
 from autoprec.cost.model import CostModel
 from autoprec.cost.reasons import AS_WRITTEN, Rival, blocked_reason, layer_reason, model_reason, time_shares
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
-from autoprec.support.units import memory_text
+from autoprec.support.units import memory_text, speed_text
 
 _KEEP_PLAN = LayerPlan()
 _BF16 = LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
@@ -215,7 +215,8 @@ def _executed(model: CostModel, found: Verdict, rival: Verdict, execution: str, 
     if rival.kind == "stay":
         kind, reason = "adopt", f"{gains}, and other precisions add next to nothing: {rival.reason}"
     else:
-        reason = f"about {bound:.2f}x over {found.baseline_run}, {before_it}: {gains}; {way}, {rival.reason}"
+        about = speed_text(bound, rival.low * alone, rival.high * alone)
+        reason = f"about {about} over {found.baseline_run}, {before_it}: {gains}; {way}, {rival.reason}"
     return replace(
         rival,
         kind=kind,
@@ -255,9 +256,10 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
     total = sum(base.breakdown.values()) or 1.0
     shares = {key: value / total for key, value in base.breakdown.items()}
     shares["tunable"] = sum(row["baseline_ms"] for row in rows) / total
-    spread = (base.high_ms - base.low_ms) / (2 * base.time_ms) if base.time_ms else 0.0
-    gain = speedup - 1.0
-    kind, reason, cause = _decide(model, rows, first, speedup, over_script, uniform, shares, threshold, script, written)
+    low, high = ratio_bounds(speedup, base.spread)
+    kind, reason, cause = _decide(
+        model, rows, first, speedup, over_script, uniform, shares, threshold, script, written, (low, high)
+    )
     if kind != "stay" and over_script < 1.0 + threshold and first != KEEP:  # a gain over a baseline that loses
         over_script = max(over_script, _as_written(model, choices, script_ms))
         if over_script < 1.0 + threshold:
@@ -266,8 +268,8 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
     return Verdict(
         kind=kind,
         bound_speedup=speedup,
-        low=1.0 + gain * max(0.0, 1.0 - 2 * spread),
-        high=1.0 + gain * (1.0 + 2 * spread) + spread * 0.1,
+        low=low,
+        high=high,
         baseline=first,
         activations=cast,
         best_uniform=uniform,
@@ -316,6 +318,7 @@ def _decide(
     threshold: float,
     script: str,
     written: str,
+    bounds: tuple[float, float],
 ) -> tuple[str, str, str]:
     """Return the verdict, its reason, and why nothing gains beyond the baseline (empty where something does)."""
     run, where, cpu = _run(baseline, written), model.target.title, model.target.is_cpu
@@ -338,7 +341,7 @@ def _decide(
     mixed = f"{len(losing) - blocked} of {len(rows)} layers are below break-even"
     mixed += f", {blocked} without a quantised choice" if blocked else ""
     best = f"the best single choice is {uniform[0]} with {uniform[1]:.2f}x"
-    return "search", f"about {speedup:.2f}x over {run} on {where}, by layers alone; {best}; {mixed}", ""
+    return "search", f"about {speed_text(speedup, *bounds)} over {run} on {where}, by layers alone; {best}; {mixed}", ""
 
 
 def _run(baseline: str, written: str) -> str:

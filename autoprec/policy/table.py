@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoprec.policy.schema import Phase, Policy
 from autoprec.precision.recipes import GEMMS
 from autoprec.support.tables import Table
+from autoprec.support.units import speed_text
 
 
 def policy_table(policy: Policy) -> Table:
@@ -32,7 +33,11 @@ def _around(policy: Policy) -> list[str]:
             out.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in changed.items()))
     out += [f"from {phase.label} on: {_phase(policy, phase)}" for phase in policy.phases]
     found = policy.evidence
-    figures = [f"{key} {found[key]:.2f}x" for key in ("speedup_over_16bit", "speedup") if _is_number(found.get(key))]
+    figures = [
+        f"{key} {speed_text(found[key], *(found.get(f'{key}_{end}') for end in ('low', 'high')))}"
+        for key in ("speedup_over_16bit", "speedup")
+        if _is_number(found.get(key))
+    ]
     figures += [f"divergence {found['divergence']:.3%}"] if _is_number(found.get("divergence")) else []
     if figures:
         out.append(f"evidence ({found.get('source', 'measured')}): {', '.join(figures)}".replace("_", " "))

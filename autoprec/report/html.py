@@ -137,10 +137,8 @@ def _words(result: SearchResult) -> str:
 def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None) -> str:
     """Return the page's text."""
     summary, name = summarise(result, records), result.study_name or "study"
-    over = summary.over_16bit
-    comparison = [
-        (row["role"], (*row_cells(row, over_16bit=over), note_of(row) or source_of(row))) for row in summary.rows
-    ]
+    titles, rows = result.comparison()
+    comparison = [(row["role"], (*cells, note_of(row) or source_of(row))) for row, cells in rows]
     layers = layer_rows(result, records, graph) if graph is not None else ()
     about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     failed = [f"{name}: {reason}" for name, reason in summary.failures[:50]]
@@ -151,7 +149,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
         f'<p class="verdict"><strong>{word}.</strong> {escape(verdict)}</p>{_list(caveats)}'
         f'<p class="facts">{escape(" · ".join(filter(None, [*about, *result.facts()])))}</p>{_tiles(summary)}</header>',
         _section("Compared with what you could do by hand", "",
-                 _table((*headings(over_16bit=over), "figures"), comparison)),
+                 _table((*titles, "figures"), comparison)),
         _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
                  "that no other beats on both axes.", _figure(pareto_chart(summary))),
         _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "

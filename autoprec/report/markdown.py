@@ -11,7 +11,7 @@ from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.rows import headings, over_16bit, row_cells
+from autoprec.tuning.study.rows import headings, row_cells
 from autoprec.tuning.study.run import Run
 
 
@@ -29,8 +29,8 @@ def verdict(result: SearchResult) -> list[str]:
 
 def comparison(result: SearchResult) -> list[str]:
     """Return the table of the policy, the script as written and the presets, as lines."""
-    over = over_16bit(result.rows())
-    return _table(("what", *headings(over_16bit=over)[1:]), [row_cells(row, over_16bit=over) for row in result.rows()])
+    titles, rows = result.comparison()
+    return _table(("what", *titles[1:]), [cells for _, cells in rows])
 
 
 def why(result: SearchResult, most: int | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from autoprec.tuning.decide.explain import error_share
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.rows import Row, number, over_16bit, source_of
+from autoprec.tuning.study.rows import Row, number, source_of
 from autoprec.tuning.study.run import MODELLED, Run, metrics_of, pooled
 
 #: Presets whose loss curves are drawn.
@@ -55,11 +55,6 @@ class Summary:
     saved_share: float | None
     break_even_s: float | None
     failures: tuple[tuple[str, str], ...]
-
-    @property
-    def over_16bit(self) -> bool:
-        """Whether gains over 16 bit are known: a GPU is the target."""
-        return over_16bit(self.rows)
 
     def row(self, role: str) -> Row | None:
         """Return the first row of a role, or None."""

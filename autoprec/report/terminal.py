@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.rows import headings, note_of, over_16bit, row_cells
+from autoprec.tuning.study.rows import note_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,15 +16,13 @@ def terminal_table(result: SearchResult) -> Table:
     from rich.table import Table
 
     table = Table(title=result.title, caption="; ".join(result.facts()), title_justify="left")
-    over = over_16bit(result.rows())
-    for index, heading in enumerate(headings(over_16bit=over)):
+    titles, rows = result.comparison()
+    for index, heading in enumerate(titles):
         table.add_column(
             heading, justify="left" if index == 0 else "right", overflow="fold" if index == 0 else "ellipsis"
         )
-    for row in result.rows():
-        cells = list(row_cells(row, over_16bit=over))
-        if note := note_of(row):
-            cells[0] += f" ({note})"
+    for row, (name, *cells) in rows:
+        note = f" ({text})" if (text := note_of(row)) else ""
         style = (
             "bold green"
             if row["role"] == "best" and result.verdict == "adopt"
@@ -32,5 +30,5 @@ def terminal_table(result: SearchResult) -> Table:
             if row["role"] == "reference"
             else ""
         )
-        table.add_row(*cells, style=style)
+        table.add_row(name + note, *cells, style=style)
     return table

@@ -19,6 +19,11 @@ def memory_text(size: float | None) -> str:
     return f"{gib:,.2f} GiB" if gib < 10 else f"{gib:,.1f} GiB"
 
 
+def speed_text(speedup: float, low: float | None = None, high: float | None = None) -> str:
+    """Return a speed-up with its interval, where that is known."""
+    return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
+
+
 def ratio_text(value: float) -> str:
     """Return a speed-up.
 

@@ -65,11 +65,15 @@ def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of the trials table, in the units people read and rounded to what means something.
 
     MLflow prints a metric with all its digits, so the table shows these copies: ``gain`` (over the best 16-bit run
-    where that is known, else over the script as written), ``step_ms``, ``divergence_pct``, ``memory_gib`` and
-    ``gradient_error_pct``. The metrics they are made of are logged beside them, unrounded.
+    where that is known, else over the script as written; ``gain_low`` and ``gain_high`` bound it where that is known),
+    ``step_ms``, ``divergence_pct``, ``memory_gib`` and ``gradient_error_pct``. The metrics they are made of are logged
+    beside them, unrounded.
     """
+    gain = "speedup_over_16bit" if "speedup_over_16bit" in metrics else "speedup"
+    low, high = (metrics.get("intervals") or {}).get(gain, (None, None))
+    metrics = {**metrics, "gain_low": low, "gain_high": high}
     parts = (
-        ("gain", "speedup_over_16bit" if "speedup_over_16bit" in metrics else "speedup", 1.0, 2),
+        *(("gain", gain, 1.0, 2), ("gain_low", "gain_low", 1.0, 2), ("gain_high", "gain_high", 1.0, 2)),
         ("step_ms", "step_time_ms", 1.0, 1 if (metrics.get("step_time_ms") or 0.0) >= 100.0 else 2),
         ("divergence_pct", "divergence", 100.0, 3),
         ("memory_gib", "memory_bytes", 2.0**-30, 2),
@@ -93,7 +97,7 @@ def _figures(record: Run, at_end: Mapping[str, Any] | None) -> dict[str, float]:
     time against divergence, where an fp32 script that takes ten times as long as bf16 would push all policies into one
     corner; a script that comes near the 16-bit run, which is known at the end only, is drawn.
     """
-    metrics = record.figures | dict(at_end or {})
+    metrics = record.figures | {"intervals": record.intervals} | dict(at_end or {})
     shown = shown_metrics(metrics)
     if record.kind == "reference" and (at_end is None or metrics.get("speedup_over_16bit", 1.0) < _NEAR):
         shown.pop("divergence_pct", None)
@@ -180,10 +184,10 @@ def _known_at_end(records: Sequence[Run], result: SearchResult) -> dict[int, dic
     found: dict[str, dict[str, Any]] = {}
     for name, run in pooled(records).items():
         over = {"speedup_over_16bit": run["speedup"] / plain} if plain and "speedup" in run.metrics else {}
-        found[name] = {"seeds": 1.0} | run.figures | over
+        found[name] = {"seeds": 1.0} | run.figures | over | {"intervals": run.intervals}
     for row in (result.reference, result.best):
         name = str(row.get("name"))
-        found[name] = found.get(name, {}) | {key: row[key] for key in (*METRICS, "seeds") if key in row}
+        found[name] = found.get(name, {}) | {key: row[key] for key in (*METRICS, "seeds", "intervals") if key in row}
     rows: dict[str, int] = {}
     for index, record in enumerate(records):
         if record.kind in ROWS:

@@ -28,6 +28,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, write_json
+from autoprec.support.units import speed_text
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
@@ -417,7 +418,7 @@ class Search:
             ends = self.options.phase_names or (("last-bf16",) if self.options.run_steps else ())
             answer = Decision("undecided", (Reason("interrupted"),), run=best, phases=ends)
             policy = emitted_policy(setup, ledger, answer)
-            kept = f"the best policy so far ({headline(best.figures)}) is in {self.options.output}"
+            kept = f"the best policy so far ({headline(best.to_row())}) is in {self.options.output}"
             try:
                 self._emit(policy)
             except AutoPrecError as error:
@@ -432,7 +433,8 @@ def _told(verdict: Verdict, *, measured: bool) -> str:
     if verdict.kind == "stay" or not measured:
         return verdict.reason
     what = "GEMMs" if verdict.execution == KEEP else "torch.compile and GEMMs"
-    return f"{what} could gain about {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
+    bound = speed_text(verdict.bound_speedup, verdict.low, verdict.high)
+    return f"{what} could gain about {bound} by the cost model; the trials decide"
 
 
 def _changes_nothing(path: Path) -> bool:

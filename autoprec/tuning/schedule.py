@@ -159,6 +159,8 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
         sure = "ends it" if elapsed_s + usual.rest_s > budget_s else "would end it"
         exactly = f"{budget_s:.0f} s" if budget_s % 60 else _time(budget_s)
         text += f"; --budget {sure} after {exactly} in all"
+    elif budget_s is not None:
+        text += f"; within --budget: {_time(elapsed_s + most.rest_s)} of {_time(budget_s)} in all at most"
     return text
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
 from autoprec.cost.calibrate.linears import Linears
+from autoprec.cost.estimate import ratio_bounds
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import Choice, SearchSpace, default_space, load_space
@@ -155,6 +156,12 @@ class Setup:
     def source(self) -> str:
         """``measured`` when this machine is the target and is timed, ``modelled`` in a rehearsal."""
         return "measured" if self.measured else "modelled"
+
+    def bounds(self, params: Mapping[str, Any], ratio: float) -> tuple[float, float] | tuple[()]:
+        """Return the model's bounds of a policy's speed-up; empty where speeds are measured, and for the script."""
+        if self.measured or not params or self.problem.is_script(params):
+            return ()
+        return ratio_bounds(ratio, self.steps.of(params).spread)
 
     @property
     def study_dir(self) -> Path:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoprec.cost import Verdict
+from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP
@@ -24,14 +25,19 @@ WORTH_SEARCHING = 1.03
 NAMES = ("bf16 autocast", "all bf16")
 #: What ``torchao.float8`` and Transformer Engine run where nobody says otherwise.
 LIBRARY_DEFAULTS = ("fp8_tensorwise", "fp8_delayed", "mxfp8")
-_DTYPES = ("bfloat16", "float16", "bf16", "fp16")
+
+
+def gemm_dtype(graph: GraphReport) -> str:
+    """Return the dtype in which most of the tunable GEMMs' FLOPs run as the script is written; empty without any."""
+    flops: dict[str, int] = {}
+    for layer in graph.tunable:
+        flops[short_dtype(layer.dtype)] = flops.get(short_dtype(layer.dtype), 0) + layer.total_flops
+    return max(flops, key=lambda dtype: flops[dtype], default="")
 
 
 def runs_in_sixteen_bit(graph: GraphReport) -> bool:
     """Say whether most of the tunable GEMMs' FLOPs run in bf16 or fp16 as the script is written."""
-    total = sum(layer.total_flops for layer in graph.tunable)
-    narrow = sum(layer.total_flops for layer in graph.tunable if layer.dtype.removeprefix("torch.") in _DTYPES)
-    return total > 0 and 2 * narrow >= total
+    return gemm_dtype(graph) in ("bf16", "fp16")
 
 
 def is_worth_searching(verdict: Verdict, options: SearchOptions) -> bool:

@@ -24,7 +24,8 @@ def test_a_step_is_the_sum_of_its_parts(large: GraphReport) -> None:
     found = CostModel(large, H100).estimate({})
     assert sum(found.breakdown.values()) == pytest.approx(found.time_ms, rel=1e-6)
     assert found.low_ms < found.time_ms < found.high_ms
-    assert found.label == "modelled, uncalibrated"
+    assert found.label == "modelled, uncalibrated, compiled"
+    assert CostModel(large, H100, compiled=False).label == "modelled, uncalibrated, not compiled"
     # 8192 tokens of an 8B model: between 40 and 75 % of the peak, as well-tuned runs report
     assert 6 * 8.03e9 * 8192 / (found.time_ms / 1e3) / 989e12 == pytest.approx(0.55, abs=0.12)
 
@@ -170,7 +171,7 @@ def test_calibrated_rates_change_figures_and_label(large: GraphReport) -> None:
     half = {"rates": {"gemm": {"bf16": 0.37}}, "label": "modelled, calibrated on a test"}
     slow = CostModel(large, H100, calibration=half).estimate({})
     assert slow.breakdown["gemm"] == pytest.approx(2 * CostModel(large, H100).estimate({}).breakdown["gemm"], rel=0.02)
-    assert slow.label == "modelled, calibrated on a test"
+    assert slow.label == "modelled, calibrated on a test, compiled"
     own = CostModel(large, H100, rates=replace(default_rates(H100), bandwidth=0.4)).estimate({})
     assert own.breakdown["norm"] > slow.breakdown["norm"]
 

@@ -15,6 +15,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
+from autoprec.support.units import speed_text
 
 Uniform = Callable[..., Any]
 
@@ -38,7 +39,7 @@ def test_the_same_model_scaled_up_is_worth_a_search(tiny: GraphReport, uniform: 
     found = judge(CostModel(tiny, TARGETS["h100"], scale=scale), uniform(tiny))
     assert found.kind == "search"
     # an estimate: what a policy adds to its layers (optimizer state, attention) may gain more
-    assert found.reason.startswith(f"about {found.bound_speedup:.2f}x over bf16"), found.reason
+    assert found.reason.startswith(f"about {speed_text(found.bound_speedup, found.low, found.high)} over bf16")
     assert found.bound_speedup > 1.3
     best = {row["name"]: row["best"] for row in found.rows}
     assert best["lm_head"] == "bf16"  # 256 words: below break-even at any width

@@ -42,11 +42,16 @@ def calibration(path: Path, **changes: object) -> str:
 
 def test_a_calibrated_rehearsal_uses_its_rates_and_says_so_everywhere(here: Path) -> None:
     _, plain = search(script(device="cpu"), options(target="h100", study="plain", trials=4))
-    assert "times are modelled, uncalibrated" in plain.notes
-    assert load_policy(here / plain.policy).evidence["cost"] == "modelled, uncalibrated"
+    assert "times are modelled, uncalibrated, compiled" in plain.notes
+    assert load_policy(here / plain.policy).evidence["cost"] == "modelled, uncalibrated, compiled"
+    low, high = plain.best["intervals"]["speedup_over_16bit"]
+    assert low < plain.best["speedup_over_16bit"] < high, "a modelled speed-up has the model's bounds"
+    assert load_policy(here / plain.policy).evidence["speedup_over_16bit_low"] == pytest.approx(low, rel=1e-3)
+    about = {"source": "modelled", "written": "fp32", "cost": "modelled, uncalibrated, compiled", "as_compiled": True}
+    assert plain.budget.items() >= about.items()
     asked = options(target="h100", study="calibrated", trials=4, calibration=calibration(here / "c.json"))
     made, result = search(script(device="cpu"), asked)
-    label = "modelled, calibrated on My H100 (2026-01-02)"
+    label = "modelled, calibrated on My H100 (2026-01-02), compiled"
     assert f"times are {label}" in result.notes
     assert load_policy(here / result.policy).evidence["cost"] == label
     assert load_policy(made.study_dir / "best.yaml").evidence["cost"] == label
@@ -71,7 +76,7 @@ def test_a_calibrated_study_is_resumed_under_the_same_calibration_only(here: Pat
     Path(given).unlink()  # the study's own copy will do
     _, result = search(script(device="cpu"), replace(again, calibration=str(made.study_dir / "calibration.json")))
     assert result.trials["complete"] == 5
-    assert "times are modelled, calibrated on My H100 (2026-01-02)" in result.notes
+    assert "times are modelled, calibrated on My H100 (2026-01-02), compiled" in result.notes
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def test_the_cpu_is_calibrated_on_its_own(here: Path) -> None:
 def test_a_calibration_serves_the_calibrated_device_itself_at_another_size(here: Path) -> None:
     asked = options(cost_scale="width=2", trials=3, calibration=calibration(here / "c.json"))
     _, result = search(script(), asked)
-    assert "times are modelled, calibrated on My H100 (2026-01-02), at scale width=2" in result.notes
+    assert "times are modelled, calibrated on My H100 (2026-01-02), compiled, at scale width=2" in result.notes
 
 
 def linears(recipe: str = "fp8_rowwise", **times: float) -> list[dict[str, object]]:
@@ -163,7 +168,7 @@ def test_a_timed_search_runs_each_recipe_by_the_backend_that_was_timed_fastest(h
     assert record(written[-1])
     assert {spec.backend for _, spec in simulated.calls} == {"auto"}
     assert made.setup is not None
-    assert made.setup.cost.label == f"modelled, calibrated on {H100} (2026-01-02)"
+    assert made.setup.cost.label == f"modelled, calibrated on {H100} (2026-01-02), not compiled"
 
 
 def test_a_study_goes_on_under_what_it_was_begun_with(here: Path, kept: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert describe(usual, most, 60.0, 50.0) == (
         f"{told}; --budget is too short: one trial and one further seed end it after about 2 min in all"
     )
-    assert describe(usual, most, 86_400.0) == told
+    assert describe(usual, most, 86_400.0) == told + "; within --budget: 16 min of 24.0 h in all at most"
     assert "if nothing converges" not in describe(usual, usual)
     closing = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True, closing_s=7.0)
     assert closing.rest_s == pytest.approx(usual.rest_s + 7)

@@ -15,7 +15,7 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import described_step, record_step
 from autoprec.errors import UsageError
-from autoprec.support.units import memory_text
+from autoprec.support.units import memory_text, speed_text
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -192,7 +192,7 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
     if found.step is not None and found.baseline is not None:
         echo(
             f"step      {found.step.time_ms:,.4g} ms against {found.baseline.time_ms:,.4g} ms in 16 bits: "
-            f"{found.speedup:.2f}x on {document['target']}; {found.step.label}"
+            f"{speed_text(found.speedup, *found.bounds)} on {document['target']}; {found.step.label}"
         )
         memory = document["memory"]
         if memory and memory["bytes"]:

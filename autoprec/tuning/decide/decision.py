@@ -34,7 +34,7 @@ from autoprec.tuning.decide.noise import (
     uninformative,
 )
 from autoprec.tuning.decide.sentences import Reason, sentence
-from autoprec.tuning.study.run import DUEL, Metric, Run, pooled
+from autoprec.tuning.study.run import DUEL, MODELLED, Metric, Run, pooled
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
@@ -64,7 +64,7 @@ class Standing:
         final: no further seed can change the rejection: it breaks a limit that is not that of the loss.
         by_loss: the rejection is what the loss says, whatever else there is.
         chance: of turning out acceptable.
-        low, high: 95 % interval of the speed-up, where it was timed in a duel.
+        low, high: 95 % interval of the speed-up, where it was timed in a duel; the model's bounds where ``modelled``.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Standing:
     chance: float = 0.0
     low: float | None = None
     high: float | None = None
+    modelled: bool = False
 
     @classmethod
     def of(cls, name: str, runs: Sequence[Run], gradient_error: float | None) -> Standing:
@@ -103,7 +104,13 @@ class Standing:
             memory_bytes=0.0 if known is None else known["memory_bytes"],
             low=speedup.low,
             high=speedup.high,
+            modelled=speedup.source == MODELLED,
         )
+
+    @property
+    def timed(self) -> bool:
+        """Whether its speed-up was timed in a duel."""
+        return self.low is not None and not self.modelled
 
     @property
     def seeds(self) -> int:
@@ -329,9 +336,16 @@ def choose(
             "tied": len(tied),
             "low": best.low,
             "high": best.high,
+            "over_16bit": _bounds_over_16bit(best),
         },
     )
     return Decision("adopt", (reason,), ranking, chosen, rejected, rests_on=(chosen, *tied), run=best.run)
+
+
+def _bounds_over_16bit(one: Standing) -> list[float | None] | None:
+    """Return the model's bounds of a gain over 16 bit; None where it is measured, or not known."""
+    found = one.run.metrics.get("speedup_over_16bit") if one.run is not None and not one.timed else None
+    return [found.low, found.high] if found is not None and found.low is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +359,7 @@ class _Span:
     @classmethod
     def of(cls, one: Standing, merit: float, noise: float, *, timed: bool) -> _Span:
         """Return the interval of a duel, or what the timing noise leaves of a figure of trials."""
-        if timed and one.low is not None and one.high is not None:
+        if timed and one.timed and one.low is not None and one.high is not None:
             return cls(one.low, one.high, sure=True)
         return cls(merit / (1.0 + noise), merit, sure=False)
 
@@ -364,7 +378,7 @@ def _merit(one: Standing, objective: str, reference_memory: float) -> float:
 def _no_gain(one: Standing, merit: float, timing_noise: float) -> Reason:
     """Say why the best acceptable policy is not adopted: it is slower, or its gain cannot be told from noise."""
     best = {"name": one.name, "merit": merit}
-    if one.low is not None:
+    if one.timed:
         return Reason("duel_lost", {"name": one.name, "speedup": one.speedup, "low": one.low, "high": one.high})
     if merit < 1.0 - timing_noise:
         return Reason("slower", best)
@@ -425,6 +439,10 @@ def fastest_not_taken(
     name = next(iter(reasons), None)
     if name is None:
         return ()
-    speedup = next(one.speedup for one in tried if one.name == name)
-    data = {"name": name, "speedup": speedup, "sixteen_bit": sixteen_bit}
+    one = next(one for one in tried if one.name == name)
+    plain, bounds = sixteen_bit or 1.0, _bounds_over_16bit(one) if sixteen_bit else None
+    if bounds is None and one.low is not None and one.high is not None:
+        bounds = [one.low / plain, one.high / plain]
+    data = {"name": name, "speedup": one.speedup, "sixteen_bit": sixteen_bit, "bounds": bounds}
+    data |= {"modelled": one.modelled, "runs": one.seeds}
     return (Reason("faster_not_taken", data | {"why": reasons[name], "more": len(reasons) - 1}),)

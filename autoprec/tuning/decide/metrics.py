@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autoprec.cost import StepEstimate
+from autoprec.cost.estimate import ratio_bounds
 from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline, Vector
@@ -187,8 +188,9 @@ def score(
     step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
     memory = result.memory_bytes if estimate is None else estimate.memory_bytes
     share = effective_speedup(1.0, result.losses, reference.losses)
-    source = MEASURED if estimate is None else MODELLED
-    metrics = run_metrics(reference, step_ms, memory, gap, Metric(error, MODELLED), share=share, source=source)
+    source, spread = (MEASURED, None) if estimate is None else (MODELLED, estimate.spread)
+    known = Metric(error, MODELLED)
+    metrics = run_metrics(reference, step_ms, memory, gap, known, share=share, source=source, spread=spread)
     return replace(seen, status="ok", reason="", metrics=metrics)
 
 
@@ -201,6 +203,7 @@ def run_metrics(
     *,
     share: float = 1.0,
     source: str = MEASURED,
+    spread: float | None = None,
 ) -> dict[str, Metric]:
     """Return the metrics of a run, under the names that every part of AutoPrec uses.
 
@@ -210,6 +213,7 @@ def run_metrics(
         gap: its divergence.
         error: its gradient error.
         share: what is left of its speed-up after paying for a worse loss.
+        spread: of a modelled step, whose speed-up then has the model's bounds.
     """
     speedup = reference.step_ms / step_ms
     timed = {
@@ -222,4 +226,5 @@ def run_metrics(
     if reference.samples:
         timed["samples_per_s"] = reference.samples * 1000.0 / step_ms
     losses = metrics_of({"divergence": gap, "noise_floor": reference.noise_floor})
-    return metrics_of(timed, source) | losses | {"gradient_error": error}
+    bounds = {} if spread is None else {"speedup": Metric(speedup, source, *ratio_bounds(speedup, spread))}
+    return metrics_of(timed, source) | bounds | losses | {"gradient_error": error}

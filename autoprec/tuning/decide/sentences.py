@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoprec.support.units import memory_text
-from autoprec.tuning.study.run import METRICS
+from autoprec.support.units import counted, memory_text, speed_text
+from autoprec.tuning.study.run import METRICS, noise_text
 
 #: A gain over the best preset below this is too small to matter to anybody.
 ENOUGH = 0.005
@@ -95,13 +95,8 @@ def _gradient_beyond(error: float, limit: float, noise: float | None = None) -> 
 
 
 def _tied(noise: float, also: Reason | None = None) -> str:
-    text = f"it is faster by no more than the timing noise of {noise:.1%}"
+    text = f"it is faster by no more than {noise_text(noise)}"
     return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
-
-
-def speed_text(speedup: float, low: float | None = None, high: float | None = None) -> str:
-    """Return a speed-up with its 95 % interval, where that is known."""
-    return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -123,10 +118,12 @@ def _adopted(
     low: float | None = None,
     high: float | None = None,
     so_far: bool = False,
+    over_16bit: Sequence[float] | None = None,
 ) -> str:
     gain = speed_text(speedup, low, high)
     if sixteen_bit:
-        gain = f"{speedup / sixteen_bit:.2f}x over 16-bit ({gain} over the script as written)"
+        over = speed_text(speedup / sixteen_bit, *(over_16bit or ()))
+        gain = f"{over} over 16-bit ({gain} over the script as written)"
     text = f"{name} is the {_BEST[objective]} acceptable policy{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
@@ -135,10 +132,20 @@ def _adopted(
     )
 
 
-def _faster_not_taken(name: str, speedup: float, sixteen_bit: float | None, why: Reason, more: int) -> str:
-    gain = f"{speedup / (sixteen_bit or 1.0):.2f}x{' over 16-bit' if sixteen_bit else ''}"
+def _faster_not_taken(
+    name: str,
+    speedup: float,
+    sixteen_bit: float | None,
+    why: Reason,
+    more: int,
+    bounds: Sequence[float] | None = None,
+    modelled: bool = False,
+    runs: int = 0,
+) -> str:
+    gain = speed_text(speedup / (sixteen_bit or 1.0), *(bounds or ())) + (" over 16-bit" if sixteen_bit else "")
+    gain += f" in {counted(runs, 'run')}" if runs and not bounds else ""
     others = f" ({more} more are faster and were not taken: see the notes)" if more else ""
-    return f"{name} was measured as {gain}, but is not taken: {why}{others}"
+    return f"{name} {'is modelled' if modelled else 'was measured'} as {gain}, but is not taken: {why}{others}"
 
 
 def _over_preset(name: str, gain: float, measured: bool, noise: float = 0.0) -> str:
@@ -150,7 +157,7 @@ def _over_preset(name: str, gain: float, measured: bool, noise: float = 0.0) -> 
     if gain < ENOUGH:
         return f"{text}: a preset is enough here"
     within = gain <= noise
-    return f"{text}, within the timing noise of {noise:.1%}: a preset is enough here" if within else text
+    return f"{text}, within {noise_text(noise)}: a preset is enough here" if within else text
 
 
 def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: float | None = None) -> str:
@@ -160,8 +167,8 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
     return f"{speedup:.2f}x at {text}"
 
 
-def _figures(name: str, speedup: float, memory: float) -> str:
-    return f"{name} ({speedup:.2f}x, {memory_text(memory)})"
+def _figures(name: str, speedup: float, memory: float, low: float | None = None, high: float | None = None) -> str:
+    return f"{name} ({speed_text(speedup, low, high)}, {memory_text(memory)})"
 
 
 def _none_within(tried: int, beyond: int, limit: str, value: float) -> str:
@@ -214,7 +221,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
         f"the best acceptable policy ({name}) changes nothing that counts: {merit - 1.0:+.2%} modelled"
     ),
     "within_timing_noise": lambda name, merit, noise: (
-        f"the best acceptable policy ({name}) gains {merit - 1.0:+.1%}, which is within the timing noise of {noise:.1%}"
+        f"the best acceptable policy ({name}) gains {merit - 1.0:+.1%}, which is within {noise_text(noise)}"
     ),
     "duel_lost": lambda name, speedup, low, high: (
         f"the best acceptable policy ({name}) is {'not faster than' if high < 1.01 else 'not surely faster than'} the "
@@ -240,8 +247,8 @@ SENTENCES: dict[str, Callable[..., str]] = {
         f"none of {tried} measured policies is better than the script as written: the best is {_figures(**best)}"
     ),
     "none_within": _none_within,
-    "best_guess": lambda name, speedup, chance: (
-        f"the best guess is {name} ({speedup:.2f}x), within the budget with {chance:.0%}"
+    "best_guess": lambda name, speedup, chance, low=None, high=None: (
+        f"the best guess is {name} ({speed_text(speedup, low, high)}), within the budget with {chance:.0%}"
     ),
     "cost_model": lambda text: text,
     "interrupted": lambda: "interrupted before the finalists",

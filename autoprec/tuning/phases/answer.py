@@ -28,9 +28,15 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
 from autoprec.tuning.options import versions
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import fastest_plain, over_sixteen_bit, plain_speedup, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import (
+    fastest_plain,
+    gemm_dtype,
+    over_sixteen_bit,
+    plain_speedup,
+    sixteen_bit_speedup,
+)
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import METRICS, Run, pooled
+from autoprec.tuning.study.run import METRICS, MODELLED, Run, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
 #: Metrics that follow from others of a policy's evidence.
@@ -88,9 +94,17 @@ def figures_of_evidence(row: Mapping[str, Any]) -> dict[str, float]:
     names = [name for name in METRICS if name not in _NOT_EVIDENCE]
     names.insert(1 + names.index("divergence"), "interval")
     out = {name: _plain(float(row[name])) for name in (*names, "gain_over_preset") if name in row}
-    if None not in (bounds := row.get("intervals", {}).get("speedup", (None,))):
-        out |= {"speedup_low": _plain(float(bounds[0])), "speedup_high": _plain(float(bounds[1]))}
+    for name, bounds in row.get("intervals", {}).items():
+        if name.startswith("speedup") and None not in bounds:
+            out |= {f"{name}_{end}": _plain(float(bound)) for end, bound in zip(("low", "high"), bounds, strict=True)}
     return out
+
+
+def _with_bounds(row: dict[str, Any], setup: Setup, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the model's bounds of its speed-ups, where those are modelled."""
+    ratios = {name: row[name] for name in ("speedup", "speedup_over_16bit") if name in row}
+    found = {name: bounds for name, ratio in ratios.items() if (bounds := setup.bounds(params, ratio))}
+    return row | {"intervals": row.get("intervals", {}) | found} if found else row
 
 
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
         out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), decision.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
         out.pop("intervals", None)  # that of one of its runs
-        if chosen.low is not None and chosen.high is not None:
+        if chosen.timed:
             out["intervals"] = {"speedup": (chosen.low, chosen.high)}
         out["speedup"] = speedup
         out["step_time_ms"] = reference_metrics(setup, ledger)["step_time_ms"] / speedup  # of the one that is given
@@ -118,7 +132,7 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
     for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
         out |= {"gain_over_preset": over["gain"], "best_preset": over["name"]}
     errors = {"gradient_error": "measured"} if run.name in ledger.measured_errors else {}
-    return out | {"seeds": decision.seeds, "sources": {**run.sources, **errors}}
+    return _with_bounds(out, setup, run.params) | {"seeds": decision.seeds, "sources": {**run.sources, **errors}}
 
 
 def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
@@ -169,10 +183,8 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
     if setup.measured and setup.host.device == "cpu":
         out["instructions"] = cpu_instructions()
     if not setup.measured:
-        out["numerics"] = "emulated"
-        out["cost"] = setup.steps.script().label
+        out |= {"numerics": "emulated"} | _times(setup, MODELLED)
     if setup.options.cost_scale:
-        out["cost_scale"] = setup.options.cost_scale
         out["cost_scale_note"] = "time and memory at scaled shapes; numerics from the model at hand"
         if "gradient_error" in out:  # what the law expects there, for a training run of the larger model
             out["gradient_error_at_scale"] = error_at(setup.cost.scale, out["gradient_error"])
@@ -257,7 +269,9 @@ def _measured_saving(setup: Setup, ledger: Ledger, decision: Decision) -> float:
     return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, decision)["step_time_ms"])
 
 
-def _row(record: Run, sixteen_bit: float | None, decision: Decision, errors: Mapping[str, float]) -> dict[str, Any]:
+def _row(
+    record: Run, setup: Setup, sixteen_bit: float | None, decision: Decision, errors: Mapping[str, float]
+) -> dict[str, Any]:
     """Return a trial as a row of the result; ``reason`` says why it failed, was rejected, or was not taken.
 
     ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
@@ -265,7 +279,7 @@ def _row(record: Run, sixteen_bit: float | None, decision: Decision, errors: Map
     said = (("rejected", decision.rejected), ("not taken", decision.not_taken))
     why = record.reason or next((f"{what}: {found[record.name]}" for what, found in said if record.name in found), "")
     kept = record.to_row() | {"seeds": int(record.get("seeds") or record.ok)}
-    kept |= over_sixteen_bit(kept, sixteen_bit)
+    kept = _with_bounds(kept | over_sixteen_bit(kept, sixteen_bit), setup, record.params)
     if record.ok and "gradient_error" in kept:
         known = record.name in errors
         kept |= {"gradient_error_source": "measured", "gradient_error": errors[record.name]} if known else {}
@@ -289,7 +303,7 @@ def search_result(
     sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
     tried = pooled(ledger.store.records)
     known = [tried.get(record.name, record) for record in ledger.store.learned()]
-    row = partial(_row, sixteen_bit=sixteen_bit, decision=decision, errors=ledger.measured_errors)
+    row = partial(_row, setup=setup, sixteen_bit=sixteen_bit, decision=decision, errors=ledger.measured_errors)
     return SearchResult(
         verdict=decision.verdict,
         reason=decision.reason,
@@ -311,9 +325,9 @@ def search_result(
             "max_gradient_error": setup.limits.gradient_error,
             "gradient_noise": ledger.gradient_noise,
             "gradient_limit": ledger.gradient_limit(),
-            "source": _source(reference_metrics(setup, ledger), setup),
             "bound_speedup": bound_speedup,
-        },
+        }
+        | _times(setup, _source(reference_metrics(setup, ledger), setup)),
         sensitivity=tuple(ledger.table.rows()) if ledger.table is not None else (),
         timings={key: round(value, 3) for key, value in timings.items()},
         notes=tuple(ledger.notes),
@@ -325,6 +339,15 @@ def search_result(
         not_taken={name: str(why) for name, why in decision.not_taken.items()},
         reasons=tuple(reason.to_json() for reason in decision.reasons),
     )
+
+
+def _times(setup: Setup, source: str) -> dict[str, Any]:
+    """Return what the times of a result are: their source, the script's own dtype, and what modelled ones rest on."""
+    out: dict[str, Any] = {"source": source, "written": gemm_dtype(setup.graph)}
+    if source == MODELLED:
+        as_compiled = setup.cost.compiled and not setup.host.compiled and not setup.target.is_cpu
+        out |= {"cost": setup.cost.label, "cost_scale": setup.options.cost_scale, "as_compiled": as_compiled}
+    return {name: value for name, value in out.items() if value}
 
 
 def _baseline(setup: Setup, known: Sequence[Run]) -> str:
@@ -342,7 +365,7 @@ def why_nothing(setup: Setup, ledger: Ledger) -> Reason:
     if fine:
         best, known = fine[0], ledger.reference
         script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
-        figures = {"name": best.name, "speedup": best["speedup"], "memory": best["memory_bytes"]}
+        figures = {"name": best.name, "memory": best["memory_bytes"]} | best.gain
         better = ledger.rank(best) < rank(script, setup.options.objective)
         return Reason("seeds_missing", figures) if better else Reason("none_better", figures | {"tried": len(tried)})
     broken = Counter(name for record in tried for name in ledger.exceeded(record))

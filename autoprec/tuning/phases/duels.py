@@ -24,7 +24,7 @@ from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import BUSY, PairedRunner
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import DUEL, Metric, Run
+from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 
 #: Half the width of an interval that is enough, relative to the speed-up: on an idle machine, and beside a load.
 _PRECISE, _PRECISE_BESIDE_LOAD = 0.01, 0.02
@@ -34,8 +34,6 @@ _FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
 _PROCESSES, _STEPS, _WARMUP = 4, 6, 2
 #: Policies of one duel: each holds its compiled graphs.
 MOST_AT_ONCE = 4
-#: Bounds of the relative timing noise of a median over the seeds.
-LEAST_NOISE, MOST_NOISE = 0.01, 0.10
 #: What two modelled speed-ups have to be apart to be told apart: the model is right within 10 % of a step, and what two
 #: policies have in common is as wrong for both.
 MODEL_RESOLUTION = 0.005

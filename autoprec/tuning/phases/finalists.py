@@ -449,7 +449,7 @@ class Race:
         best, chance = self._ok[at], self.now.standings[at].chance
         if chance < 0.05 or best["speedup"] <= 1:
             return ()
-        return (Reason("best_guess", {"name": best.name, "speedup": best["speedup"], "chance": chance}),)
+        return (Reason("best_guess", {"name": best.name, "chance": chance} | best.gain),)
 
 
 def _run(one: Standing) -> Run:

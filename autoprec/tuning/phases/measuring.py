@@ -17,7 +17,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
-from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of, pooled
+from autoprec.tuning.study.run import BY_BLOCK, Metric, Run, pooled
 
 
 def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
@@ -94,7 +94,9 @@ def with_gain(setup: Setup, ledger: Ledger, record: Run) -> Run:
     known = ledger.store.records
     stored = any(r.number == record.number for r in known)
     over = over_sixteen_bit(record.figures, sixteen_bit_speedup(setup, known if stored else [*known, record]))
-    return record.with_metrics(metrics_of(over, setup.source))
+    return record.with_metrics(
+        {name: Metric(x, setup.source, *setup.bounds(record.params, x)) for name, x in over.items()}
+    )
 
 
 def leader(setup: Setup, ledger: Ledger) -> Run | None:

@@ -14,7 +14,7 @@ from autoprec.support.plain import rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.tables import Shown, Table
 from autoprec.tuning.study.rows import Row, headings, number, over_16bit, percent, row_cells, source_of
-from autoprec.tuning.study.run import error_text, headline
+from autoprec.tuning.study.run import MEASURED, error_text, headline, noise_text
 
 if TYPE_CHECKING:
     import optuna
@@ -136,15 +136,37 @@ class SearchResult(Shown):
             predicted = any(row.get("gradient_error_source") == "predicted" for row in self.rows())
             limit = error_text(self.gradient_limit, number(self.budget.get("gradient_noise")))
             out.append(f"gradient error at most {limit}{'; ~ predicted' if predicted else ''}")
-        source = next((source for row in self.rows() if (source := source_of(row))), "")
-        return out + ([f"times and memory {source}"] if source else [])
+        source = self.budget.get("cost") or next((source for row in self.rows() if (source := source_of(row))), "")
+        out += [f"times and memory {source}"] if source else []
+        out += ["modelled as if compiled, which the script is not"] if self.budget.get("as_compiled") else []
+        if self.over_16bit:
+            out.append(f"over 16-bit is over {self.baseline or 'the script'}")
+        if noise := number(self.timings.get("timing_noise")) if source == MEASURED and self._single else None:
+            out.append(f"speeds without an interval were not timed beside the script: within {noise_text(noise)}")
+        return out
+
+    @property
+    def _single(self) -> bool:
+        """Whether a policy's speed is that of its trials, with no interval."""
+        others = (row for row in self.rows() if row["role"] != "reference" and number(row.get("speedup")) is not None)
+        return any("speedup" not in row.get("intervals", {}) for row in others)
+
+    @property
+    def over_16bit(self) -> bool:
+        """Whether gains over 16 bit are known: a GPU is the target."""
+        return over_16bit(self.rows())
+
+    def comparison(self) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
+        """Return the headings of the comparison, and each of :meth:`rows` with its cells."""
+        over, written = self.over_16bit, str(self.budget.get("written", ""))
+        titles = headings(over_16bit=over, written=written)
+        return titles, [(row, row_cells(row, over_16bit=over)) for row in self.rows()]
 
     def table(self) -> Table:
         """Return the policy, the script as written and the presets, with the verdict below."""
-        over = over_16bit(self.rows())
-        rows = tuple(row_cells(row, over_16bit=over) for row in self.rows())
+        titles, rows = self.comparison()
         notes = ("; ".join(self.facts()), f"verdict: {self.verdict}. {self.reason}")
-        return Table(headings(over_16bit=over), rows, self.title, tuple(filter(None, notes)))
+        return Table(titles, tuple(cells for _, cells in rows), self.title, tuple(filter(None, notes)))
 
     def __repr__(self) -> str:
         gain = f", {headline(self.best)}" if "speedup" in self.best else ""

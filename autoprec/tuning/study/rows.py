@@ -64,10 +64,10 @@ def over_16bit(rows: Iterable[Row]) -> bool:
     return any(number(row.get("speedup_over_16bit")) is not None for row in rows)
 
 
-def headings(*, over_16bit: bool) -> tuple[str, ...]:
-    """Return the headings of :func:`row_cells`."""
-    labels = [METRICS[name].label for name in _COLUMNS]
-    return ("", *labels) if over_16bit else ("", "speed", *labels[2:])
+def headings(*, over_16bit: bool, written: str = "") -> tuple[str, ...]:
+    """Return the headings of :func:`row_cells`; ``written`` is the dtype of the script's own products."""
+    over, script, *labels = (METRICS[name].label for name in _COLUMNS)
+    return ("", over, f"{script} ({written})" if written else script, *labels) if over_16bit else ("", "speed", *labels)
 
 
 def row_cells(row: Row, *, over_16bit: bool = False) -> tuple[str, ...]:

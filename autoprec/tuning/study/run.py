@@ -16,7 +16,7 @@ from typing import Any
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.plain import or_null, rebuild
 from autoprec.support.redact import redact_text
-from autoprec.support.units import memory_text, percent_text, ratio_text, time_text
+from autoprec.support.units import memory_text, percent_text, ratio_text, speed_text, time_text
 
 #: The tag of runs whose trial compiled repeated blocks instead of the whole model.
 BY_BLOCK = "by_block"
@@ -91,10 +91,23 @@ def metrics_of(values: Mapping[str, float], source: str | Mapping[str, str] = ME
     return {name: Metric(value, named.get(name, usual)) for name, value in values.items()}
 
 
-def headline(figures: Mapping[str, Any]) -> str:
+#: Bounds of the relative timing noise of a median over the seeds; the latter where it cannot be measured, or is larger.
+LEAST_NOISE, MOST_NOISE = 0.01, 0.10
+
+
+def noise_text(noise: float) -> str:
+    """Return what two speed-ups have to be apart by: measured or assumed noise, or the model's resolution."""
+    if noise < LEAST_NOISE:
+        return f"the cost model's resolution of {noise:.1%}"
+    return f"the timing noise, taken as {noise:.0%}" if noise >= MOST_NOISE else f"the timing noise of {noise:.1%}"
+
+
+def headline(row: Mapping[str, Any]) -> str:
     """Return the gain that is given first: over the 16-bit run where that is known (a GPU), else over the script."""
-    over = figures.get("speedup_over_16bit")
-    return f"{over:.2f}x over 16-bit" if over is not None else f"{figures['speedup']:.2f}x over the script"
+    name, what = "speedup_over_16bit", "16-bit"
+    if row.get(name) is None:
+        name, what = "speedup", "the script"
+    return f"{speed_text(row[name], *row.get('intervals', {}).get(name, ()))} over {what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,12 @@ class Run:
         bounds = ((name, (metric.low, metric.high)) for name, metric in self.metrics.items())
         return {name: bound for name, bound in bounds if bound != (None, None)}
 
+    @property
+    def gain(self) -> dict[str, float | None]:
+        """Its speed-up, with bounds ``low`` and ``high`` (None where they are not known)."""
+        found = self.metrics["speedup"]
+        return {"speedup": found.value, "low": found.low, "high": found.high}
+
     def to_row(self) -> dict[str, Any]:
         """Return its metrics as a row of a result: values by name, ``sources``, and ``intervals`` where known."""
         values: dict[str, Any] = {name: self[name] for name in METRICS if name in self.metrics}
@@ -235,13 +254,13 @@ def _pool(runs: Sequence[Run]) -> Run:
     if not {"speedup", "divergence"} <= first.metrics.keys() or (len(runs) == 1 and duel is None):
         return first
     whole = [run for run in runs if BY_BLOCK not in run.tags] or runs
-    median = Metric(statistics.median(run["speedup"] for run in whole), first.metrics["speedup"].source)
+    median = replace(first.metrics["speedup"], value=statistics.median(run["speedup"] for run in whole))
     speedup = duel.metrics["speedup"] if duel is not None else median
     faster = speedup.value / first["speedup"]
-    values = {name: first[name] * faster for name in _RATES if name in first.metrics}
-    values |= {"step_time_ms": first["step_time_ms"] / faster}
+    rates = {name: replace(one, value=one.value * faster) for name in _RATES if (one := first.metrics.get(name))}
+    values = {"step_time_ms": first["step_time_ms"] / faster}
     if len(runs) > 1:
         gaps = {run.seed: run["divergence"] for run in runs}  # under one seed the whole model's run is the later
         values |= {"seeds": float(len(gaps)), "divergence": statistics.fmean(gaps.values())}
         values |= {name: whole[0][name] for name in ("memory_bytes",) if name in whole[0].metrics}
-    return first.with_metrics(metrics_of(values, first.sources) | {"speedup": speedup})
+    return first.with_metrics(rates | metrics_of(values, first.sources) | {"speedup": speedup})

@@ -64,6 +64,7 @@ def with_evidence(
     evidence: dict[str, Any] = {"target": target, "source": "modelled", "transferred_from": origin}
     if found.step is not None:
         evidence["speedup_over_16bit"] = _plain(found.speedup)
+        evidence |= zip(("speedup_over_16bit_low", "speedup_over_16bit_high"), map(_plain, found.bounds), strict=False)
         evidence["memory_bytes"] = _plain(float(found.step.memory_bytes))
         evidence["cost"] = found.step.label
     evidence |= {

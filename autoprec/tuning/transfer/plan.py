@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from autoprec.cost import CostModel, StepEstimate
+from autoprec.cost.estimate import ratio_bounds
 from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
 from autoprec.graph.report import GraphReport, Layer
@@ -82,6 +83,11 @@ class Transfer:
     def speedup(self) -> float:
         """Modelled speed-up over the baseline; 1 without shapes."""
         return self.baseline.time_ms / self.step.time_ms if self.baseline and self.step else 1.0
+
+    @property
+    def bounds(self) -> tuple[float, float] | tuple[()]:
+        """The model's bounds of the speed-up; empty without shapes."""
+        return ratio_bounds(self.speedup, self.step.spread) if self.step else ()
 
 
 def transfer(

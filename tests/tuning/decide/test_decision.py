@@ -11,6 +11,7 @@ from autoprec.tuning.decide.decision import Decision, Rules, Standing, faster_on
 from autoprec.tuning.decide.decision import choose as choose_by
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.study.run import MODELLED, Metric, Run
 
 SCRIPT = Standing("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
 
@@ -152,6 +153,20 @@ def test_a_duel_whose_interval_holds_one_is_a_stay_and_what_is_surely_faster_is_
     assert (adopt.verdict, adopt.reasons[0].data["low"]) == ("adopt", 1.01)
 
 
+def test_the_models_bounds_are_told_and_are_not_taken_for_a_duel() -> None:
+    """A rehearsal's 1.27x stood beside an estimate of 1.17 to 1.39, which no verdict compares as if it were timed."""
+    one = candidate("modelled", 1.27, gradient_error=0.01)
+    gain = {"speedup": Metric(1.27, MODELLED, 1.17, 1.39), "speedup_over_16bit": Metric(1.1, MODELLED, 1.05, 1.2)}
+    run = Run(0, "search", "modelled", {}, {}, "ok", metrics=gain)
+    one = replace(one, low=1.17, high=1.39, modelled=True, run=run)
+    found = choose([SCRIPT, one, replace(one, name="near", speedup=1.268, gradient_error=0.001)], timing_noise=0.0)
+    assert (found.verdict, found.index) == ("adopt", 1), "as wide as they are, the bounds tie nothing"
+    data = found.reasons[0].data
+    assert (data["low"], data["high"], data["over_16bit"]) == (1.17, 1.39, [1.05, 1.2])
+    no_gain = choose([SCRIPT, replace(one, speedup=1.0, low=0.9, high=1.1)], timing_noise=0.005)
+    assert (no_gain.verdict, no_gain.reasons[0].code) == ("stay", "no_modelled_gain")
+
+
 def test_a_gain_within_the_noise_is_no_reason_to_change() -> None:
     found = choose([SCRIPT, candidate("a", 1.008)], timing_noise=0.01)
     assert (found.verdict, found.index) == ("stay", 0)
@@ -217,7 +232,8 @@ def test_a_faster_policy_beyond_a_limit_is_named_with_the_limit() -> None:
     assert list(found) == ["fp8"]
     assert found["fp8"].code == "divergence"
     (why,) = fastest_not_taken(found, [fast], 1.25)
-    assert why.data == {"name": "fp8", "speedup": 1.5, "sixteen_bit": 1.25, "why": found["fp8"], "more": 0}
+    data = {"name": "fp8", "speedup": 1.5, "sixteen_bit": 1.25, "why": found["fp8"], "more": 0}
+    assert why.data == data | {"bounds": None, "modelled": False, "runs": 2}
 
 
 def test_a_faster_policy_of_one_seed_says_so_and_what_the_noise_is() -> None:

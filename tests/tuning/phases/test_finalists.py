@@ -22,10 +22,10 @@ from autoprec.tuning.events import Listeners
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases import finalists
-from autoprec.tuning.phases.duels import LEAST_NOISE, MODEL_RESOLUTION, MOST_NOISE, timing_noise
+from autoprec.tuning.phases.duels import MODEL_RESOLUTION, timing_noise
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.sixteen_bit import NAMES
-from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of
+from autoprec.tuning.study.run import BY_BLOCK, LEAST_NOISE, MOST_NOISE, Run, metrics_of
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import H100, here, options, script, search  # noqa: F401
 

@@ -16,15 +16,15 @@ from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import engine, here, options, script, search  # noqa: F401
 
 
-def searching(result: dict[str, object]) -> Search:
+def searching(result: dict[str, object], simulated: SimulatedScript | None = None) -> Search:
     class Other(SimulatedRunner):
         def run(self, spec: TrialSpec) -> TrialResult:
             ran = super().run(spec)
             return replace(ran, **result) if spec.kind == "train" else ran  # type: ignore[arg-type]
 
-    asked, simulated = options(), script()
+    asked, runs = options(), simulated or script()
     command = ScriptCommand.parse(asked.command)
-    return Search(asked, command, Listeners(), lambda seed, _folder: Other(simulated, seed))
+    return Search(asked, command, Listeners(), lambda seed, _folder: Other(runs, seed))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,15 @@ def test_a_reference_that_cannot_be_run_ends_the_search_with_the_cause(
     with pytest.raises(error, match=says) as caught:
         searching(result).run()
     assert "was not changed by AutoPrec" not in str(caught.value)  # its files were another's
+
+
+@pytest.mark.usefixtures("here")
+def test_a_script_of_too_few_steps_is_known_after_one_run() -> None:
+    """One of 30 steps ended the search after 4:40 minutes."""
+    simulated = script()
+    with pytest.raises(NothingAcceptableError, match="6 of 11"):
+        searching({"status": "too_short", "losses": (1.0,) * 6}, simulated).run()
+    assert sum(spec.kind == "train" for _, spec in simulated.calls) <= 1
 
 
 def test_the_noise_floor_is_what_one_rounding_of_the_weights_does(here: Path) -> None:  # noqa: F811

@@ -47,6 +47,32 @@ def test_a_result_is_a_table_for_people_and_the_same_document_for_programs() -> 
     assert result.to_json()["study"] == "demo"
 
 
+def test_facts_say_what_the_times_are() -> None:
+    """A rehearsal's table named neither the cost scale nor that nothing is calibrated, nor how it takes the script."""
+    cost = {"source": "modelled", "cost": "modelled, uncalibrated, compiled, at scale width=16", "as_compiled": True}
+    gains = {"speedup": 22.1, "speedup_over_16bit": 1.27}
+    best = {**RESULT.best, **gains, "sources": {"step_time_ms": "modelled"}}
+    modelled = replace(RESULT, best=best, budget=cost | {"written": "fp32"}, baseline="bf16 autocast")
+    facts = "; ".join(modelled.facts())
+    for part in ("uncalibrated", "width=16", "as if compiled, which the script is not", "over bf16 autocast"):
+        assert part in facts
+    titles, rows = modelled.comparison()
+    assert titles[1:3] == ("over 16-bit", "over the script (fp32)")
+    assert len(rows[0][1]) == len(titles)
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.03, "of 3.0%"), (0.10, "taken as 10%")])
+def test_what_was_not_timed_in_a_duel_says_what_is_known_of_its_noise(noise: float, said: str) -> None:
+    """The cap of 10 % was never printed, or printed as if it had been measured."""
+    sources = {"step_time_ms": "measured"}
+    rows = {"best": RESULT.best | {"sources": sources}, "timings": {"timing_noise": noise}}
+    assert any(said in fact for fact in replace(RESULT, **rows).facts())
+    timed = {"speedup": (2.4, 2.6)}
+    presets = tuple({**row, "intervals": timed} for row in RESULT.presets)
+    rows = {"best": RESULT.best | {"sources": sources, "intervals": timed}, "presets": presets}
+    assert not any("noise" in fact and "speeds" in fact for fact in replace(RESULT, **rows).facts())
+
+
 def test_the_study_and_the_trials_of_a_result(tmp_path: Path) -> None:
     store = StudyStore(default_storage(tmp_path), "demo", ("step_time_ms", "divergence"), resume=False)
     for record in make_records():

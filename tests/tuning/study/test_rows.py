@@ -50,6 +50,11 @@ def test_gains_over_16_bit_have_a_column_where_they_are_known() -> None:
     assert not over_16bit([{"speedup": 2.0}])
 
 
+def test_the_script_is_named_with_its_own_precision() -> None:
+    """22.13x over the script beside 1.27x: an fp32 script, and bf16 autocast."""
+    assert headings(over_16bit=True, written="fp32")[2] == "over the script (fp32)"
+
+
 def test_a_figure_is_shown_with_its_interval_where_that_is_known() -> None:
     row = Run(0, "search", "a", {}, {}, "ok", metrics={"speedup": Metric(1.31, "measured", 1.29, 1.33)}).to_row()
     assert row == {
