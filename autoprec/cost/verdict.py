@@ -45,6 +45,7 @@ class Verdict:
         rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks quantising.
         written: what the run without a policy is called.
         cause: why nothing gains beyond the baseline; empty where something does.
+        spread: of the baseline's modelled time, as a fraction.
     """
 
     kind: str
@@ -66,6 +67,16 @@ class Verdict:
     rows: list[dict[str, Any]] = field(default_factory=list)
     written: str = AS_WRITTEN
     cause: str = ""
+    spread: float = 0.0
+
+    @property
+    def bound_text(self) -> str:
+        """The bound with its range, over the baseline and, where that is another, over the script as written."""
+        text = f"{speed_text(self.bound_speedup, self.low, self.high)} over {self.baseline_run}"
+        if self.baseline == KEEP:
+            return text
+        script = speed_text(self.bound_over_script, *ratio_bounds(self.bound_over_script, self.spread))
+        return f"{text}, {script} over {self.written}"
 
     @property
     def baseline_run(self) -> str:
@@ -284,6 +295,7 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
         rows=sorted(rows, key=lambda row: -row["baseline_ms"]),
         written=written,
         cause=cause,
+        spread=base.spread,
     )
 
 

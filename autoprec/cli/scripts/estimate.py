@@ -17,7 +17,7 @@ from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
 from autoprec.support.tables import Table
-from autoprec.support.units import memory_text, speed_text
+from autoprec.support.units import memory_text
 
 
 def _device_here() -> str:
@@ -36,21 +36,15 @@ _CONFIGURED = "the model in pure bf16"
 
 
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
-    from autoprec.cost.estimate import ratio_bounds
-
     share = ", ".join(
         f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005 and name != "tunable"
     )
     low, high = _ms(estimate.low_ms), _ms(estimate.high_ms)
     baseline = verdict.baseline_run
-    bounds = ratio_bounds(verdict.bound_over_script, estimate.spread)
-    over_script = f", {speed_text(verdict.bound_over_script, *bounds)} over {verdict.written}"
-    over_script = over_script if verdict.baseline != "keep" else ""
     return [
         f"verdict   {verdict.kind}",
         f"why       {verdict.reason}",
-        f"bound     {speed_text(verdict.bound_speedup, verdict.low, verdict.high)} over {baseline}{over_script}; "
-        f"{verdict.label}",
+        f"bound     {verdict.bound_text}; {verdict.label}",
         f"choices   {choices}",
         f"step      {_ms(estimate.time_ms)} ms ({low} to {high}) as {baseline}",
         f"shares    {share}; layers that may change: {verdict.shares['tunable']:.0%}",
@@ -169,10 +163,9 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
         )
     if "compiled" in more:
         other = more["compiled"]
-        bound = speed_text(other.bound_speedup, other.low, other.high)
         lines.append(
             f"compiled  the step takes {_ms(other.step_ms)} ms as {other.baseline_run}; the bound there is "
-            f"{bound}, verdict {other.kind}: a policy may say `execution: compile`"
+            f"{other.bound_text}, verdict {other.kind}: a policy may say `execution: compile`"
         )
     for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
         if key in more:
