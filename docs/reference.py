@@ -72,10 +72,10 @@ def _section(name: str, command: click.Command) -> list[str]:
 
 def _groups(command: click.Command, context: click.Context) -> dict[str, list[click.Option]]:
     options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
-    if not (isinstance(command, TakesScript) and command.groups):
-        return {"option": options}
-    found = command.grouped(context)
-    shown = {heading: [param for param in params if param in options] for heading, params in found.items()}
+    shown = {"option": options}
+    if isinstance(command, TakesScript) and command.groups:
+        found = command.grouped(context)
+        shown = {heading: [param for param in params if param in options] for heading, params in found.items()}
     return shown | {"Rarely needed, not shown by `--help`": _rare(command)}
 
 

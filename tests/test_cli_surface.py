@@ -14,8 +14,8 @@ SURFACE = {
     + " --dry-run --json --quiet --verbose",
     "inspect": "--html --json --passes --rules --save --sensitivity --space --target",
     "estimate": "--batch --cost-scale --eager --json --seq --space --sweep --target",
-    "run": "--audit --backend --policy --run-steps",
-    "check": "--backend --json --policy --sensitivity --steps --strict",
+    "run": "--audit --backend --policy",
+    "check": "--backend --json --numerics --policy --sensitivity --steps --strict",
     "verify": "--backend --json --max-divergence --max-gradient-error --policy --seeds --steps",
     "transfer": (
         "--batch --force --from --json --layers --max-gradient-error --output --role --seq --spot --target --to"

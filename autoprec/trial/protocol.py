@@ -45,7 +45,8 @@ class TrialSpec:
         kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
             ``try`` (up to ``steps`` steps or a second: does it train, and does it go on with this model?),
             ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``duel`` (time ``probes`` against ``policy`` in
-            blocks of steps, to a ``precision``), ``run`` (to the script's own end).
+            blocks of steps, to a ``precision``), ``numerics`` (hold every GEMM of the steps against its exact product:
+            :mod:`autoprec.trial.inside.checking.gemm_check`), ``run`` (to the script's own end).
         policy: a policy document, or None for the script as written.
         perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
             noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.

@@ -11,7 +11,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record, run_failed, running
+from autoprec.cli.recording import payload_of, record, run_failed, running
 from autoprec.cli.script import script_command
 from autoprec.cli.scripts.spot import ask, print_spot, settle
 from autoprec.errors import (
@@ -35,12 +35,13 @@ _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "u
 
 
 def _audited(
-    script: tuple[str, ...], policy: Policy, backend: str, steps: int, passes: int = 0
+    script: tuple[str, ...], policy: Policy, backend: str, steps: int, passes: int = 0, numerics: bool = False
 ) -> tuple[dict[str, Any], tuple[SpotCheck, GraphReport] | None]:
     """Run ``steps`` steps under a policy; return its audit document, and where ``passes`` are asked for a spot check.
 
     Of a policy with phases ``steps`` are run under each: the document is that of the policy as it begins, ``phases``
-    holds one for each phase, and ``ok`` is about all. The spot check is of the policy as it begins.
+    holds one for each phase, and ``ok`` is about all. The spot check and ``numerics``, what was found by comparing each
+    GEMM with its exact product, are of the policy as it begins.
 
     Raises:
         PolicyMismatchError, UnsupportedError: the policy could not be applied; the message says why.
@@ -62,6 +63,10 @@ def _audited(
             if result.audit is None:
                 raise _refusal(result, label + name)
             audits.append(_with_recording(result.audit, result.payload.get("graph"), document))
+        if numerics:
+            phases.begin(f"{steps} training steps, each GEMM beside the exact product of its operands")
+            spec = TrialSpec(kind="numerics", policy=policy.stages[0].to_dict(), steps=steps, warmup=0, backend=backend)
+            audits[0]["numerics"] = payload_of(runner.run(spec), label)
         if passes:
             report = record(runner, label, phases)
             phases.begin(f"{passes} forward and backward passes on the model itself")
@@ -73,6 +78,7 @@ def _audited(
     if later:
         audit["phases"] = [{"from": phase.start, **row} for phase, row in zip(policy.phases, later, strict=True)]
         audit["ok"] = all(row["ok"] for row in audits)
+    audit["ok"] = audit["ok"] and audit.get("numerics", audit)["ok"]
     return audit, spot
 
 
@@ -169,6 +175,7 @@ def _print_table(audit: dict[str, Any]) -> None:
 @options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
 @click.option("--sensitivity", default=0, metavar="N", type=click.IntRange(min=0), help="Also: spot check, N passes.")
+@click.option("--numerics", is_flag=True, help="Also: hold every GEMM against its exact product.")
 @click.option("--strict", is_flag=True, help="Notes count as mismatches: exit 1.")
 @options.as_json("The audit")
 def check(
@@ -177,6 +184,7 @@ def check(
     backend: str,
     steps: int,
     sensitivity: int,
+    numerics: bool,
     strict: bool,
     as_json: bool,
 ) -> None:
@@ -185,11 +193,14 @@ def check(
     With --sensitivity N, N forward and backward passes also compare the policy's gradient error on this model with the
     limit, and with what `autoprec transfer` predicted; beyond the limit a corrected policy is written, and the exit
     code is 1.
+
+    With --numerics every GEMM of the steps (fprop, dgrad, wgrad) is held against the exact product of its quantised
+    operands: the first layer and GEMM beyond the bound of its recipe is named, and the exit code is 1.
     """
     from autoprec.policy import load_policy
 
     loaded: Policy = load_policy(policy)
-    audit, spot = _audited(script, loaded, backend, steps, sensitivity)
+    audit, spot = _audited(script, loaded, backend, steps, sensitivity, numerics)
     if as_json:
         print_json(audit | ({"sensitivity": spot[0].to_json()} if spot else {}))
     later = zip(loaded.phases, audit.get("phases", ()), strict=False)
@@ -198,6 +209,8 @@ def check(
         if title:
             echo(f"\n{title.removesuffix(': ')}")
         _print_table(part)
+    if numerics:
+        _print_numerics(audit["numerics"], policy, quiet=as_json)
     _conclude(parts, policy, quiet=as_json, strict=strict)
     if spot is not None:
         if not as_json:
@@ -238,3 +251,49 @@ def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool, st
             where=str(policy),
             fix="without --strict notes are only printed",
         )
+
+
+def _print_numerics(found: dict[str, Any], policy: Path, *, quiet: bool) -> None:
+    """Print the GEMMs that are beyond their bound, first first.
+
+    Raises:
+        AuditError: there is one.
+    """
+    findings, gemms = found["findings"], found["gemms"]
+    if not quiet:
+        if findings:
+            heads = ("what", "layer", "GEMM", "M x N x K", "wrong", "errors: native, emulated, bf16", "scales, lost")
+            stdout_console().print(plain_table(heads, [_finding(row) for row in findings]))
+        for name in found["not_compared"]:
+            echo(f"not compared: {name}")
+    if findings:
+        first = findings[0]
+        raise AuditError(
+            f"{len(findings)} of {len(gemms)} GEMMs are wrong, the first is {first['gemm']} of {first['layer']} "
+            f"({first['code']})",
+            where=str(policy),
+            fix="both had the same input, weight and gradient: its casts or its kernel are at fault; keep it in bf16",
+        )
+    if not quiet:
+        worst = max((row["worst"] for row in gemms), default=0.0)
+        echo(f"{len(gemms)} GEMMs are within the bounds of their recipes (at most {worst:.0%} of the bound)")
+
+
+def _finding(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return one row of the table: shares are those of saturated and flushed values of each operand."""
+    size = " x ".join(str(row[key]) for key in ("m", "n", "k")) if "m" in row else "-"
+    wrong = f"{row['wrong']} from {row['at'][0]},{row['at'][1]}" if "wrong" in row else row.get("state", "-")
+    errors = [row["error"][key] for key in ("native", "emulated", "bf16")] if "error" in row else []
+    operands = [
+        f"{name} {low:.3g} to {high:.3g}, {row['saturated'][name]:.1%} cut off, {row['flushed'][name]:.1%} to zero"
+        for name, (low, high) in row.get("scales", {}).items()
+    ]
+    return (
+        row["code"],
+        row["layer"],
+        row["gemm"],
+        size,
+        wrong,
+        ", ".join(f"{one:.2g}" for one in errors),
+        "; ".join(operands),
+    )

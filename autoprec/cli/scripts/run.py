@@ -14,7 +14,7 @@ from autoprec.errors import UsageError
 @script_command("run")
 @click.option("--policy", type=click.Path(path_type=Path), help="Policy file; without one the script runs as written.")
 @options.backend
-@click.option("--run-steps", type=click.IntRange(min=1), metavar="N",
+@click.option("--run-steps", type=click.IntRange(min=1), metavar="N", hidden=True,
               help="Optimizer steps of the whole run, for a policy whose phases begin at a share of it.")  # fmt: skip
 @click.option("--audit", type=click.Path(path_type=Path), metavar="FILE", help="Write asked/executed here at the end.")
 def run(

@@ -27,9 +27,10 @@ from autoprec.applying.compiling import (
     keep_random_streams,
     run_eagerly,
 )
-from autoprec.errors import AutoPrecError, AutoPrecWarning, PolicyMismatchError, UnsupportedError
+from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
 from autoprec.support.files import finite_json
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
+from autoprec.trial.inside.checking.gemm_check import GemmCheck
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.seeding import reseed
 from autoprec.trial.inside.observe.conditions import (
@@ -86,6 +87,7 @@ class Trial:
         self._batch = 0
         self._device = next(iter(found.parameters)).device
         self._recorder: Any = None
+        self._gemms: Any = None
         self._payload: dict[str, Any] = {}
         self._warned: dict[str, None] = {}
         self._monitors: list[Any] = []
@@ -105,7 +107,7 @@ class Trial:
         if spec.kind == "duel":
             self._duel()
             return
-        if spec.kind == "sensitivity":
+        if spec.kind in ("sensitivity", "numerics"):
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
             reseed(spec.seed + _rank())
@@ -120,6 +122,8 @@ class Trial:
             self._policy = apply_document(spec.policy, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
+        if spec.kind == "numerics":
+            self._gemms = GemmCheck(self.found.root)
         execution = "keep" if self._policy is None else self._policy.execution
         if execution == "eager":  # nothing is compiled, by block or otherwise
             self._payload.pop("by_block", None)
@@ -197,11 +201,9 @@ class Trial:
             losses = loop.losses
             if not math.isfinite(losses[-1]):
                 self.finish("diverged", f"the loss is {losses[-1]} at step {loop.steps}")
-            if spec.stop_gap is not None and loop.steps < loop.total:  # noqa: SIM102
-                if early_stop(losses, spec.reference_losses, spec.stop_gap, loop.total):
-                    self.finish(
-                        "pruned", f"the loss is more than {spec.stop_gap:.2%} off the reference at step {loop.steps}"
-                    )
+            gap = spec.stop_gap if loop.steps < loop.total else None
+            if gap is not None and early_stop(losses, spec.reference_losses, gap, loop.total):
+                self.finish("pruned", f"the loss is more than {gap:.2%} off the reference at step {loop.steps}")
         if spec.record_graph and loop.steps == loop.total - 1:
             self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
 
@@ -252,6 +254,8 @@ class Trial:
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
         if self.spec.kind in ("train", "try"):
             self.finish("ok")
+        if self.spec.kind == "numerics":
+            self._answered(self._gemms.end())
         self.hooks.events = Events()
         self._at_next_forward(self._at_forward)
 
@@ -423,13 +427,9 @@ class _AtGradients(Events):
 
 def status_of(error: BaseException) -> str:
     """Map an error to one of :data:`autoprec.trial.protocol.FAILURES`."""
-    if isinstance(error, PolicyMismatchError):
-        return "mismatch"
     if isinstance(error, UnsupportedError):
         return "unsupported"
-    if isinstance(error, AutoPrecError):
-        return "mismatch"
-    return "crashed"
+    return "mismatch" if isinstance(error, AutoPrecError) else "crashed"
 
 
 def write_result(path: Path, result: TrialResult) -> None:

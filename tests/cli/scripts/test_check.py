@@ -171,3 +171,50 @@ def test_layers_that_the_search_has_not_seen_are_noted_and_strict_refuses_them(s
     strict = autoprec("check", "--policy", policy, "--strict", script)
     assert strict.code == 1
     assert "has not seen 2," in strict.out
+
+
+#: What a wrong kernel of the layer's own machine would do to one GEMM: fprop of the second layer, K = 32.
+FAULT = """
+from autoprec.backends.cpu import int8
+from autoprec.numerics import plan
+def wrong(a, b, step, dtype, real=plan.multiply_emulated):
+    out = real(a, b, step, dtype)
+    return out if (a.columns, step.axes) != (32, (1, 1)) else out.roll(1, 0)
+int8.int8_multiply = wrong
+"""
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_is_named_by_numerics_with_exit_1(script: Path, policy: Path) -> None:
+    policy.write_text(
+        "schema: autoprec.policy/1\nrecipes: {it: {format: int8}, bf16: {format: bf16}}\ndefault: it\n"
+        "layers: [{match: '0', recipe: it, gemms: {wgrad: bf16}}]\n"
+    )
+    clean = autoprec("check", "--policy", policy, "--numerics", "--json", script)
+    assert clean.code == 0, clean.err
+    numerics = clean.json()["numerics"]
+    assert (numerics["ok"], numerics["findings"], numerics["not_compared"]) == (True, [], [])
+    found = {(row["layer"], row["gemm"], row["recipe"]) for row in numerics["gemms"]}
+    assert found == {
+        ("0", "fprop", "int8"), ("0", "wgrad", "bf16"),
+        ("2", "fprop", "int8"), ("2", "dgrad", "int8"), ("2", "wgrad", "int8"),
+    }  # fmt: skip
+    script.write_text(FAULT + SCRIPT, encoding="utf-8")
+    wrong = autoprec("check", "--policy", policy, "--numerics", "--json", script)
+    assert wrong.code == 1
+    document = wrong.json()
+    assert document["ok"] is False
+    (row,) = document["numerics"]["findings"]
+    assert (row["code"], row["layer"], row["gemm"], row["m"], row["n"], row["k"]) == (
+        "beyond_bound",
+        "2",
+        "fprop",
+        16,
+        16,
+        32,
+    )
+    assert row["error"]["native"] > 1 > row["error"]["emulated"] > row["error"]["bf16"]
+    printed = autoprec("check", "--policy", policy, "--numerics", script)
+    assert printed.code == 1
+    assert "16 x 16 x 32" in printed.out
+    assert "fprop of 2" in printed.err
