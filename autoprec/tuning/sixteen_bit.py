@@ -40,6 +40,13 @@ def runs_in_sixteen_bit(graph: GraphReport) -> bool:
     return gemm_dtype(graph) in ("bf16", "fp16")
 
 
+def written_in(graph: GraphReport) -> str:
+    """Return what the script's products run in: a dtype, ``bf16 autocast`` where its parameters are wider than that."""
+    dtype, parameters = gemm_dtype(graph), graph.model.get("parameters", 0) * graph.held
+    wide = graph.memory.get("parameters", 0) > 3 * parameters > 0
+    return f"{dtype} autocast" if wide and dtype in ("bf16", "fp16") else dtype
+
+
 def is_worth_searching(verdict: Verdict, options: SearchOptions) -> bool:
     """Say whether anything beyond 16 bit is tried."""
     return verdict.bound_speedup >= WORTH_SEARCHING or options.force

@@ -20,6 +20,7 @@ from autoprec.tuning.sixteen_bit import (
     over_sixteen_bit,
     runs_in_sixteen_bit,
     sixteen_bit_space,
+    written_in,
 )
 from autoprec.tuning.study.run import headline
 from tests.simulated import SimulatedRunner, simulated_graph
@@ -39,6 +40,15 @@ def test_a_script_is_in_sixteen_bit_when_most_of_its_flops_are() -> None:
     mixed = replace(graph, layers=(*(replace(layer, dtype="float16") for layer in rest), head))
     assert runs_in_sixteen_bit(mixed)
     assert not runs_in_sixteen_bit(replace(graph, layers=(*rest, replace(head, dtype="bfloat16"))))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "written"), [("bfloat16", 4, "bf16 autocast"), ("bfloat16", 2, "bf16"), ("float32", 4, "fp32")]
+)
+def test_autocast_is_known_by_parameters_wider_than_products(dtype: str, size: int, written: str) -> None:
+    graph = in_dtype(dtype)
+    memory = {"parameters": size * graph.model["parameters"]}  # type: ignore[attr-defined]
+    assert written_in(replace(graph, memory=memory)) == written  # type: ignore[type-var]
 
 
 def test_the_sixteen_bit_run_is_the_first_preset() -> None:

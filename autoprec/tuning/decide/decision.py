@@ -166,8 +166,9 @@ class Decision:
 
     @property
     def interval(self) -> float:
-        """Half width of the two-sided 90 % interval of the chosen one's divergence."""
-        return self.chosen.upper - self.chosen.mean if self.chosen is not None and self.chosen.upper else 0.0
+        """Half width of the two-sided 90 % interval of the chosen one's divergence; no seed lies beyond it."""
+        one = self.chosen
+        return max(one.upper, *one.divergences) - one.mean if one is not None and one.upper else 0.0
 
     def with_reasons(self, *more: Reason) -> Decision:
         """Return a copy with further reasons behind the others."""
@@ -247,7 +248,8 @@ class Rules:
         if upper <= self.max_divergence:
             return None
         if self.baseline.reach <= self.max_divergence:
-            return Reason("divergence", {"mean": mean, "upper": upper, "limit": self.max_divergence})
+            gaps = {"least": min(one.divergences), "most": max(one.divergences), "seeds": one.seeds}
+            return Reason("divergence", {"mean": mean, "upper": upper, "limit": self.max_divergence} | gaps)
         # gaps of benign changes are beyond the budget as well
         if is_worse_than_benign(one.divergences, self.benign):
             return Reason("beyond_benign", {"mean": mean, "ratio": compare_gaps(one.divergences, self.benign)[0]})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,17 +48,20 @@ def explain_layers(
     table: SensitivityTable,
     whole_ms: float | None = None,
     limit: float | None = None,
+    tried: Collection[tuple[int, int]] = (),
 ) -> list[Row]:
     """Return why each group runs what it runs, a row per group in model order.
 
     ``saved_ms`` is its time against the baseline's, ``gradient_error`` what it adds by itself, ``error_share`` its part
-    of the whole policy's squared error; ``text`` says it in one sentence.
+    of the whole policy's squared error; ``text`` says it in one sentence. ``untried`` names the next faster choice
+    where nothing is known against it but that no policy that was measured had it.
 
     Args:
         time_ms: ``[G, C]`` time of each group under each choice.
         whole_ms: what the whole policy saves of a step, measured; what the groups save is no more in all. None where
             times are modelled, and add up by themselves.
         limit: the largest relative gradient error of a whole policy; None where there is none.
+        tried: (position of a group, of a choice) of every policy that was measured.
     """
     index = problem.indices(params)
     base = [_reference(problem, group.choices) for group in problem.groups]
@@ -81,10 +84,13 @@ def explain_layers(
         share = float(table.error2[g, index[g]]) / total if total > 0 else 0.0
         why_not = next((why for (name, _), why in refused.items() if name == group.name), "")
         changed = total + other_error**2 - error**2
-        tail = _tail(other_name, other_error, table.misfit.ratio * math.sqrt(max(0.0, changed)), limit, table.noise)
+        whole = table.misfit.ratio * math.sqrt(max(0.0, changed))
+        known = (g, other) in tried
+        tail = _tail(other_name, other_error, whole, limit, table.noise, known=known)
         text = _sentence(here, reference, saved, about, error, share, tail, table.noise, why_not, group.choices)
         row = {"layers": group.name, "count": len(group.layers), "choice": here, "saved_ms": saved}
-        out.append(row | {"gradient_error": error, "error_share": share, "text": text})
+        open_ = other_name if not known and limit is not None and whole <= limit else ""
+        out.append(row | {"gradient_error": error, "error_share": share, "text": text, "untried": open_})
     return out
 
 
@@ -131,12 +137,13 @@ def _sentence(
     return f"{text}; {tail or 'nothing offered is faster'}"
 
 
-def _tail(other: str, error: float, whole: float, limit: float | None, noise: float | None) -> str:
+def _tail(other: str, error: float, whole: float, limit: float | None, noise: float | None, *, known: bool) -> str:
     """Return why the next faster choice was not taken; empty where nothing is faster.
 
     Args:
         other, error: the choice, and the gradient error that it adds by itself.
         whole: the gradient error of the policy with that choice.
+        known: a policy with that choice was measured.
     """
     if not other:
         return ""
@@ -147,7 +154,7 @@ def _tail(other: str, error: float, whole: float, limit: float | None, noise: fl
         return f"{text}: {100 * whole:.3g} % in all, beyond the limit of {100 * limit:.3g} %"
     return (
         f"{other} is expected to be faster and adds an error of {_amount(error, noise)}, within the limit in all; "
-        "no better policy that was measured has it"
+        + ("no better policy that was measured has it" if known else "it was not tried in any policy")
     )
 
 
@@ -244,7 +251,8 @@ def explanation(
     )
     modelled = _modelled_times(problem, layer_time_ms)
     times = learned_times(problem, modelled, table, records)
-    reasons = explain_layers(problem, params, times, table, whole_ms, limit)
+    tried = {(g, int(c)) for run in finished if run.params for g, c in enumerate(problem.indices(run.params))}
+    reasons = explain_layers(problem, params, times, table, whole_ms, limit, tried)
     decisions = importance(problem, modelled, table, records)
     return {
         "layers": merged(reasons)[:MOST_REASONS],

@@ -70,10 +70,22 @@ def _apart(value: float, limit: float, unit: str = "") -> str:
 # --- the loss cannot judge -------------------------------------------------------------------------------------------
 def _noise_beyond_budget(floor: float, reach: float, budget: float, them: bool = False) -> str:
     up_to = f" (up to {reach:.3%} at 95 % confidence)" if floor <= budget else ""
-    return (
-        f"the loss cannot judge {'them' if them else 'it'}, because rounding the weights once to bf16 already moves it "
-        f"by {floor:.3%}{up_to}, beyond the budget of {budget:.3%}"
+    why = f"by {floor:.3%}{up_to}, beyond the budget of {budget:.3%}"
+    if them:
+        return f"rounding the weights once to bf16 already moves the loss {why}"
+    return f"the loss cannot judge it, because rounding the weights once to bf16 already moves it {why}"
+
+
+def _divergence_beyond(
+    mean: float, upper: float, limit: float, least: float = 0.0, most: float = 0.0, seeds: int = 1
+) -> str:
+    """Say how far a divergence is beyond the budget: no bound is told that a seed of its own lies beyond."""
+    spread = (
+        f", up to {upper:.3%} at 95 % confidence,"
+        if upper >= most
+        else f" ({least:.3%} to {most:.3%} of {seeds} seeds)"
     )
+    return f"divergence {mean:.3%}{spread} is beyond {limit:.3%}"
 
 
 def _loss_flat() -> str:
@@ -197,9 +209,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "judged_by_gradient": _judged_by_gradient,
     # why a policy is not acceptable, or not taken
     "incomplete": lambda: "it was not measured to the end in every seed",
-    "divergence": lambda mean, upper, limit: (
-        f"divergence {mean:.3%}, up to {upper:.3%} at 95 % confidence, is beyond {limit:.3%}"
-    ),
+    "divergence": _divergence_beyond,
     "beyond_benign": lambda mean, ratio: (
         f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
     ),

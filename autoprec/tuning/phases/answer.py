@@ -30,10 +30,10 @@ from autoprec.tuning.options import versions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
     fastest_plain,
-    gemm_dtype,
     over_sixteen_bit,
     plain_speedup,
     sixteen_bit_speedup,
+    written_in,
 )
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import METRICS, MODELLED, Run, pooled
@@ -343,7 +343,7 @@ def search_result(
 
 def _times(setup: Setup, source: str) -> dict[str, Any]:
     """Return what the times of a result are: their source, the script's own dtype, and what modelled ones rest on."""
-    out: dict[str, Any] = {"source": source, "written": gemm_dtype(setup.graph)}
+    out: dict[str, Any] = {"source": source, "written": written_in(setup.graph)}
     if source == MODELLED:
         as_compiled = setup.cost.compiled and not setup.host.compiled and not setup.target.is_cpu
         out |= {"cost": setup.cost.label, "cost_scale": setup.options.cost_scale, "as_compiled": as_compiled}

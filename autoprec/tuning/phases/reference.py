@@ -91,8 +91,11 @@ def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
     why = uninformative(setup.limits.divergence, baseline)
     if why is not None:
         benign = " and by the gaps of benign changes" if baseline.reach > setup.limits.divergence else ""
-        why = replace(why, data=why.data | {"them": True}) if why.code == "noise_beyond_budget" else why
-        ledger.note(f"policies are judged by their gradient error{benign}: {why}")
+        which = "policies are judged by their"
+        if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
+            which = "a policy whose divergence is not surely within the budget is judged by its"
+            why = replace(why, data=why.data | {"them": True})
+        ledger.note(f"{which} gradient error{benign}: {why}")
 
 
 def _bound_to(setup: Setup, ledger: Ledger) -> dict[str, Any]:

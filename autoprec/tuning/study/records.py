@@ -102,7 +102,9 @@ class SearchResult(Shown):
         candidate = self.verdict == "adopt" or self.best.get("name") != self.reference.get("name")
         shown = number(self.best.get("step_time_ms")) is not None and candidate
         rows: list[Row] = [{**self.best, "role": "best", "name": label}] if shown else []
-        rows.append({**self.reference, "role": "reference", "name": "reference: the script as written"})
+        autocast = str(self.budget.get("written", "")).endswith("autocast")
+        script = "the script's own autocast" if autocast else "the script as written"
+        rows.append({**self.reference, "role": "reference", "name": f"reference: {script}"})
         return (*rows, *({**preset, "role": "preset"} for preset in self.presets))
 
     @property

@@ -167,6 +167,17 @@ def test_the_models_bounds_are_told_and_are_not_taken_for_a_duel() -> None:
     assert (no_gain.verdict, no_gain.reasons[0].code) == ("stay", "no_modelled_gain")
 
 
+def test_no_bound_is_told_that_a_seed_of_its_own_lies_beyond() -> None:
+    """Two seeds of 0.53 and 0.29 % were said to be up to 0.410 % at 95 % confidence."""
+    rules, seeds = Rules(), (0.0053, 0.0029)
+    data = rules.judge(Standing("a", 1.5, seeds, upper=0.0041)).rejection
+    assert data is not None
+    assert data.data.items() >= {"least": 0.0029, "most": 0.0053, "seeds": 2}.items()
+    found = choose([SCRIPT, Standing("a", 1.5, (0.0005, 0.0021), gradient_error=0.01, upper=0.0014)])
+    assert found.verdict == "adopt"
+    assert found.interval == pytest.approx(0.0021 - 0.0013)
+
+
 def test_a_gain_within_the_noise_is_no_reason_to_change() -> None:
     found = choose([SCRIPT, candidate("a", 1.008)], timing_noise=0.01)
     assert (found.verdict, found.index) == ("stay", 0)

@@ -53,7 +53,11 @@ def test_another_choice_is_only_said_to_break_a_limit_that_it_breaks() -> None:
     strict = {r["layers"]: r["text"] for r in explain_layers(*args, limit=1e-9)}
     assert "% in all, beyond the limit of 1e-07 %" in strict["h.1.mlp.c_fc"]
     loose = {r["layers"]: r["text"] for r in explain_layers(*args, limit=1e9)}
-    assert "within the limit in all; no better policy that was measured has it" in loose["h.1.mlp.c_fc"]
+    assert "within the limit in all; it was not tried" in loose["h.1.mlp.c_fc"]
+    every = {(g, c) for g in range(len(found.problem.groups)) for c in range(len(found.problem.choice_names))}
+    rows = [explain_layers(*args, limit=1e9, tried=tried) for tried in ((), every)]
+    assert [any(row["untried"] for row in said) for said in rows] == [True, False]
+    assert any("no better policy that was measured has it" in row["text"] for row in rows[1])
     assert not any("but add an error" in text for text in loose.values())
 
 

@@ -16,6 +16,7 @@ REASONS = [
     Reason("loss_flat"),
     Reason("judged_by_gradient", {"loss": Reason("incomplete"), "error": 0.04, "limit": 0.1, "ratio": 1.5}),
     BEYOND,
+    Reason("divergence", BEYOND.data | {"upper": 0.0055, "least": 0.0029, "most": 0.0081, "seeds": 2}),
     Reason("beyond_benign", {"mean": 0.4, "ratio": 21.0}),
     Reason("worse_loss", {"excess": 0.05, "limit": 0.0025}),
     Reason("gradient_error", {"error": 0.1111, "limit": 0.1108, "noise": 0.9233333333333333}),

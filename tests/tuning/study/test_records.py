@@ -61,6 +61,12 @@ def test_facts_say_what_the_times_are() -> None:
     assert len(rows[0][1]) == len(titles)
 
 
+def test_a_scripts_own_autocast_is_its_own_row() -> None:
+    for written, name in (("bf16 autocast", "the script's own autocast"), ("bf16", "the script as written")):
+        row = next(row for row in replace(RESULT, budget={"written": written}).rows() if row["role"] == "reference")
+        assert row["name"] == f"reference: {name}"
+
+
 @pytest.mark.parametrize(("noise", "said"), [(0.03, "of 3.0%"), (0.10, "taken as 10%")])
 def test_what_was_not_timed_in_a_duel_says_what_is_known_of_its_noise(noise: float, said: str) -> None:
     """The cap of 10 % was never printed, or printed as if it had been measured."""
