@@ -130,6 +130,7 @@ def _install_root(
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()
             root_execution.after_step = root_execution.after_step or backend.after_step()
+        root_execution.scales = any(made is not None and made.plan.scaled for made in executions.values())
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
         install_root(root, root_execution)

@@ -13,13 +13,13 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.applying.around.operators import RootExecution
+from autoprec.applying.around.operators import RootExecution, refuse_export
 from autoprec.backends import Execution
 
 #: Where an execution lives in the ``__dict__`` of its module.
@@ -162,6 +162,11 @@ def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
     return (copyreg._reconstructor, (base, object, None), state)  # type: ignore[attr-defined]
 
 
+def _prepare_scriptable(_self: Any) -> NoReturn:
+    """What ``torch.jit.script`` calls first."""
+    refuse_export()
+
+
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
     found = _CLASSES.get((id(base), kind))
     if found is None:
@@ -172,6 +177,7 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
             "extra_repr": _extra_repr,
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce,
+            "__prepare_scriptable__": _prepare_scriptable,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
@@ -248,6 +254,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
             "forward": forward,
             "__reduce_ex__": _reduce,
             "__deepcopy__": _deepcopy,
+            "__prepare_scriptable__": _prepare_scriptable,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,

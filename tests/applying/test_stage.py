@@ -13,7 +13,7 @@ from autoprec.applying import stage
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.stage import put_stage, take_off
 from autoprec.applying.units import tunable_units
-from autoprec.errors import PolicyMismatchError
+from autoprec.errors import PolicyMismatchError, UnsupportedError
 
 DELAYED = {"format": "fp8", "scaling": {"granularity": "tensor", "scale": "delayed", "amax_history_len": 8}}
 
@@ -76,3 +76,30 @@ def test_an_interrupted_stage_leaves_the_model_as_it_was(
         put_stage(policy(activations="bf16"), model)
     assert [type(m) for m in model.modules()] == classes
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["trace", "script", "onnx", "onnx, dynamo"])
+def test_what_cannot_be_exported_names_the_line_that_helps(
+    model: nn.Sequential, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(4, 16)
+
+    def export() -> None:
+        if kind == "trace":
+            torch.jit.trace(model, x)
+        elif kind == "script":
+            torch.jit.script(model)
+        elif kind == "onnx":  # which traces, in a state of its own; the package onnx is asked for at the end only
+            torch.onnx.export(model, (x,), "model.onnx", dynamo=False)
+        else:
+            monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+            torch.export.export(model, (x,))
+
+    put_stage(policy(), model)
+    with pytest.raises(UnsupportedError) as caught:
+        export()
+    assert "policy.remove(model)" in str(caught.value.fix)
+    take_off(model)
+    if kind in ("trace", "script"):
+        export()

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.backends import Backend
+from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
@@ -250,6 +251,18 @@ class OperatorMode(TorchFunctionMode):
         return out if self.autocast else out.to(original)
 
 
+def refuse_export() -> NoReturn:
+    """Say how a model under a policy is exported.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "a model under a policy cannot be traced, scripted or exported to ONNX",
+        fix="policy.remove(model) first: weights and results are then those of the script's own model",
+    )
+
+
 @dataclass(slots=True)
 class RootExecution:
     """What surrounds the root model's forward under a policy.
@@ -266,6 +279,7 @@ class RootExecution:
         backends: what runs the layers; the next phase's layers are theirs as well.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
+        scales: a layer runs below 16 bits, which TorchScript and ONNX have no words for.
     """
 
     activations: torch.dtype | None
@@ -283,6 +297,7 @@ class RootExecution:
     before: DelayedReduction | None = None
     after_step: Callable[[], None] | None = None
     backends: tuple[Backend, ...] = ()
+    scales: bool = False
 
     def __post_init__(self) -> None:
         carry_into_recomputation(OperatorMode)
@@ -307,6 +322,10 @@ class RootExecution:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's forward under the policy."""
+        if self.scales and (
+            torch.jit.is_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+        ):
+            refuse_export()
         self.called = True
         if torch.compiler.is_compiling():
             self.traced = True
