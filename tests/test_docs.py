@@ -16,6 +16,7 @@ from autoprec.errors import MissingDependencyError
 from autoprec.policy import Policy, parse_policy
 from autoprec.policy.space import space_from_dict
 from autoprec.precision.hardware import load_targets
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import parse_document
 from autoprec.trial.protocol import FAILURES
 from tests.documents import PAGES, ROOT, Snippet, commands, reference, snippets
@@ -137,7 +138,7 @@ def test_the_map_of_rooms_is_the_one_that_the_code_is_held_to() -> None:
 
 
 #: What trials are tagged with in MLflow: names with a dot that nobody imports.
-TAGS = {"autoprec.kind", "autoprec.status", "autoprec.modelled"}
+TAGS = {"autoprec.kind", "autoprec.number", "autoprec.status", "autoprec.modelled"}
 
 
 def documented_names() -> list[str]:
@@ -191,6 +192,11 @@ def test_every_key_of_a_policy_is_documented() -> None:
 
     missing = {key for key in keys(Policy.model_json_schema(by_alias=True)) if key not in page}
     assert missing == set()
+
+
+def test_every_recipe_is_in_the_table_of_recipes() -> None:
+    page = (ROOT / "docs" / "using.md").read_text(encoding="utf-8").split("## Recipes")[1]
+    assert [name for name in (*BUILTIN_RECIPES, "keep") if f"`{name}`" not in page] == []
 
 
 def test_every_value_of_a_policy_is_documented() -> None:

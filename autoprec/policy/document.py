@@ -219,6 +219,27 @@ def check_replaceable(path: Path | str) -> Path:
     return check_kind(path, "an AutoPrec policy", ours)
 
 
+#: What a lean policy keeps of its evidence: what has an effect, and what it was found for.
+_LEAN = (
+    *("target", "source", "verdict", "speedup", "speedup_over_16bit", "divergence", "gradient_error", "seeds", "date"),
+    *("backends", "instructions"),
+)
+
+
+def lean(policy: Policy) -> dict[str, Any]:
+    """Return a policy's document for a repository: what runs, without defaults, and little of the evidence."""
+    usual = Policy().to_dict()
+    document = policy.to_dict()
+    document["evidence"] = {key: value for key, value in policy.evidence.items() if key in _LEAN}
+    return {key: value for key, value in document.items() if key == "schema" or value not in (usual.get(key), {})}
+
+
+def yaml_text(document: dict[str, Any]) -> str:
+    """Return a policy's document as YAML; what a search measured begins with a checksum line."""
+    text = dump_yaml(document)
+    return checksum_line(parse_document(text)) + text if document.get("evidence") else text
+
+
 def save_policy(policy: Policy, path: Path | str) -> Path:
     """Write a policy atomically, as YAML, or as JSON when the name ends in ``.json``.
 
@@ -229,7 +250,4 @@ def save_policy(policy: Policy, path: Path | str) -> Path:
     document = policy.to_dict()
     if path.suffix == ".json":
         return write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
-    text = dump_yaml(document)
-    if policy.evidence:
-        text = checksum_line(parse_document(text, where=str(path))) + text
-    return write_atomic(path, text)
+    return write_atomic(path, yaml_text(document))

@@ -27,7 +27,7 @@ from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, 
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.precision.recipes import KEEP
-from autoprec.support.files import file_lock, keep_earlier, write_json
+from autoprec.support.files import file_lock, keep_earlier, write_atomic, write_json
 from autoprec.support.units import speed_text
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
@@ -140,7 +140,8 @@ class Search:
             if self._is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
                 shutil.rmtree(self.study_dir, ignore_errors=True)
                 with contextlib.suppress(OSError):  # other studies may be there
-                    self.study_dir.parent.rmdir()
+                    if [path.name for path in self.study_dir.parent.iterdir()] == [".gitignore"]:
+                        shutil.rmtree(self.study_dir.parent)
             raise
 
     def _locked(self) -> SearchResult:
@@ -187,6 +188,8 @@ class Search:
     def _claim(self, stack: ExitStack) -> None:
         """Hold the study's folder; a study without a name takes the next one where another search holds it."""
         held: list[str] = []
+        if not self.study_dir.parent.exists():  # nothing in it is for a repository
+            write_atomic(self.study_dir.parent / ".gitignore", "*\n")
         while True:
             self._is_new = not self.study_dir.exists()
             try:

@@ -24,13 +24,8 @@ def _has_browser() -> bool:
 
 @click.command("ui", short_help="Open MLflow at the trials of a study.")
 @click.argument("runs", type=click.Path(path_type=Path), default=Path("autoprec-runs"))
-@click.option(
-    "--port",
-    type=click.IntRange(1, 65535),
-    default=5000,
-    show_default=True,
-    help="Port on 127.0.0.1; another free one if it is taken.",
-)
+@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True,
+              help="Port on 127.0.0.1; another free one if it is taken.")  # fmt: skip
 @click.option("--sync", is_flag=True, help="Open nothing: send to MLflow what its server missed.")
 @click.option("--no-open", is_flag=True, help="Print the address without opening a browser.")
 def ui(runs: Path, port: int, sync: bool, no_open: bool) -> int:

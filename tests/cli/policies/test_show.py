@@ -7,7 +7,8 @@ import pytest
 
 from autoprec.cli.policies.show import _value
 from autoprec.graph.report import GemmCall, GraphReport, Layer
-from autoprec.policy import load_policy
+from autoprec.policy import LayerRule, Policy, load_policy, parse_policy, save_policy
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import autoprec
 
 
@@ -49,6 +50,20 @@ def test_rules_settings_evidence_and_guard_are_shown(policy_file: Path) -> None:
     assert "execution as the script wrote it" in text or "execution keep" in text
     policy_file.write_text(policy_file.read_text(encoding="utf-8") + "execution: compile\n", encoding="utf-8")
     assert "execution compile" in squeezed(autoprec("show", policy_file).out)
+
+
+def test_a_lean_policy_is_short_and_runs_the_same(tmp_path: Path) -> None:
+    """One of two rules was 147 lines in a repository, most of them reasons."""
+    rules = tuple(LayerRule(match=match, recipe="fp8_rowwise") for match in ("blocks.*.fc", "blocks.*.qkv"))
+    why = {f"blocks.{index}": "because " * 40 for index in range(30)}
+    evidence = {"speedup": 1.5, "divergence": 0.001, "backends": {"fp8_rowwise": "torchao"}, "why": why, "seeds": 4}
+    recipes = {"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}
+    whole = Policy(recipes=recipes, layers=rules, activations="bf16", evidence=evidence)
+    found = autoprec("show", "--lean", save_policy(whole, tmp_path / "policy.yaml"))
+    lean = parse_policy(found.out)
+    assert len(found.out.splitlines()) < 20
+    assert found.out.startswith("# checksum")
+    assert lean == whole.model_copy(update={"evidence": {key: evidence[key] for key in evidence if key != "why"}})
 
 
 def test_shares_are_told_in_percent_all_of_them() -> None:
