@@ -323,7 +323,8 @@ class RootExecution:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's forward under the policy."""
         if self.scales and (
-            torch.jit.is_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+            torch._C._get_tracing_state() is not None
+            or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
         ):
             refuse_export()
         self.called = True
