@@ -331,19 +331,12 @@ class Search:
         Raises:
             StudyError: the setup differs, or the stored one is lost.
         """
-        signature = self.options.signature(
-            setup.space.model_dump_json(),
-            str(setup.graph.model["fingerprint"]),
-            self._calibration,
-            source_digests(self.command),
-        )
+        model, sources = str(setup.graph.model["fingerprint"]), source_digests(self.command)
+        signature = self.options.signature(setup.space.model_dump_json(), model, self._calibration, sources)
         stored = store.signature
         if stored is None and store.records:
-            raise StudyError(
-                "the study is damaged: it has trials and no setup",
-                where=f"{store.url}, study {self.options.study}",
-                fix=REPAIR,
-            )
+            where = f"{store.url}, study {self.options.study}"
+            raise StudyError("the study is damaged: it has trials and no setup", where=where, fix=REPAIR)
         if stored is None:
             if self._calibration is not None:  # what a resumed search must be given again, should the file be gone
                 write_json(self.study_dir / "calibration.json", self._calibration)
