@@ -287,15 +287,6 @@ def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:
     assert len(numbers) == len(set(numbers))
 
 
-def test_the_folder_of_studies_keeps_itself_out_of_a_repository(here: Path) -> None:
-    search(script(), options(study="mine", trials=4))
-    mark = here / "autoprec-runs" / ".gitignore"
-    assert mark.read_text() == "*\n"
-    mark.unlink()  # by a person who wants the studies in it
-    search(script(), options(study="other", trials=4))
-    assert not mark.exists()
-
-
 def test_trials_are_named_by_their_number_also_after_a_resume(here: Path) -> None:
     search(script(), options(study="mine", trials=9, sampler="random"))
     made, _ = search(script(), options(study="mine", trials=12, sampler="random", resume=True))

@@ -98,3 +98,16 @@ def test_searches_that_start_at_once_take_the_next_names(command: ScriptCommand)
     with ExitStack() as held:
         again._claim(held)
         assert again.study_dir == searches[1].study_dir
+
+
+def test_the_folder_of_studies_keeps_itself_out_of_a_repository(command: ScriptCommand) -> None:
+    def search() -> None:
+        with ExitStack() as stack:
+            Search(SearchOptions(command=("my train.py",)), command, Listeners())._claim(stack)
+
+    search()
+    mark = Path("autoprec-runs/.gitignore")
+    assert mark.read_text() == "*\n"
+    mark.unlink()  # by a person who wants the studies in it
+    search()
+    assert not mark.exists()
