@@ -20,7 +20,7 @@ SURFACE = {
     "transfer": (
         "--batch --force --from --json --layers --max-gradient-error --output --role --seq --spot --target --to"
     ),
-    "show": "--graph --json --schema",
+    "show": "--graph --lean --json --schema",
     "validate": "--json",
     "export": "--allow-lossy --force --layers --output --to",
     "import": "--as-space --force --from --layers --output",
