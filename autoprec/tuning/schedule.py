@@ -40,12 +40,14 @@ EMULATED_STEP = 2.0
 
 
 #: What a run on a GPU takes besides its start, compilation and steps, seconds; by reading, never timed. The first is of
-#: each process that compiles, the second of each that is timed, the last of the first trial alone.
+#: each process that compiles (its workers are its own: a fork has none of another's), the second of each that is timed,
+#: the last of the first trial alone.
 WORKERS_S, READINGS_S, CASTS_S = 5.0, 0.6, 15.0
-#: The same in words.
+#: The same in words, with what a timed run has in it already.
 GPU_TERMS = (
-    "the start of CUDA and of the compiler's workers, Triton's compilation, two readings of the GPU's clocks, and the "
-    "first compilation of the casts"
+    f"the start of CUDA, Triton's compilation, the start of the compiler's workers ({WORKERS_S:g} s a process that "
+    f"compiles), two readings of the GPU's clocks ({READINGS_S:g} s), and once the first compilation of the casts "
+    f"({CASTS_S:g} s); seconds in brackets are guessed: no GPU has timed them"
 )
 
 
@@ -77,6 +79,16 @@ class Pace:
         alike = trials if self.blocks == 1 else min(trials, ALIKE_TRIALS)
         mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS)
         return alike * self.trial_s(steps) + (trials - alike) * mixed
+
+    @classmethod
+    def timed(cls, reference_s: float, trial_s: float, steps: int, *, on_gpu: bool) -> tuple[Pace, Pace]:
+        """Return what runs take as written and under a policy, of one of each that was timed from its start.
+
+        All of it is told per step. On a GPU the second has compiled the casts, for all that follow.
+        """
+        trial_s = max(reference_s, trial_s)
+        casts_s = min(CASTS_S, trial_s - reference_s) if on_gpu else 0.0
+        return cls(0.0, reference_s / steps), cls(0.0, (trial_s - casts_s) / steps, once_s=casts_s)
 
     def on_gpu(self) -> Pace:
         """Return the pace of runs on a GPU, where this is what one was seen to take (:data:`GPU_TERMS`).

@@ -15,27 +15,35 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the planned search compiles: the script as written, and one recipe for every trial.
 PLANNED = ("bf16", "fp8_rowwise")
 TOKENS = 16384
+#: Seconds that the start of CUDA adds to a process, guessed; Triton's for a kernel, one core, which is compiled for an
+#: H100 here and not run (a fused norm and a GELU with its bias in blocks of 256 to 2048: 0.08 to 0.14 s, and the first
+#: of a process 0.5 s; AMD EPYC, triton of torch 2.11 and 2.13).
+CUDA_S, TRITON_S = 2.5, 0.1
 
 
 def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, start_s: float) -> list[str]:
     """Return table rows: seconds of a 30-trial search of gpt2-124M on one H100, by the schedule of a search.
 
+    With what a run on a GPU takes besides, most of it guessed: the start of CUDA and of the compiler's workers,
+    readings of the clocks, and the first compilation of the casts.
+
     Args:
         compiled_s: CPU seconds here, by recipe: the first compilation of one block of this file (half a block of the
-            model), one more, and every one more in the same graph.
+            model), one more, and every one more in the same graph; Triton's are in the first.
         setup_s, start_s: seconds here until its script is at its first step, started anew, and as a trial.
     """
     from autoprec.cost import CostModel
     from autoprec.cost.transformer import PRESETS, decoder_report
     from autoprec.precision.hardware import TARGETS
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.schedule import Pace, schedule
+    from autoprec.tuning.schedule import CASTS_S, READINGS_S, WORKERS_S, Pace, schedule
 
     report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
     step = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16")
     step_s = step.time_ms / 1e3
+    start_s, setup_s = start_s + CUDA_S + READINGS_S, setup_s + CUDA_S
     paces = [
-        Pace(start_s, step_s, 24 * each, blocks=12, first_s=max(0.0, first - again))
+        Pace(start_s, step_s, 24 * each, blocks=12, first_s=max(0.0, first - again) + WORKERS_S, once_s=CASTS_S)
         for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
     ]
     asked = SearchOptions(command=("train.py",))
@@ -50,7 +58,7 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
         )
         rows.append(f"| planned search, --trials 30, compiled gpt2-124M | h100 | {what} (modelled) | {counted} |")
     started = f"started anew {setup_s:.1f} s, a trial {start_s:.1f} s"
-    rows.append(f"| gpt2-124M's script at its first step | - | without a GPU's own start | {started} |")
+    rows.append(f"| gpt2-124M's script at its first step | - | {CUDA_S:g} s of it guessed: CUDA's start | {started} |")
     return rows
 
 

@@ -110,8 +110,8 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
             reference_s, _timed(runner, replace(spec, policy=document, backend=backend), label, f"the preset '{last}'")
         )
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
-    steps = asked.steps + asked.warmup  # a run that was timed from its start: all of it is told per step
-    paces = Pace(0.0, reference_s / steps), Pace(0.0, trial_s / steps)
+    on_gpu = source == "measured" and not setup.target.is_cpu
+    paces = Pace.timed(reference_s, trial_s, asked.steps + asked.warmup, on_gpu=on_gpu)
     asked = replace(asked, trials=int(min(asked.trials, problem.size())))  # none is run twice
     how: dict[str, Any] = {"setup_s": host.setup_s, "closing_s": CLOSING_S}
     how["passes"] = min(passes, max(60, asked.trials))
@@ -132,7 +132,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         reference_s=reference_s,
         trial_s=trial_s,
         setup_s=expected.reference_s,
-        gpu_terms=GPU_TERMS if source == "measured" and not setup.target.is_cpu else "",
+        gpu_terms=GPU_TERMS if on_gpu else "",
         scan_s=expected.scan_s,
         trials_s=expected.trials_s,
         finalists_s=expected.finalists_s,

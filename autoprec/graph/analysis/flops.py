@@ -23,6 +23,8 @@ _DENSE = {
     **dict.fromkeys(("dot", "vdot", "linear", "mkldnn_linear"), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm"), 1),
 }
+#: Attention of torch, flash-attn 2 and 3 and xformers that has the sequence before the heads.
+_SEQUENCE_FIRST = ("_flash_att", "_efficient_attention", "fwd", "bwd", "flash_fwd", "flash_bwd", "efficient_attention")
 _CONV = ("convolution", "_convolution", "convolution_overrideable")
 
 
@@ -129,14 +131,15 @@ def conv_gemm(trace: Trace, call: Call) -> Gemm | None:
 
 
 def _attention(trace: Trace, call: Call) -> int:
-    backward = call.name.endswith("_backward") or call.name == "bwd"
+    backward = "backward" in call.name or call.name.endswith("bwd")
     q, k, v = (_shape(trace, trace.argument(call, int(backward) + i)) for i in range(3))
     if len(q) < 3 or len(k) < 3 or len(v) < 3:
         return 0
-    if call.name.startswith(("_flash_att", "_efficient_attention", "fwd", "bwd")):  # [batch, sequence, heads, head]
+    if call.name.startswith(_SEQUENCE_FIRST):  # [batch, sequence, heads, head]
         q, k, v = (_heads_first(s) for s in (q, k, v))
-    if "_varlen_" in call.name:  # sequences end to end: each token sees one, at most as long as the longest
-        k = (*k[:-2], int(call.args[12 if backward else 6]), k[-1])
+        lengths = [argument for argument in call.args if type(argument) is int][:2]
+        if len(q) == 3 and len(lengths) == 2:  # sequences end to end: each token sees one, at most the longest
+            k = (*k[:-2], lengths[1], k[-1])
     pairs = prod(q[:-2]) * q[-2] * k[-2]
     if backward:
         return 2 * pairs * (3 * q[-1] + 2 * v[-1])

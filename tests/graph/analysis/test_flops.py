@@ -94,6 +94,46 @@ def test_attention_of_flash_attn_is_counted():
     assert flops(lambda *x: flash_varlen(*x, lengths, lengths, 8, 10), *tokens) == 2 * product
 
 
+@torch.library.custom_op("xformers::efficient_attention_forward_cutlass", mutates_args=())
+def cutlass_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """As xformers registers it: [batch, sequence, heads, head], called by keywords."""
+    return torch.empty_like(query)
+
+
+@torch.library.custom_op("xformers::efficient_attention_backward_cutlass", mutates_args=())
+def cutlass_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("xformers_flash::flash_fwd", mutates_args=())
+def xformers_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int,
+    p: float, scale: float, causal: bool,
+) -> torch.Tensor:  # fmt: skip
+    """As xformers registers it: all sequences end to end, [tokens, heads, head]."""
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("xformers_flash::flash_bwd", mutates_args=())
+def xformers_flash_back(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, p: float,
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty_like(q)
+
+
+def test_attention_of_xformers_is_counted():
+    q, k, v = (tensor(2, length, 3, 16).detach() for length in (8, 10, 10))
+    product = 2 * 2 * 3 * 8 * 10 * 16
+    by_name = flops(lambda q, k, v: cutlass_forward(query=q, key=k, value=v, dropout_p=0.0), q, k, v)
+    assert by_name == 2 * product
+    assert flops(cutlass_backward, q.clone(), q, k, v) == 5 * product
+    lengths, tokens = torch.tensor([0, 8, 16], dtype=torch.int32), [x.flatten(0, 1) for x in (q, k, v)]
+    assert flops(lambda *x: xformers_flash(*x, lengths, lengths, 8, 10, 0.0, 0.25, True), *tokens) == 2 * product
+    back = [tokens[0].clone(), *tokens, tokens[0].clone(), torch.zeros(3, 16)]
+    assert flops(lambda *x: xformers_flash_back(*x, lengths, lengths, 8, 10, 0.0), *back) == 5 * product
+
+
 def test_fourier_transforms_are_counted():
     x = tensor(3, 64)
     assert flops(torch.fft.fft, x.to(torch.complex64).detach()) == 5 * 3 * 64 * 6
