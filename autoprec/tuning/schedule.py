@@ -80,16 +80,6 @@ class Pace:
         mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS)
         return alike * self.trial_s(steps) + (trials - alike) * mixed
 
-    @classmethod
-    def timed(cls, reference_s: float, trial_s: float, steps: int, *, on_gpu: bool) -> tuple[Pace, Pace]:
-        """Return what runs take as written and under a policy, of one of each that was timed from its start.
-
-        All of it is told per step. On a GPU the second has compiled the casts, for all that follow.
-        """
-        trial_s = max(reference_s, trial_s)
-        casts_s = min(CASTS_S, trial_s - reference_s) if on_gpu else 0.0
-        return cls(0.0, reference_s / steps), cls(0.0, (trial_s - casts_s) / steps, once_s=casts_s)
-
     def on_gpu(self) -> Pace:
         """Return the pace of runs on a GPU, where this is what one was seen to take (:data:`GPU_TERMS`).
 

@@ -69,16 +69,6 @@ def test_a_run_on_a_gpu_takes_more_than_start_compilation_and_steps() -> None:
     assert all(word in GPU_TERMS for word in ("CUDA", "workers", "Triton", "readings", "casts"))
 
 
-def test_the_run_that_compiles_the_casts_for_all_is_not_counted_as_often_as_there_are_trials() -> None:
-    here = Pace.timed(10.0, 40.0, 20, on_gpu=False)
-    there = Pace.timed(10.0, 40.0, 20, on_gpu=True)
-    assert [pace.run_s(20) for pace in here] == pytest.approx([10.0, 40.0])
-    assert [pace.run_s(20) for pace in there] == pytest.approx([10.0, 25.0])
-    assert there[1].once_s == CASTS_S
-    assert Pace.timed(10.0, 12.0, 20, on_gpu=True)[1].once_s == pytest.approx(2.0), "cached: less than was guessed"
-    assert Pace.timed(10.0, 9.0, 20, on_gpu=True)[1].run_s(20) == pytest.approx(10.0)
-
-
 def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does() -> None:
     script, trial = Pace(5.0, 0.1, 120.0, blocks=12), Pace(5.0, 0.1, 360.0, blocks=12)
     found = schedule(OPTIONS, script, trial, setup_s=10.0)

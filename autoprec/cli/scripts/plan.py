@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialSpec
     from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.schedule import Pace
     from autoprec.tuning.setup import Setup
 
 #: Steps of the runs that are timed: they need not last as long as a trial.
@@ -90,7 +91,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.checks import check_early
     from autoprec.tuning.decide.presets import presets
-    from autoprec.tuning.schedule import CLOSING_S, GPU_TERMS, Pace, schedule
+    from autoprec.tuning.schedule import CLOSING_S, GPU_TERMS, schedule
 
     check_early(asked)
     with running(asked.command, phases) as (runner, host, label):
@@ -111,7 +112,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         )
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
     on_gpu = source == "measured" and not setup.target.is_cpu
-    paces = Pace.timed(reference_s, trial_s, asked.steps + asked.warmup, on_gpu=on_gpu)
+    paces = _paces(reference_s, trial_s, asked.steps + asked.warmup, on_gpu=on_gpu)
     asked = replace(asked, trials=int(min(asked.trials, problem.size())))  # none is run twice
     how: dict[str, Any] = {"setup_s": host.setup_s, "closing_s": CLOSING_S}
     how["passes"] = min(passes, max(60, asked.trials))
@@ -149,6 +150,17 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
             "objective": asked.objective,
         },
     )
+
+
+def _paces(reference_s: float, trial_s: float, steps: int, *, on_gpu: bool) -> tuple[Pace, Pace]:
+    """Return what runs take as written and under a policy, of one of each that was timed from its start.
+
+    All of it is told per step. On a GPU the second has compiled the casts, for all that follow.
+    """
+    from autoprec.tuning.schedule import CASTS_S, Pace
+
+    casts_s = min(CASTS_S, trial_s - reference_s) if on_gpu else 0.0
+    return Pace(0.0, reference_s / steps), Pace(0.0, (trial_s - casts_s) / steps, once_s=casts_s)
 
 
 def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tuple[Setup, str, str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.scripts.plan import Plan, _policies, print_plan
+from autoprec.cli.scripts.plan import Plan, _paces, _policies, print_plan
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import GPU_TERMS
+from autoprec.tuning.schedule import CASTS_S, GPU_TERMS
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 
@@ -82,3 +82,12 @@ def test_what_a_run_on_a_gpu_takes_is_named(
     monkeypatch.setattr("autoprec.cli.scripts.plan.make_plan", lambda *_: made)
     print_plan(SearchOptions(command=("train.py",)), as_json=False, quiet=True)
     assert (GPU_TERMS in capsys.readouterr().out) is bool(terms)
+
+
+def test_the_run_that_compiles_the_casts_for_all_is_not_counted_as_often_as_there_are_trials() -> None:
+    here = _paces(10.0, 40.0, 20, on_gpu=False)
+    there = _paces(10.0, 40.0, 20, on_gpu=True)
+    assert [pace.run_s(20) for pace in here] == pytest.approx([10.0, 40.0])
+    assert [pace.run_s(20) for pace in there] == pytest.approx([10.0, 25.0])
+    assert there[1].once_s == CASTS_S
+    assert _paces(10.0, 12.0, 20, on_gpu=True)[1].once_s == pytest.approx(2.0), "cached: less than was guessed"
