@@ -158,8 +158,8 @@ class Setup:
         return "measured" if self.measured else "modelled"
 
     def bounds(self, params: Mapping[str, Any], ratio: float) -> tuple[float, float] | tuple[()]:
-        """Return the model's bounds of a policy's speed-up; empty where speeds are measured, and for the script."""
-        if self.measured or not params or self.problem.is_script(params):
+        """Return the model's bounds of a speed-up; empty where it is measured, for the script, and over itself."""
+        if self.measured or ratio == 1.0 or not params or self.problem.is_script(params):
             return ()
         return ratio_bounds(ratio, self.steps.of(params).spread)
 

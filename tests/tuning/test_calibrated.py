@@ -47,6 +47,8 @@ def test_a_calibrated_rehearsal_uses_its_rates_and_says_so_everywhere(here: Path
     low, high = plain.best["intervals"]["speedup_over_16bit"]
     assert low < plain.best["speedup_over_16bit"] < high, "a modelled speed-up has the model's bounds"
     assert load_policy(here / plain.policy).evidence["speedup_over_16bit_low"] == pytest.approx(low, rel=1e-3)
+    same = next(row for row in plain.presets if row.get("speedup_over_16bit") == 1.0)
+    assert "speedup_over_16bit" not in same["intervals"], "the 16-bit run is not unsure over itself"
     about = {"source": "modelled", "written": "fp32", "cost": "modelled, uncalibrated, compiled", "as_compiled": True}
     assert plain.budget.items() >= about.items()
     asked = options(target="h100", study="calibrated", trials=4, calibration=calibration(here / "c.json"))
