@@ -27,6 +27,7 @@ REMOVED_OPTIONS = {
     "--follow": FOLLOW,
     "--graph": "name the saved step in the script's place",
     "--config": "name the preset or the config.json in the script's place",
+    "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
     "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
 }
 

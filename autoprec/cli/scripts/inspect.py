@@ -68,7 +68,6 @@ def _step(words: tuple[str, ...]) -> GraphReport:
 
 @script_command("inspect")
 @click.option("--rules", type=click.Path(path_type=Path), help="Operator rules that extend the built-in ones.")
-@click.option("--html", "page", type=click.Path(path_type=Path), help="Write the graph, coloured by class, as HTML.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
 @click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
 @click.option("--passes", default=60, show_default=True, metavar="N", type=click.IntRange(min=2),
@@ -79,7 +78,6 @@ def _step(words: tuple[str, ...]) -> GraphReport:
 def inspect(
     script: tuple[str, ...],
     rules: Path | None,
-    page: Path | None,
     save: Path | None,
     sensitivity: bool,
     passes: int,
@@ -101,21 +99,14 @@ def inspect(
         print_sensitivity(script, target, space, passes, as_json=as_json)
         return
     chosen: Any = load_rules(rules) if rules is not None else None  # a bad file is refused before the script starts
-    for path, option, what, ours in (
-        (page, "--html", "a page of operators", lambda text: "Point at an operator to see what it is" in text),
-        (save, "--save", "a recorded step", holds_keys("operators", "layers")),
-    ):
-        if path is not None:
-            check_kind(path, what, ours, option=option, most_bytes=MAX_GRAPH_BYTES)
+    if save is not None:
+        ours = holds_keys("operators", "layers")
+        check_kind(save, "a recorded step", ours, option="--save", most_bytes=MAX_GRAPH_BYTES)
     report = _step(script)
     if chosen is not None:
         report = reclassify(report, chosen)
     if save is not None:
         write_atomic(save, json.dumps(report.to_json()))
-    if page is not None:
-        from autoprec.report.graph_page import render_page
-
-        write_atomic(page, render_page(report))
     if as_json:
         print_json(report.to_json())
     else:

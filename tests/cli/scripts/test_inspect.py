@@ -27,14 +27,14 @@ for step in range(3):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, warm):
-    """One recorded script for all tests: (output of --json, saved step, page)."""
+    """One recorded script for all tests: (output of --json, saved step)."""
     folder = tmp_path_factory.mktemp("inspect")
     script = folder / "train.py"
     script.write_text(TRAIN)
-    step, page = folder / "step.json", folder / "page.html"
-    result = CliRunner().invoke(inspect, ["--json", "--save", str(step), "--html", str(page), str(script)])
+    step = folder / "step.json"
+    result = CliRunner().invoke(inspect, ["--json", "--save", str(step), str(script)])
     assert result.exit_code == 0, result.output
-    return json.loads(result.stdout), step, page
+    return json.loads(result.stdout), step
 
 
 def test_json_has_the_documented_keys(saved):
@@ -50,25 +50,23 @@ def test_json_has_the_documented_keys(saved):
     assert not list(Path(saved[1]).parent.glob("autoprec-runs"))
 
 
-@pytest.mark.parametrize("option", ["--save", "--html"])
-def test_nothing_but_a_file_of_its_kind_is_replaced(saved, tmp_path, option):
-    _, step, page = saved
+def test_nothing_but_a_file_of_its_kind_is_replaced(saved, tmp_path):
+    step = saved[1]
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     with pytest.raises(FileError, match="it is not replaced by one") as error:
-        CliRunner().invoke(inspect, [option, str(script), str(step)], catch_exceptions=False)
-    assert option in error.value.fix
+        CliRunner().invoke(inspect, ["--save", str(script), str(step)], catch_exceptions=False)
+    assert "--save" in error.value.fix
     assert script.read_text() == TRAIN
     again = tmp_path / "again"
-    again.write_bytes({"--save": step, "--html": page}[option].read_bytes())
-    assert CliRunner().invoke(inspect, [option, str(again), str(step)]).exit_code == 0
+    again.write_bytes(step.read_bytes())
+    assert CliRunner().invoke(inspect, ["--save", str(again), str(step)]).exit_code == 0
 
 
 def test_a_saved_step_is_shown_again(saved):
-    document, step, page = saved
+    document, step = saved
     assert json.loads(step.read_text()) == document
     assert GraphReport.from_json(document) == GraphReport.from_json(json.loads(step.read_text()))
-    assert "<svg" in page.read_text()
     result = CliRunner().invoke(inspect, [str(step)])
     assert result.exit_code == 0
     assert "8x16x32" in result.stdout
@@ -98,7 +96,8 @@ def test_rules_of_ones_own(saved, tmp_path):
         (["llama3-8b", "train.py"], UsageError),
         (["no-such-file.json"], FileError),
         (["--rules", "no-such-file.yaml", "train.py"], FileError),
-        (["--html", ".", "train.py"], FileError),
+        (["--save", ".", "train.py"], FileError),
+        (["--html", "page.html", "train.py"], UsageError),
         (["no_such_train.py"], UsageError),
     ],
 )
