@@ -29,7 +29,7 @@ from torch import nn
 from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Request
 from autoprec.support.optional import require
-from tests.export.config_readers import megatron_labels, megatron_settings, read_dlfw_inspect
+from tests.export.config_readers import megatron_labels, megatron_settings
 from tests.export.readers import (
     Reading,
     float8_labels,
@@ -53,7 +53,6 @@ _DISTRIBUTIONS = {
     "torchao": "torchao",
     "transformer-engine": "transformer-engine",
     "megatron": "megatron-core",
-    "dlfw-inspect": "nvdlfw_inspect",
 }
 
 
@@ -111,16 +110,12 @@ def te_recipes() -> Any:
 
 
 def load_transformer_engine(done: Export, request: Request) -> Reading:
-    """Both files on Transformer Engine's own recipe classes; quantizers, which need CUDA, remember their arguments."""
+    """The file on Transformer Engine's own recipe classes; quantizers, which need CUDA, remember their arguments."""
     real, fakes = te_recipes(), te_stand_ins()
     named = {name: getattr(real, name) for name in ("CustomRecipe", "Format", "MMParams")}
     with stand_ins(**fakes | {"transformer_engine__common__recipe": named}):
         made = load_source(done.files["precision_te.py"], "precision_te").recipe()
         assert isinstance(made, real.Recipe)
-    if nested := done.files.get("precision_te_nested.py"):
-        with stand_ins(**fakes | {"transformer_engine__common": {"recipe": real}}):
-            module = load_source(nested, "precision_te_nested")
-        assert all(isinstance(recipe, real.Recipe) for recipe in module.QUANTIZED.values())
     return read_transformer_engine(done, request)
 
 
@@ -305,7 +300,6 @@ LOADERS: dict[str, Callable[[Export, Request], Reading]] = {
     "transformer-engine": load_transformer_engine,
     "accelerate": load_accelerate,
     "megatron": load_megatron,
-    "dlfw-inspect": _requiring("nvdlfw_inspect", read_dlfw_inspect),
     "lightning": read_lightning,
     "deepspeed": load_deepspeed,
     "axolotl": load_axolotl,

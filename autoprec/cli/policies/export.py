@@ -9,10 +9,7 @@ import click
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
-_TARGETS = (
-    "python, torchao, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, msamp, axolotl, "
-    "torchtitan"
-)
+_TARGETS = "python, torchao, transformer-engine, accelerate, megatron, lightning, deepspeed, axolotl, torchtitan"
 
 
 def known_layers(path: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""``--to transformer-engine``: a CustomRecipe factory (TE >= 2.19) and the nested-autocast form (TE >= 2.9).
+"""``--to transformer-engine``: a CustomRecipe factory (TE >= 2.19).
 
 The factory answers, for every slot of every layer, how it is quantised: per layer and per GEMM, under one autocast
-around the model. Nested autocasts give each layer a built-in recipe as a whole.
+around the model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autoprec.export.summary import current_scaling, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-#: The oldest Transformer Engine that each file runs on: Identity- and HybridQuantizer, te.autocast, backward_override.
-_OLDEST = {"factory": "2.19", "nested": "2.9", "override": "2.15"}
+#: The oldest Transformer Engine that the file runs on: Identity- and HybridQuantizer.
+_OLDEST = "2.19"
 
 
 def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, str]:
@@ -145,63 +145,11 @@ def slot_specs(plan: LayerPlan) -> dict[str, list[dict[str, Any] | None]]:
     return {operand: out[operand] for operand in ("input", "weight", "grad_output")}
 
 
-def nested_recipe(plan: LayerPlan) -> tuple[str, str]:
-    """Return (source of a built-in recipe for the whole layer, what it cannot say); empty source: high precision."""
-    recipes = plan.recipes
-    scaled = plan.scaled
-    if not scaled:
-        return "", ""
-    backward = recipes[1:] if recipes[0] is not None and recipes[0].scaled else ()
-    override = bool(backward) and not any(r is not None and r.scaled for r in backward)
-    only_forward = override and (scaled[0].scaling is None or scaled[0].scaling.scale != "delayed")
-    lost = "" if len(_kinds(plan)) == 1 or only_forward else "one precision for all three products"
-    tail = ', backward_override="high_precision"' if only_forward else ""
-    source, more = _builtin(scaled[0], tail)
-    return source, "; ".join(filter(None, (lost, more)))
-
-
-def accumulating(plan: LayerPlan, source: str) -> str:
-    """Return the source of a recipe whose GEMMs accumulate as the plan says, where that is a choice."""
-    return f"accumulating({source}, {literal(_accumulators([plan]))})" if _accumulates(plan) else source
-
-
-def _builtin(recipe: Recipe, tail: str) -> tuple[str, str]:
-    if recipe.format == "mxfp8":
-        return f"recipe.MXFP8BlockScaling(fp8_format=recipe.Format.E4M3{tail})", _format_loss(recipe, False)
-    if recipe.format == "nvfp4" or recipe.scaling is None:
-        off = [f"disable_rht={not recipe.hadamard}", f"disable_stochastic_rounding={not recipe.stochastic_rounding}"]
-        off.append(f"disable_2d_quantization={not recipe.weight_2d}")
-        return f"recipe.NVFP4BlockScaling({', '.join(off)}{tail})", ""
-    hybrid = recipe.operand_format("grad_output") == "e5m2"
-    form = f"fp8_format=recipe.Format.{'HYBRID' if hybrid else 'E4M3'}"
-    lost = _format_loss(recipe, hybrid)
-    scaling = recipe.scaling
-    if scaling.scale == "delayed":
-        rest = f"margin={scaling.margin}, amax_history_len={scaling.amax_history_len}"
-        return f'recipe.DelayedScaling({form}, {rest}, amax_compute_algo="{scaling.amax_compute_algo}")', lost
-    if scaling.granularity == "block":
-        if not scaling.power_of_2:
-            lost = "; ".join(
-                filter(None, (lost, "power-of-two scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 lifts it)"))
-            )
-        return f"recipe.Float8BlockScaling({form}{tail})", lost
-    if scaling.power_of_2:
-        fix = "scales that are not powers of two (NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 makes them)"
-        lost = "; ".join(filter(None, (lost, fix)))
-    return f"recipe.Float8CurrentScaling({form}{tail})", lost
-
-
-def _format_loss(recipe: Recipe, hybrid: bool) -> str:
-    same = recipe.operand_format("input") == recipe.operand_format("weight") == "e4m3"
-    grad = recipe.operand_format("grad_output") == ("e5m2" if hybrid else "e4m3")
-    return "" if same and grad else "e4m3 input and weight"
-
-
 _ACCUMULATING = '''
 def accumulating(made, full):
     """Say per product whether it accumulates in full; Transformer Engine's own fprop does not, on Hopper."""
     for gemm, split in full.items():
-        setattr(made, f"fp8_gemm_{gemm}", @MMPARAMS@(use_split_accumulator=split))
+        setattr(made, f"fp8_gemm_{gemm}", MMParams(use_split_accumulator=split))
     return made
 '''
 
@@ -330,62 +278,18 @@ def context(fixed):
     return te.autocast(enabled=True, recipe=fixed)
 '''
 
-_NESTED = '''# Needs Transformer Engine @OLDEST@ or newer.
-import contextlib
-import functools
-import re
-import warnings
-
-import torch
-import torch.overrides
-import transformer_engine.pytorch as te
-from torch import nn
-from transformer_engine.common import recipe
-
-@ACCUMULATING@
-# (regular expression on module names, plan); the first match wins
-RULES = @RULES@
-# plans that run in FP8 or FP4, as Transformer Engine's built-in recipes; made once, kept for the whole run
-QUANTIZED = @RECIPES@
-@SETTINGS@
-MAIN = QUANTIZED[@MAIN@]  # what the outer context runs; other layers override it
-
-@PLAN_OF@
-@SWAP@
-
-def nest(model):
-    """Give every te.Linear whose plan is not the main one its own context; call after swap(model)."""
-    for name, module in model.named_modules():
-        own = QUANTIZED.get(plan_of(name))
-        if isinstance(module, te.Linear) and own is not None and own is not MAIN:
-            module.forward = functools.partial(_under, module.forward, own)
-    return model
-
-
-def _under(forward, own, *args, **kwargs):
-    with te.autocast(enabled=True, recipe=own):
-        return forward(*args, **kwargs)
-
-@MECHANICS@
-
-def context():
-    """Run the forward pass inside; call backward outside. The outermost context must stay enabled."""
-    return te.autocast(enabled=True, recipe=MAIN)
-'''
-
 
 def write(request: Request, losses: Losses) -> Written:
-    """Return ``precision_te.py`` and, where some layer is quantised, ``precision_te_nested.py``."""
+    """Return ``precision_te.py``."""
     rules = request.rules()
     names = name_plans(request.policy, rules)
     near = {rule.plan: nearest_te(rule.plan, request.policy.activations) for rule in rules}
     full = _accumulators(plan for plan, _ in near.values())
     specs: dict[str, Any] = {}
     plain: dict[str, str] = {}
-    builtin: dict[str, str] = {}
     notes = [
         "precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ...",
-        f"precision_te.py needs Transformer Engine {_OLDEST['factory']} or newer",
+        f"precision_te.py needs Transformer Engine {_OLDEST} or newer",
     ]
     for rule in rules:
         plan, changes = near[rule.plan]
@@ -397,23 +301,11 @@ def write(request: Request, losses: Losses) -> Written:
             for gemm, wanted in _accumulates(plan).items():
                 if wanted != full[gemm]:
                     losses.add(rule.plan.describe(), f"full accumulation in {gemm}: one choice per run", rule.match)
-            source, coarser = nested_recipe(plan)
-            builtin[name] = accumulating(plan, source)
-            if coarser:
-                notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
         elif plan.fprop is not None:
             plain[name] = plain_dtype(rule, plan.fprop, losses)
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
     common = {**shared(request), "RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP}
     top = header(request, "Transformer Engine")
-    source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, MMPARAMS="MMParams", ACCUMULATORS=literal(full))
-    source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **common)
-    files = {"precision_te.py": top + source}
-    if builtin:
-        recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
-        main = f'"{next(iter(builtin))}"'
-        oldest = _OLDEST["override" if "backward_override" in recipes else "nested"]
-        source = fill(_NESTED, ACCUMULATING=_ACCUMULATING, MMPARAMS="recipe.MMParams", OLDEST=oldest)
-        files["precision_te_nested.py"] = top + fill(source, RECIPES=recipes, MAIN=main, **common)
-        notes.append(f"precision_te_nested.py needs {oldest} or newer")
-    return files, notes
+    source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, ACCUMULATORS=literal(full))
+    source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST, **common)
+    return {"precision_te.py": top + source}, notes
