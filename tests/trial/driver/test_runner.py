@@ -464,3 +464,31 @@ def test_what_a_script_says_right_before_its_end_is_heard(tmp_path: Path) -> Non
         assert next(messages)["op"] == "ended"
         control.close()
     runner.close()
+
+
+#: What AutoPrec warns of inside a step, and what the script's own libraries do.
+WARNS = """
+import warnings
+import torch
+from autoprec.errors import AutoPrecWarning
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    model(torch.randn(8, 16)).sum().backward()  # the trial begins in here
+    warnings.warn("fused FP8 casts do not run here", AutoPrecWarning)
+    warnings.warn("something of the script's own")
+    optimizer.step()
+"""
+
+
+def test_what_autoprec_warned_of_in_a_trial_that_ends_well_is_in_its_audit(host: Any, tmp_path: Path) -> None:
+    script = tmp_path / "warns.py"
+    script.write_text(WARNS)
+    with host(str(script), real=True) as runner:
+        runner.start()
+        result = runner.run(TrialSpec(steps=2, warmup=0, policy=uniform("bf16")))
+    assert result.ok, result.tail
+    assert result.audit is not None
+    assert [note for note in result.audit["notes"] if "here" in note or "own" in note] == [
+        "fused FP8 casts do not run here"
+    ]
