@@ -22,14 +22,16 @@ EXPORTERS = (
     "transformer-engine",
     "accelerate",
     "megatron",
+    "dlfw-inspect",
     "lightning",
     "deepspeed",
+    "msamp",
     "axolotl",
     "torchtitan",
 )
 
 #: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.
-_LINEAR_ALONE = frozenset(("python", "lightning", "torchao", "accelerate", "transformer-engine", "axolotl"))
+_LINEAR_ALONE = frozenset(("python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp", "axolotl"))
 _KINDS = {
     "conv": "convolutions are",
     "conv1d": "transformers' Conv1D is",

@@ -54,12 +54,20 @@ class TestMegatron(Ours):
     exporter = exporter("megatron")
 
 
+class TestDlfwInspect(Ours):
+    exporter = exporter("dlfw-inspect")
+
+
 class TestLightning(Ours):
     exporter = exporter("lightning")
 
 
 class TestDeepSpeed(Ours):
     exporter = exporter("deepspeed")
+
+
+class TestMsAmp(Ours):
+    exporter = exporter("msamp")
 
 
 class TestAxolotl(Ours):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import json
 from types import SimpleNamespace
@@ -11,13 +12,17 @@ import yaml
 
 from autoprec.export import Export, Request
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.policy.levels import level
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
+from autoprec.support.optional import require
 from tests.export.readers import (
     UNTOUCHED,
     Reading,
+    _activations,
     fast_fprop,
     labels,
     load_source,
+    model_of,
     stand_ins,
     te_recipe,
     uniform,
@@ -27,7 +32,9 @@ __all__ = [
     "nearest_named",
     "read_axolotl",
     "read_deepspeed",
+    "read_dlfw_inspect",
     "read_megatron",
+    "read_msamp",
     "read_torchtitan",
 ]
 
@@ -79,6 +86,55 @@ def megatron_settings(flags: dict[str, str]) -> dict[str, str]:
     }
 
 
+def read_dlfw_inspect(done: Export, request: Request) -> Reading:
+    """Let nvdlfw_inspect's own parser find the section of every layer; the rest runs the recipe named in the notes."""
+    manager = require("nvdlfw_inspect.config_manager", purpose="reading the exported YAML").ConfigManager
+    logging: Any = require("nvdlfw_inspect.logging")
+    logger, logging.LOGGER = logging.LOGGER, SimpleNamespace(log_message=lambda *_args, **_kwargs: None)
+    document = yaml.safe_load(done.files["dlfw_inspect.yaml"])
+    main = _recipe_in_notes(done)
+    features = SimpleNamespace(features={"DisableQuantizationLayer", "DisableQuantizationGEMM"})
+    out: dict[str, dict[str, str]] = {}
+    manager.reset()
+    try:
+        manager._load_config(document, {"transformer_engine": features, "base": features})
+        for name in request.layers:
+            found = manager.get_config_for_layer(f"model.{name}").get("transformer_engine", {})
+            gemms = found.get("DisableQuantizationGEMM", {}).get("gemms", ())
+            off = GEMMS if "DisableQuantizationLayer" in found else gemms
+            out[name] = {str(gemm): "high" if gemm in off else main[gemm] for gemm in GEMMS}
+    finally:
+        manager.reset()
+        logging.LOGGER = logger
+    return Reading(out)
+
+
+def _recipe_in_notes(done: Export) -> dict[str, str]:
+    """What the recipe runs that the notes say the script must have; its arguments are read as Python."""
+    text = next((note for note in done.notes if "te.autocast(recipe=" in note), "")
+    if not text:
+        return uniform("high")
+    call = next(
+        node for node in ast.walk(ast.parse(text[text.index("te.autocast") :])) if isinstance(node, ast.keyword)
+    )
+    made = call.value
+    assert isinstance(made, ast.Call)
+    given = {k.arg or "": ast.unparse(k.value).strip("'") for k in made.keywords}
+    name, form = ast.unparse(made.func), "hybrid" if "HYBRID" in given.get("fp8_format", "") else "e4m3"
+    if name.endswith("NVFP4BlockScaling"):
+        words = {"hadamard": "disable_rht", "stochastic_rounding": "disable_stochastic_rounding"}
+        words |= {"weight_2d": "disable_2d_quantization"}
+        flags = {field: given.get(word) != "True" for field, word in words.items()}
+        return labels(LayerPlan.uniform(_NVFP4.model_copy(update=flags)), "bf16")
+    kinds = {"DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise", "Float8BlockScaling": "blockwise"}
+    kind = kinds.get(name.removeprefix("recipe."), "mxfp8")
+    delayed = {k: v if k == "amax_compute_algo" else int(v) for k, v in given.items() if k in _DELAYED}
+    return labels(fast_fprop(te_recipe(kind, form, **delayed)), "bf16")
+
+
+_DELAYED = ("margin", "amax_history_len", "amax_compute_algo")
+
+
 def read_deepspeed(done: Export, request: Request) -> Reading:
     """Read as DeepSpeed's get_torch_autocast and get_communication_data_type do."""
     config = json.loads(done.files["ds_config.json"])
@@ -94,6 +150,23 @@ def read_deepspeed(done: Export, request: Request) -> Reading:
     elif "communication_data_type" in config:
         settings["communication.gradients"] = config["communication_data_type"]
     return Reading({name: uniform("high") for name in request.layers}, settings)
+
+
+def read_msamp(done: Export, request: Request) -> Reading:
+    """Run the module with a stand-in for ``msamp.initialize`` and see which layers it may replace."""
+    section = json.loads(done.files["ds_msamp.json"])["msamp"]
+    model = model_of(request.layers)
+    with stand_ins(msamp={"initialize": lambda *_args, **_kwargs: None}):
+        module = load_source(done.files["precision_msamp.py"], "precision_msamp")
+        module.initialize(model, None)
+    runs = level(f"msamp-{section['opt_level'].lower()}")
+    own = labels(fast_fprop(runs.recipe), request.policy.activations)
+    out: dict[str, dict[str, str]] = {}
+    for name in request.layers:
+        left_alone = getattr(model.get_submodule(name), "use_fp32_linear", False)
+        out[name] = uniform("high") if left_alone else own
+    state = {f"optimizer.{name}": value for name, value in runs.optimizer.model_dump().items()}
+    return Reading(out, _activations(module) | state | {"communication.gradients": runs.communication.gradients})
 
 
 def nearest_named(name: str, activations: str) -> dict[str, str]:

@@ -326,8 +326,10 @@ def read(done: Export, request: Request) -> Reading:
         "transformer-engine": read_transformer_engine,
         "accelerate": read_accelerate,
         "megatron": configs.read_megatron,
+        "dlfw-inspect": configs.read_dlfw_inspect,
         "lightning": read_lightning,
         "deepspeed": configs.read_deepspeed,
+        "msamp": configs.read_msamp,
         "axolotl": configs.read_axolotl,
         "torchtitan": configs.read_torchtitan,
     }

@@ -29,7 +29,7 @@ from torch import nn
 from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Request
 from autoprec.support.optional import require
-from tests.export.config_readers import megatron_labels, megatron_settings
+from tests.export.config_readers import megatron_labels, megatron_settings, read_dlfw_inspect
 from tests.export.readers import (
     Reading,
     float8_labels,
@@ -53,6 +53,7 @@ _DISTRIBUTIONS = {
     "torchao": "torchao",
     "transformer-engine": "transformer-engine",
     "megatron": "megatron-core",
+    "dlfw-inspect": "nvdlfw_inspect",
 }
 
 
@@ -300,6 +301,7 @@ LOADERS: dict[str, Callable[[Export, Request], Reading]] = {
     "transformer-engine": load_transformer_engine,
     "accelerate": load_accelerate,
     "megatron": load_megatron,
+    "dlfw-inspect": _requiring("nvdlfw_inspect", read_dlfw_inspect),
     "lightning": read_lightning,
     "deepspeed": load_deepspeed,
     "axolotl": load_axolotl,

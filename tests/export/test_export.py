@@ -15,8 +15,8 @@ from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 
-def test_there_are_nine() -> None:
-    assert len(EXPORTERS) == 9
+def test_there_are_eleven() -> None:
+    assert len(EXPORTERS) == 11
     assert all(exporter(name).name == name for name in EXPORTERS)
 
 
@@ -28,6 +28,7 @@ EXACT = {
     "accelerate": ["empty", "bf16", "rowwise but the ends", "mixed", "delayed, fast fprop"],
     "transformer-engine": ["empty", "bf16", "tensorwise everywhere", "delayed", "blocks", "delayed, fast fprop"],
     "megatron": ["bf16", "tensorwise, fast fprop", "delayed, fast fprop", "blocks"],
+    "dlfw-inspect": ["empty", "bf16", "tensorwise, fast fprop", "delayed, fast fprop"],
     "deepspeed": ["empty", "bf16", "fp16"],
     "axolotl": ["empty"],
     "torchtitan": ["bf16", "rowwise, fast fprop", "microscaling"],
@@ -37,6 +38,7 @@ EXACT = {
 #: Operators that a target cannot keep in FP32 under autocast, or has no autocast for.
 ALWAYS_LOST = {
     "deepspeed": ["operators.output: fp32"],
+    "dlfw-inspect": ["activations: bf16", "operators.output: fp32"],
     "torchtitan": ["operators.softmax: fp32", "operators.norm: fp32", "operators.embedding: fp32"],
 }
 
@@ -89,7 +91,7 @@ CNN = policy_from_dict(
 )
 
 
-@pytest.mark.parametrize("target", ["python", "lightning", "torchao", "accelerate", "transformer-engine"])
+@pytest.mark.parametrize("target", ["python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp"])
 def test_a_rule_about_another_layer_than_linear_is_lost_where_nothing_else_is_converted(target: str) -> None:
     kinds = {"conv": "conv", "rnn": "rnn", "head": "linear"}
     found = {loss.match: loss for loss in export(CNN, target, layers=kinds, allow_lossy=True).losses}

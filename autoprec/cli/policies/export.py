@@ -9,7 +9,10 @@ import click
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
-_TARGETS = "python, torchao, transformer-engine, accelerate, megatron, lightning, deepspeed, axolotl, torchtitan"
+_TARGETS = (
+    "python, torchao, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, msamp, axolotl, "
+    "torchtitan"
+)
 
 
 def known_layers(path: Path) -> dict[str, str]:
