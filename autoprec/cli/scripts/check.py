@@ -66,7 +66,7 @@ def _audited(
         if numerics:
             phases.begin(f"{steps} training steps, each GEMM beside the exact product of its operands")
             spec = TrialSpec(kind="numerics", policy=policy.stages[0].to_dict(), steps=steps, warmup=0, backend=backend)
-            audits[0]["numerics"] = payload_of(runner.run(spec), label)
+            audits[0]["numerics"] = payload_of(runner.run(spec), label) | {"uncompiled": host.compiled}
         if passes:
             report = record(runner, label, phases)
             phases.begin(f"{passes} forward and backward passes on the model itself")
@@ -266,6 +266,8 @@ def _print_numerics(found: dict[str, Any], policy: Path, *, quiet: bool) -> None
             stdout_console().print(plain_table(heads, [_finding(row) for row in findings]))
         for name in found["not_compared"]:
             echo(f"not compared: {name}")
+        if found["uncompiled"]:
+            echo("the script compiles its model: its layers ran uncompiled to be compared")
     if findings:
         first = findings[0]
         raise AuditError(

@@ -194,6 +194,7 @@ def test_a_wrong_kernel_is_named_by_numerics_with_exit_1(script: Path, policy: P
     assert clean.code == 0, clean.err
     numerics = clean.json()["numerics"]
     assert (numerics["ok"], numerics["findings"], numerics["not_compared"]) == (True, [], [])
+    assert numerics["uncompiled"] is False
     found = {(row["layer"], row["gemm"], row["recipe"]) for row in numerics["gemms"]}
     assert found == {
         ("0", "fprop", "int8"), ("0", "wgrad", "bf16"),
