@@ -48,7 +48,6 @@ def search(
     seeds: int = 4,
     run_steps: int = 0,
     phases: str = "",
-    at_step: int = 0,
     backend: str = "auto",
     runs_dir: str = "autoprec-runs",
     track: bool = True,

@@ -28,6 +28,7 @@ REMOVED_OPTIONS = {
     "--graph": "name the saved step in the script's place",
     "--config": "name the preset or the config.json in the script's place",
     "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
+    "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
     "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
 }
 

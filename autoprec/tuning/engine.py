@@ -16,7 +16,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,6 @@ class Search:
         self.set_aside = ""
         self.ledger: Ledger | None = None
         self._factory = factory
-        self._aged = 0  # steps of the host that is on its way to where trials start
         self._started = time.monotonic() if started is None else started
         self._calibration: dict[str, Any] | None = None
         self._store: StudyStore | None = None
@@ -170,20 +168,7 @@ class Search:
     def _trial_factory(self) -> RunnerFactory:
         if self._factory is not None:
             return self._factory
-        return runner_factory(self.options, self.command, partial(setattr, self, "_aged"))
-
-    def _host_at(self, pool: HostPool, age: int) -> HostInfo:
-        """Wait for the first host to reach the step at which trials start, and report its progress."""
-        reported = self._aged = 0
-
-        def waiting() -> None:
-            nonlocal reported
-            if age and self._aged - reported >= age / 10:
-                reported = self._aged
-                self.listener.phase("script", f"training to step {age}: {reported} done")
-
-        pool.prepare(0)
-        return pool.info(0, waiting)
+        return runner_factory(self.options, self.command)
 
     def _claim(self, stack: ExitStack) -> None:
         """Hold the study's folder; a study without a name takes the next one where another search holds it."""
@@ -220,7 +205,7 @@ class Search:
             self._calibration = calibration_of(self.options, pool.info(0).device)
         store = self._store or self._open_store(stack)
         try:
-            host = self._host_at(pool, self.options.at_step)
+            host = pool.info(0)
         except ScriptError:
             store.discard_empty()
             raise
@@ -240,8 +225,6 @@ class Search:
         runner = PairedRunner(setup, pool, ledger)
         self._info = self._introduction(setup, store)
         self.listener.started(self._info)
-        if self.options.at_step:
-            ledger.note(_late(self.options.at_step, host.launch, ledger.elapsed()))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
         if chosen := setup.backends_text(self._calibration):
@@ -439,12 +422,3 @@ def _changes_nothing(path: Path) -> bool:
         return load_policy(path).evidence.get("verdict") == "stay"
     except AutoPrecError:
         return False
-
-
-def _late(age: int, launch: str, seconds: float) -> str:
-    """Say where trials start, and what getting there costs."""
-    if launch == "fork":
-        cost = "once per paired seed; trials are forks of it"
-    else:
-        cost = f"in every trial anew ({launch} mode), unless it resumes from a checkpoint of its own near there"
-    return f"trials start at step {age} of the script, {seconds:.0f} s after the search began; it gets there {cost}"

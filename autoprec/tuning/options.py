@@ -171,9 +171,6 @@ class SearchOptions:
         metavar="first-bf16,last-bf16",
         hidden=True,
     )
-    at_step: int = option(
-        0, "Train the script to step N first; every trial starts there.", RARE, metavar="N", least=0, hidden=True
-    )
     runs_dir: str = option("autoprec-runs", "Folder of all studies.", RARE, metavar="DIR", hidden=True)
 
     def __post_init__(self) -> None:
@@ -195,8 +192,6 @@ class SearchOptions:
             from autoprec.policy.phases import with_presets
 
             boundaries(with_presets(Policy(), self.phase_names), self.run_steps)
-        if self.engine == "ray" and self.at_step:
-            raise UsageError("--engine ray starts every trial at the script's first step", fix="use --engine local")
 
     @property
     def phase_names(self) -> tuple[str, ...]:
@@ -236,8 +231,6 @@ class SearchOptions:
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
-        if self.at_step:  # studies without it stay as they were
-            out["at"] = [self.at_step]
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         out["versions"] = versions()

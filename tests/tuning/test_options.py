@@ -131,15 +131,6 @@ def test_phases_that_cannot_be_are_refused_before_anything_runs(asked: dict[str,
         SearchOptions(command=("train.py",), **asked)
 
 
-def test_a_search_that_begins_later_in_a_run() -> None:
-    late = SearchOptions(command=("train.py",), at_step=5)
-    assert late.signature("space", "model")["at"] == [5]
-    assert "at" not in SearchOptions(command=("train.py",)).signature("space", "model")
-    assert "--at-step 5" in late.resume_command()
-    with pytest.raises(UsageError, match="ray"):
-        SearchOptions(command=("train.py",), at_step=5, engine="ray")
-
-
 def test_a_budget_that_was_too_short_is_replaced_by_one_that_is_enough() -> None:
     asked = SearchOptions(command=("train.py",), budget_s=40.0, study="x")
     assert "--budget 240s" in asked.with_budget_for(150.0).resume_command()

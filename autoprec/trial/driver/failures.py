@@ -97,13 +97,6 @@ def no_host(
 
 def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) -> ScriptError:
     """Return the error of a script that used torch but took no step that hooks could follow."""
-    if str(seen.get("why")).startswith("short:"):
-        steps = str(seen["why"]).partition(":")[2]
-        return ScriptError(
-            f"the script ended after {steps} training steps, before the step at which the search was to start",
-            where=command.label,
-            fix="give a smaller --at-step, or let the script train for longer",
-        )
     kind = str(seen.get("why") or ("no_backward" if not seen.get("backwards") else "no_training_mode"))
     what, fix = _ADVICE.get(kind, _ADVICE["no_backward"])
     counted = f"{seen.get('training_forwards', 0)} calls in training mode, {seen.get('backwards', 0)} backward passes"

@@ -61,8 +61,6 @@ class TrialRunner(Runner):
         setup_timeout_s: how long the script may take to reach its first training forward.
         log: the host's output; default ``run_dir/host-<seed_offset>.log``.
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
-        at_step: train to this optimizer step first, and start every trial there; a plain process does so itself.
-        aging: called with the steps of the host on its way there, about once a second.
         weights: ``fake`` gives the script parameters without data, so that a step of any model can be recorded here.
     """
 
@@ -78,10 +76,7 @@ class TrialRunner(Runner):
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         weights: str = "",
-        at_step: int = 0,
-        aging: Callable[[int], None] | None = None,
     ) -> None:
-        self._at_step, self._aging = at_step, aging
         self.command, self.run_dir = command, Path(run_dir)
         self._environment, self._weights = dict(environment or {}), weights
         self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
@@ -193,7 +188,7 @@ class TrialRunner(Runner):
             config = self._config(mode="host", socket=str(address), launch=self._launch)
             self._host = self._launch_process(config, self._mark, threads=1, log=self._log)
             try:
-                control, messages = self._accept(listener, self._host, steps_file(address))
+                control, messages = self._accept(listener, self._host)
             except BaseException:
                 self._host.end()
                 raise
@@ -231,7 +226,6 @@ class TrialRunner(Runner):
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
             "weights": self._weights,
-            "at_step": self._at_step,
             "pass_over": max(len(self._passed_over), self._info.passed_over if self._info is not None else 0),
             "started": time.monotonic(),
             "driver": [os.getpid(), start_ticks(os.getpid())],
@@ -258,10 +252,8 @@ class TrialRunner(Runner):
         env = trial_environment(path, self._launcher.mark, private, threads=threads) | self._environment
         return NewProcess(self.command.argv(), env, self.command.cwd, mark, log)
 
-    def _accept(
-        self, listener: socket.socket, host: ProcessTree, steps: Path
-    ) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
-        deadline = Deadline(self._setup_timeout, host.pid, steps, self._aging)
+    def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
+        deadline = Deadline(self._setup_timeout, host.pid)
         while True:
             code = host.poll()  # asked first: what it said before its end is heard below
             with contextlib.suppress(TimeoutError):
@@ -274,9 +266,8 @@ class TrialRunner(Runner):
             if self._closed:
                 raise ScriptError("this runner was closed", where=self.command.label)
             if deadline.passed():
-                what = f"no step came after {deadline.steps} of them" if deadline.steps else "no training step began"
                 raise ScriptError(
-                    f"{what} within {self._setup_timeout:g} s\n{last_lines(host.tail)}",
+                    f"no training step began within {self._setup_timeout:g} s\n{last_lines(host.tail)}",
                     where=self.command.label,
                     fix="give the script less to prepare, or a longer set-up time",
                 )

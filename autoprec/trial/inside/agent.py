@@ -23,7 +23,7 @@ from torch import nn
 from autoprec.numerics.sharded import rank
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
 from autoprec.trial.inside import host
-from autoprec.trial.inside.first_step import FirstStep, stop_at_call
+from autoprec.trial.inside.first_step import FirstStep
 from autoprec.trial.inside.forking import ask_nvml_for_gpus
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
@@ -33,13 +33,10 @@ from autoprec.trial.inside.isolate.seeding import offset_seeds
 from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks
-from autoprec.trial.inside.observe.loop import Loop
-from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.inside.policy_run import PolicyRun, claim
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed
 from autoprec.trial.processes import watch_driver
-from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import TrialSpec
 
 _agent: Agent | None = None
@@ -81,7 +78,6 @@ class Agent:
         self._overlay: Any = None
         self._running: PolicyRun | None = None
         self._forked = self._reached = False
-        self._aging: Loop | None = None
 
     def install(self) -> None:
         """Patch torch and start waiting."""
@@ -160,7 +156,7 @@ class Agent:
                 folder = Path(os.environ[CONFIG_VARIABLE]).parent
                 self._running = PolicyRun(self.config, self.hooks, folder, writer=rank() == 0)
                 self._running.begin(found)
-        elif not self._train_on(found):
+        else:
             self._become(found, module, args, kwargs)
 
     def _become(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -191,36 +187,6 @@ class Agent:
         savers.charge.to = self.trial.credit
         self.trial.begin(module, args, kwargs)
 
-    def _train_on(self, found: Found) -> bool:
-        """Train to the step from which the search is to start (``--at-step``); False where that is now.
-
-        Steps that the script took before, by its own checkpoint, count.
-        """
-        from autoprec.applying.phases import steps_taken
-
-        taken = max((steps_taken(optimizer) for optimizer in found.optimizers), default=0)
-        wanted = int(self.config.get("at_step", 0))
-        if taken and wanted:
-            found.notes.append(f"the script resumed at step {taken} by itself")
-        if wanted <= taken:
-            return False
-        progress = Path(self.config["result"] if self.mode == "trial" else self.config["socket"])
-
-        def arrived(_loop: Loop) -> None:
-            self.hooks.events = Events()
-            stop_at_call(self.hooks, found, self._become)
-
-        loop = Loop(
-            found,
-            total=wanted - taken,
-            clock=clock_for(found.parameters[0].device),
-            then=arrived,
-            beat=Beat(steps_file(progress)) if rank() == 0 else lambda: None,
-        )
-        self._aging, self.hooks.events = loop, loop
-        loop.start()
-        return True
-
     # ---------------------------------------------------------------- the script ended
     def _give_up(self, why: str) -> None:
         """Report now that no step will be seen; the script may go on for hours."""
@@ -234,7 +200,7 @@ class Agent:
         if self.trial is not None:
             self.trial.at_exit()
         elif self.mode == "host" and not self._reached and self._saw_training():
-            self._report_end(f"short:{self._aging.steps}" if self._aging is not None else "")
+            self._report_end("")
 
     def _saw_training(self) -> bool:
         return bool(self._first.forwards or self.hooks.backwards or self.hooks.optimizers)

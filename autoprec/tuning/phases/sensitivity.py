@@ -50,8 +50,9 @@ def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Sensiti
     began = time.monotonic()
     table = _scanned(setup, runner, ledger)
     if table.hardly_moved:
-        step = options.at_step + scan_warmup(options.steps)
-        ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; --at-step N looks beyond the warm-up")
+        step = scan_warmup(options.steps)
+        later = "a script that resumes from a later checkpoint is searched there"
+        ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; {later}")
     ledger.table = table
     ledger.timings["sensitivity_s"] = time.monotonic() - began
     ledger.timings["sensitivity_passes"] = float(table.passes)

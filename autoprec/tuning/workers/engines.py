@@ -7,7 +7,6 @@ A further engine (Slurm, Kubernetes) subclasses :class:`autoprec.trial.driver.ba
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from autoprec.errors import UsageError
@@ -25,15 +24,8 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
     return [",".join(gpus[i * per_trial : (i + 1) * per_trial]) for i in range(count)]
 
 
-def runner_factory(
-    options: SearchOptions,
-    command: ScriptCommand,
-    aging: Callable[[int], None] | None = None,
-) -> RunnerFactory:
+def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
     """Return the factory of the engine that was asked for.
-
-    Args:
-        aging: told the steps of a host on its way there.
 
     Raises:
         UsageError: a Ray cluster without room for one trial.
@@ -41,12 +33,12 @@ def runner_factory(
     """
     if options.engine == "ray":
         return _ray_factory(options, command)
-    gpus, at_step = visible_gpus(dict(os.environ)), options.at_step
+    gpus = visible_gpus(dict(os.environ))
     per_trial = _gpus_per_trial(command, len(gpus))
 
     def runner(seed: int, folder: Path, devices: str = "") -> TrialRunner:
         own = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-        return TrialRunner(command, run_dir=folder, seed_offset=seed, environment=own, at_step=at_step, aging=aging)
+        return TrialRunner(command, run_dir=folder, seed_offset=seed, environment=own)
 
     if len(gpus) < 2 or per_trial == len(gpus):
         return runner

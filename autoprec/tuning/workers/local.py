@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,14 @@ class HostPool:
         self._known = runner.start()
         return self._known
 
-    def info(self, seed: int = 0, waiting: Callable[[], None] | None = None) -> HostInfo:
-        """Return what the host found, waiting for it; ``waiting`` is called every second until then.
+    def info(self, seed: int = 0) -> HostInfo:
+        """Return what the host found, waiting for it.
 
         Raises:
             ScriptError: the script failed before its first training step.
         """
         self.prepare(seed)
-        found = self._infos[seed]
-        while waiting is not None and not found.done():
-            wait([found], timeout=1.0)
-            waiting()
-        return found.result()
+        return self._infos[seed].result()
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
         self.info(seed)

@@ -421,29 +421,6 @@ def test_a_runner_never_started_closes(tmp_path: Path) -> None:
     TrialRunner(ScriptCommand.parse([str(script)], cwd=tmp_path), run_dir=tmp_path).close()
 
 
-@pytest.mark.parametrize("launch", ["fork", "process"])
-def test_trials_may_start_late_in_the_run(host: Any, tmp_path: Path, launch: str) -> None:
-    told: list[int] = []
-    with host("plain.py", "--steps", "20", launch=launch, at_step=6, aging=told.append) as runner:
-        assert runner.start().launch == launch
-        late = runner.run(TrialSpec(steps=2, warmup=1))
-        scan = runner.run(TrialSpec(kind="sensitivity", warmup=0, probes=(Probe("bf16", uniform("bf16")),)))
-    assert late.ok, late.reason + late.tail
-    if launch == "fork":
-        seen = logged(tmp_path / "run" / "host-0.log")
-        assert len(seen) == 6, "the host trains to where trials start, and no further"
-        assert late.losses[0] < seen[0]
-    assert scan.payload["probes"][0]["gradient_error"] > 0
-
-
-def test_a_script_that_ends_before_trials_start_says_so(host: Any) -> None:
-    with (
-        host("plain.py", "--steps", "4", at_step=6) as runner,
-        pytest.raises(ScriptError, match="after 4 training steps"),
-    ):
-        runner.start()
-
-
 def test_what_a_script_says_right_before_its_end_is_heard(tmp_path: Path) -> None:
     """It connects, speaks and ends between two looks of the driver."""
 
@@ -460,7 +437,7 @@ def test_what_a_script_says_right_before_its_end_is_heard(tmp_path: Path) -> Non
     runner = TrialRunner(ScriptCommand.parse([str(SCRIPTS / "plain.py")], cwd=tmp_path), run_dir=tmp_path)
     with contextlib.closing(listen(tmp_path / "control", 4)) as listener:
         listener.settimeout(0.05)
-        control, messages = runner._accept(listener, Ending(), tmp_path / "steps")  # type: ignore[arg-type]
+        control, messages = runner._accept(listener, Ending())  # type: ignore[arg-type]
         assert next(messages)["op"] == "ended"
         control.close()
     runner.close()
