@@ -46,8 +46,6 @@ def search(
     calibration: str = "",
     force: bool = False,
     seeds: int = 4,
-    run_steps: int = 0,
-    phases: str = "",
     backend: str = "auto",
     runs_dir: str = "autoprec-runs",
     track: bool = True,

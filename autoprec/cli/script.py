@@ -29,6 +29,8 @@ REMOVED_OPTIONS = {
     "--config": "name the preset or the config.json in the script's place",
     "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
     "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
+    "--phases": "write `phases:` into the policy (docs/long_run.md)",
+    "--run-steps": "write `phases:` into the policy (docs/long_run.md); `autoprec run --run-steps` stays",
     "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
 }
 

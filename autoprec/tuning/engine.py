@@ -394,8 +394,7 @@ class Search:
         setup, ledger, kept = self.setup, self.ledger, "nothing was measured yet"
         best = ledger.best() if ledger is not None else None
         if setup is not None and ledger is not None and best is not None:
-            ends = self.options.phase_names or (("last-bf16",) if self.options.run_steps else ())
-            answer = Decision("undecided", (Reason("interrupted"),), run=best, phases=ends)
+            answer = Decision("undecided", (Reason("interrupted"),), run=best)
             policy = emitted_policy(setup, ledger, answer)
             kept = f"the best policy so far ({headline(best.to_row())}) is in {self.options.output}"
             try:

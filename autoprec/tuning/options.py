@@ -156,21 +156,6 @@ class SearchOptions:
         least=1,
         hidden=True,
     )
-    run_steps: int = option(
-        0,
-        "Optimizer steps of the whole run: its end goes to bf16 where that makes a faster policy acceptable.",
-        RARE,
-        metavar="N",
-        least=0,
-        hidden=True,
-    )
-    phases: str = option(
-        "",
-        "Begin (200 steps) and end (15 %) a run of --run-steps in bf16.",
-        RARE,
-        metavar="first-bf16,last-bf16",
-        hidden=True,
-    )
     runs_dir: str = option("autoprec-runs", "Folder of all studies.", RARE, metavar="DIR", hidden=True)
 
     def __post_init__(self) -> None:
@@ -182,38 +167,6 @@ class SearchOptions:
                 raise UsageError(f"{about.flag} {value} is too small", fix=f"use {about.least} or more")
         if not 0 < self.max_divergence < 1:
             raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
-        if self.phases and not self.run_steps:
-            raise UsageError(
-                f"--phases {self.phases} needs the steps of the whole run, to know what share of it they take",
-                fix="add --run-steps N",
-            )
-        if self.phases:
-            from autoprec.policy import Policy, boundaries
-            from autoprec.policy.phases import with_presets
-
-            boundaries(with_presets(Policy(), self.phase_names), self.run_steps)
-
-    @property
-    def phase_names(self) -> tuple[str, ...]:
-        """The presets of ``--phases``."""
-        return tuple(name.strip() for name in self.phases.split(",") if name.strip())
-
-    @property
-    def run_limit(self) -> float:
-        """The gradient error that a policy may have where it runs below 16 bits, in units of the mini-batch noise.
-
-        Squared errors are averaged over the steps of the run that ``run_steps`` names: a policy whose run ends in bf16
-        (``phases``, or the search's own choice of ``last-bf16``) may have a little more of it before.
-        """
-        if not self.run_steps:
-            return self.max_gradient_error
-        from autoprec.policy import Policy
-        from autoprec.policy.phases import speedup_of_run, with_presets
-        from autoprec.precision.recipes import BUILTIN_RECIPES
-
-        fp8 = Policy(recipes={"fp8": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8")
-        phased = with_presets(fp8, self.phase_names or ("last-bf16",))
-        return self.max_gradient_error / math.sqrt(speedup_of_run(phased, self.run_steps, 1.0, 1.0)[1])
 
     def signature(
         self,

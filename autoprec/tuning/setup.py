@@ -128,7 +128,7 @@ class Setup:
             space=space,
             problem=problem,
             steps=ModelledSteps(cost, problem, options.reference),
-            limits=Limits(options.max_divergence, options.run_limit, options.max_memory),
+            limits=Limits(options.max_divergence, options.max_gradient_error, options.max_memory),
         )
 
     def restricted(self, space: SearchSpace) -> Setup:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from autoprec.errors import PolicyError, UnknownNameError, UsageError
+from autoprec.errors import PolicyError, UsageError
 from autoprec.policy import Policy, boundaries, diff_policies, parse_policy, policy_from_dict, resolve
 from autoprec.policy.document import dump_yaml
-from autoprec.policy.phases import first_in_bf16, last_in_bf16, speedup_of_run, with_presets
+from autoprec.policy.phases import plain_recipe
 
 RECIPES = {"fp8": {"format": "fp8"}, "bf16": {"format": "bf16"}}
 
@@ -48,7 +48,7 @@ def test_a_policy_without_phases_is_one_stage() -> None:
 
 
 def test_it_is_written_and_read_back() -> None:
-    policy = last_in_bf16(first_in_bf16(made()))
+    policy = made({"from": 200, "default": "fp8"}, {"from": 0.85, "layers": [{"match": "*", "recipe": "bf16"}]})
     text = dump_yaml(policy.to_dict())
     assert parse_policy(text) == policy
     assert [phase["from"] for phase in yaml.safe_load(text)["phases"]] == [200, 0.85]
@@ -94,25 +94,11 @@ def test_steps_and_shares_are_put_in_order_when_the_run_is_known() -> None:
         boundaries(policy, 0)
 
 
-def test_the_presets() -> None:
+def test_plain_bf16_has_a_name_of_its_own_where_that_is_taken() -> None:
     policy = made()
-    assert formats(last_in_bf16(policy)) == [["fp8", "fp8"], ["bf16", "bf16"]]
-    assert formats(first_in_bf16(policy)) == [["bf16", "bf16"], ["fp8", "fp8"]]
-    assert formats(last_in_bf16(first_in_bf16(policy))) == [["bf16", "bf16"], ["fp8", "fp8"], ["bf16", "bf16"]]
-    with pytest.raises(PolicyError, match="first 200 steps"):
-        first_in_bf16(made({"from": 100, "default": "bf16"}))
+    assert plain_recipe(policy)[0] == "bf16"
     other = policy.model_copy(update={"recipes": {"bf16": policy.recipes["fp8"], "fp8": policy.recipes["fp8"]}})
-    assert last_in_bf16(other).phases[0].layers[0].recipe == "plain_bf16"  # type: ignore[index]
-
-
-def test_bf16_at_both_ends_costs_their_share_of_the_gain() -> None:
-    policy = with_presets(made(), ("first-bf16", "last-bf16"))
-    assert policy.stages[1] == first_in_bf16(last_in_bf16(made())).stages[1]
-    speedup, share = speedup_of_run(policy, 2000, 2.0, 1.25)
-    assert share == 0.75
-    assert speedup == pytest.approx(1 / (0.75 / 2.0 + 0.25 / 1.25))
-    with pytest.raises(UnknownNameError, match="last-bf16"):
-        with_presets(policy, ("last-bf61",))
+    assert plain_recipe(other)[0] == "plain_bf16"
 
 
 def test_a_changed_phase_is_named_by_its_beginning() -> None:

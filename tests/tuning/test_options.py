@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autoprec.cli.scripts.search import search
-from autoprec.errors import AutoPrecError, StudyError, UsageError
+from autoprec.errors import StudyError, UsageError
 from autoprec.tuning.options import OPTIONS, SearchOptions, check_signature, fewer_steps
 
 
@@ -115,20 +115,6 @@ def test_a_study_goes_on_though_another_version_hid_other_arguments() -> None:
     check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 1"}, where="x")
     with pytest.raises(StudyError, match="another setup"):
         check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 2"}, where="x")
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"phases": "last-bf16"}, "--run-steps N"),
-        ({"phases": "last-bf61", "run_steps": 1000}, "last-bf16"),
-        ({"phases": "first-bf16,last-bf16", "run_steps": 200}, "must begin after"),
-        ({"run_steps": -1}, "--run-steps"),
-    ],
-)
-def test_phases_that_cannot_be_are_refused_before_anything_runs(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(AutoPrecError, match=message):
-        SearchOptions(command=("train.py",), **asked)
 
 
 def test_a_budget_that_was_too_short_is_replaced_by_one_that_is_enough() -> None:

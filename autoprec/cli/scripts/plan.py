@@ -143,7 +143,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         budget_s=asked.budget_s,
         limits={
             "max_divergence": asked.max_divergence,
-            "max_gradient_error": asked.run_limit,
+            "max_gradient_error": asked.max_gradient_error,
             "max_memory": asked.max_memory,
             "budget_s": asked.budget_s,
             "trials": asked.trials,

@@ -133,7 +133,6 @@ class Decision:
         rests_on: indices of those whose speeds decided: the chosen one and what is tied with it, or the fastest one
             that a "stay" refuses.
         run: the adopted policy's first run, or the best one so far; None where nothing is adopted.
-        phases: parts of the run in bf16 that the policy needs, or was asked for.
         explanation: why each layer stays, where that was known before any trial.
     """
 
@@ -146,7 +145,6 @@ class Decision:
     unsure: int | None = None
     rests_on: tuple[int, ...] = ()
     run: Run | None = None
-    phases: tuple[str, ...] = ()
     explanation: dict[str, Any] = field(default_factory=dict)
 
     @property

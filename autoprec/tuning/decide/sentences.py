@@ -218,7 +218,6 @@ SENTENCES: dict[str, Callable[..., str]] = {
     ),
     "gradient_unknown": lambda loss: f"{loss}, and its gradient error is unknown",
     "gradient_error": _gradient_beyond,
-    "gradient_error_at_end": lambda error: f"gradient error {error:.3%} is beyond the limit to the end of the run",
     "memory_bytes": lambda memory, limit: f"memory {memory_text(memory)} is beyond {memory_text(limit)}",
     "few_seeds": lambda seeds, needed: f"it was measured under {seeds} of the {needed} paired seeds that it takes",
     "tied": _tied,

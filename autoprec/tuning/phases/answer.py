@@ -16,7 +16,6 @@ from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.known_layers import known_layers
-from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
@@ -31,7 +30,6 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
     fastest_plain,
     over_sixteen_bit,
-    plain_speedup,
     sixteen_bit_speedup,
     written_in,
 )
@@ -212,29 +210,7 @@ def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
         return Policy(model=model, evidence=evidence)
     reasons = as_evidence(_explanation(setup, ledger, decision))
     policy = setup.problem.policy(decision.run.params, evidence=evidence | reasons)
-    policy = policy.model_copy(update={"guard": guard_for(policy), "model": model})
-    return _over_the_run(setup, ledger, policy, decision.phases) if decision.phases else policy
-
-
-def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy, phases: tuple[str, ...]) -> Policy:
-    """Return the policy with the phases that were asked for, and what is left of its gain over the whole run."""
-    if not any(recipe.scaled for recipe in policy.recipes.values()):
-        ledger.note(f"--phases {','.join(phases)} changes nothing: the policy runs no layer below 16 bits")
-        return policy
-    phased, steps = with_presets(policy, phases), setup.options.run_steps
-    if not setup.options.phases:
-        ledger.note(
-            f"its gradient error is within {setup.options.max_gradient_error:g} of the mini-batch noise over the whole "
-            f"run only if the run ends in bf16, so it does: {', '.join(phases)}"
-        )
-    plain = plain_speedup(ledger.store.records) or 1.0
-    speedup, share = speedup_of_run(phased, steps, float(policy.evidence["speedup"]), plain)
-    ledger.note(
-        f"over a run of {steps} steps, {share:.0%} of them not in plain bf16, the speed-up is {speedup:.2f}x "
-        f"({policy.evidence['speedup']:.2f}x there, {plain:.2f}x in bf16)"
-    )
-    run = {"run_steps": steps, "run_share": _plain(share), "run_speedup": _plain(speedup)}
-    return phased.model_copy(update={"evidence": policy.evidence | run})
+    return policy.model_copy(update={"guard": guard_for(policy), "model": model})
 
 
 def guard_for(policy: Policy) -> Guard:

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
-from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
@@ -34,7 +33,7 @@ from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import fastest_plain, plain_speedup, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import fastest_plain, sixteen_bit_speedup
 from autoprec.tuning.study.run import Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
@@ -289,31 +288,21 @@ class Race:
             return None
         memory = ledger.reference.memory_bytes
         script = Standing("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
-        rejected = {}
-        for one in measured:
-            if self._needs_end(one) and not _is_scaled(_run(one)):  # what a run in 16 bits to its end may not have
-                rejected[one.name] = Reason("gradient_error_at_end", {"error": one.gradient_error})
-        final = [one for one in measured if one.name not in rejected]
+        final = measured
         fit = {one.name for one in self.now.standings if not one.rejection}
         compiled = [one for one in final if one.name in fit and one.speedup > 1.0 and self._is_known(_run(one))]
         if len(compiled) >= CONTENDERS:  # no further whole model is compiled for an estimate
             final = [one for one in final if self._is_known(_run(one)) or one.name not in fit]
         noise = timing_noise(setup.measured, [self._comparable(_run(one)) for one in final])
         ledger.timings["timing_noise"] = noise
-        decision = choose(
-            [script, *(self._over_the_run(one) for one in final)],
+        return choose(
+            [script, *final],
             self._rules(),
             objective=setup.options.objective,
             timing_noise=noise,
             reference_memory=memory,
             sixteen_bit=sixteen_bit_speedup(setup, ledger.store.records),
         )
-        # of the steps themselves, not of the whole run
-        ranking = tuple(
-            replace(r, speedup=one.speedup, low=one.low, high=one.high)
-            for r, one in zip(decision.ranking, (script, *final), strict=True)
-        )
-        return replace(decision, ranking=ranking, rejected=rejected | decision.rejected)
 
     def _is_known(self, record: Run) -> bool:
         """Whether a policy was run as the script, or the policy itself, compiles the model.
@@ -386,8 +375,7 @@ class Race:
             return decision.with_reasons(*self._best_guess())
         over = self._over_preset(chosen, ledger.timings["timing_noise"])
         faster, not_taken = self._faster(chosen, decision.rejected)
-        phases = setup.options.phase_names or (("last-bf16",) if self._needs_end(chosen) else ())
-        return replace(decision.with_reasons(*faster, *over), not_taken=not_taken, phases=phases)
+        return replace(decision.with_reasons(*faster, *over), not_taken=not_taken)
 
     def _faster(self, chosen: Standing, rejected: dict[str, Reason]) -> tuple[tuple[Reason, ...], dict[str, Reason]]:
         """Return why the fastest of what was measured to be faster is not adopted, and the same of all not rejected."""
@@ -399,23 +387,6 @@ class Race:
         for name, why in others.items():
             ledger.note(f"{name} is faster, but was not taken: {why}")
         return fastest_not_taken(found, tried, sixteen_bit_speedup(self._setup, ledger.store.records)), others
-
-    def _needs_end(self, candidate: Standing) -> bool:
-        """Whether a policy is within the limit on gradient errors only if its run ends in bf16."""
-        limits, options, limit = self._setup.limits, self._setup.options, self._ledger.gradient_limit()
-        if limit is None or limits.gradient_error <= options.max_gradient_error or candidate.gradient_error is None:
-            return False
-        return candidate.gradient_error > limit * options.max_gradient_error / limits.gradient_error
-
-    def _over_the_run(self, one: Standing) -> Standing:
-        """Return a policy with the speed-up of its whole run, where that has to end in bf16."""
-        options = self._setup.options
-        if not self._needs_end(one) or options.phases:
-            return one
-        plain = plain_speedup(self._ledger.store.records) or 1.0
-        phased = with_presets(Policy.model_validate(_run(one).policy), ("last-bf16",))
-        whole = speedup_of_run(phased, options.run_steps, one.speedup, plain)[0]
-        return replace(one, speedup=whole, low=None, high=None)
 
     def _over_preset(self, chosen: Standing, noise: float) -> tuple[Reason, ...]:
         """Return what the chosen policy gains over the fastest preset that is acceptable, or may be for all we know."""

@@ -16,8 +16,8 @@ from autoprec.applying.guard import Breach, Guard
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import UsageError
-from autoprec.policy import Policy
-from autoprec.policy.phases import last_in_bf16
+from autoprec.policy import Phase, Policy
+from autoprec.policy.phases import plain_recipe
 from tests.applying.guard.helpers import formats_of, make_model, make_policy
 
 
@@ -160,7 +160,10 @@ def test_a_spike_that_the_data_cause_is_in_the_reference_as_well() -> None:
 
 def test_a_policy_with_phases_falls_back_in_each_of_them_and_keeps_their_boundaries() -> None:
     model = make_model()
-    policy = last_in_bf16(make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("wgrad_bf16",)))
+    policy = make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("wgrad_bf16",))
+    plain, recipes = plain_recipe(policy)
+    last = Phase.model_validate({"from": 0.85, "layers": ({"match": "*", "recipe": plain},)})
+    policy = policy.model_copy(update={"recipes": recipes, "phases": (last,)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     guard = Guard(policy, model, every=5, patience=1, window=20, backend="emulated", run_steps=100)
     ran = []

@@ -20,7 +20,6 @@ from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.limits import Limits
-from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases import finalists
 from autoprec.tuning.phases.duels import MODEL_RESOLUTION, timing_noise
 from autoprec.tuning.phases.finalists import Race
@@ -339,23 +338,6 @@ def test_without_time_for_it_the_answer_says_that_it_is_of_blocks(here: Path) ->
     assert "as the script compiles it" in result.cut_short
     assert whole_runs(simulated) == [(0, False)]
     assert made.ledger is not None
-
-
-def test_a_policy_beyond_the_limit_is_offered_an_end_in_bf16_at_the_speed_of_the_whole_run() -> None:
-    asked = SearchOptions(command=("train.py",), run_steps=20_000)
-    assert asked.run_limit == pytest.approx(0.12 / math.sqrt(0.85))
-    assert SearchOptions(command=("train.py",)).run_limit == 0.12
-    race: Any = object.__new__(Race)
-    race._setup = SimpleNamespace(options=asked, limits=Limits(0.0025, asked.run_limit))
-    race._ledger = SimpleNamespace(gradient_limit=lambda: asked.run_limit, store=SimpleNamespace(records=[]))
-    policy = {"recipes": {"fp8": {"format": "fp8"}}, "default": "fp8"}
-    run: Any = SimpleNamespace(policy=policy)
-    known = Standing("fp8", 2.0, (0.0,), gradient_error=0.119, run=run)
-    beyond = replace(known, gradient_error=0.125)
-    assert race._over_the_run(known) is known
-    assert race._over_the_run(beyond).speedup == pytest.approx(1 / (0.85 / 2 + 0.15))
-    race._setup.options = replace(asked, phases="last-bf16")  # all of them end so
-    assert race._over_the_run(beyond) is beyond
 
 
 def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> None:  # noqa: F811
