@@ -1,4 +1,4 @@
-"""What a search found, for people: a terminal table, one self-contained HTML page, and Markdown.
+"""What a search found, for people: one self-contained HTML page, and Markdown.
 
 Everything is drawn from a :class:`~autoprec.tuning.study.records.SearchResult` and its trial records; nothing here
 needs torch, a network, or a plotting library.
@@ -13,11 +13,10 @@ from autoprec.support.lazy import names_on_use
 if TYPE_CHECKING:
     from autoprec.report.html import write_charts, write_html
     from autoprec.report.markdown import write_markdown
-    from autoprec.report.terminal import terminal_table
 
-__all__ = ["terminal_table", "write_charts", "write_html", "write_markdown"]
+__all__ = ["write_charts", "write_html", "write_markdown"]
 
 __getattr__ = names_on_use(
     __name__,
-    {"terminal_table": "terminal", "write_charts": "html", "write_html": "html", "write_markdown": "markdown"},
+    {"write_charts": "html", "write_html": "html", "write_markdown": "markdown"},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +123,11 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
 
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
-    from autoprec import report
     from autoprec.cli.console import clock, command_began, stdout_console
     from autoprec.report.text import verdict_lines
 
     console = stdout_console()
-    console.print(report.terminal_table(result))
+    console.print(replace(result.table(), notes=("; ".join(result.facts()),)).rich())  # the verdict follows
     first, *caveats = verdict_lines(result)
     lines = [f"verdict: {result.verdict}. {first}", *(f"         - {line}" for line in caveats)]
     if result.stopped:

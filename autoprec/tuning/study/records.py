@@ -13,7 +13,7 @@ from autoprec.support.optional import require
 from autoprec.support.plain import rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.tables import Shown, Table
-from autoprec.tuning.study.rows import Row, headings, number, over_16bit, percent, row_cells, source_of
+from autoprec.tuning.study.rows import Row, headings, note_of, number, over_16bit, percent, row_cells, source_of
 from autoprec.tuning.study.run import MEASURED, error_text, headline, noise_text
 
 if TYPE_CHECKING:
@@ -167,8 +167,9 @@ class SearchResult(Shown):
     def table(self) -> Table:
         """Return the policy, the script as written and the presets, with the verdict below."""
         titles, rows = self.comparison()
+        shown = [(f"{name} ({why})" if (why := note_of(row)) else name, *cells) for row, (name, *cells) in rows]
         notes = ("; ".join(self.facts()), f"verdict: {self.verdict}. {self.reason}")
-        return Table(titles, tuple(cells for _, cells in rows), self.title, tuple(filter(None, notes)))
+        return Table(titles, tuple(shown), self.title, tuple(filter(None, notes)))
 
     def __repr__(self) -> str:
         gain = f", {headline(self.best)}" if "speedup" in self.best else ""

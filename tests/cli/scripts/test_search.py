@@ -59,7 +59,7 @@ def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
 
 def printed(result: Any, monkeypatch: pytest.MonkeyPatch, set_aside: str = "") -> list[str]:
     """Return what the command prints below the table."""
-    monkeypatch.setattr("autoprec.report.terminal_table", lambda *_: "TABLE")
+    monkeypatch.setattr("autoprec.support.tables.Table.rich", lambda *_: "TABLE")
     engine: Any = SimpleNamespace(records=[], set_aside=set_aside, go_on_command=lambda: "again")
     out = io.StringIO()
     with redirect_stdout(out):

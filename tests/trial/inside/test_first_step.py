@@ -31,7 +31,7 @@ def test_a_script_without_modules_is_not_searched_at_every_step(
         else:
             first.before_backward((weight.sum(),))
     assert _MOST_UNOWNED <= len(searches) <= _MOST_UNOWNED + 10
-    assert set(reasons) == {"no_module"}  # the process ends at the first of them, or goes on where it is no host
+    assert set(reasons) == {"no_module"}  # the process ends at the first of them, or goes on where it is not a host
 
 
 def test_what_a_script_names_is_taken_at_its_first_boundary_and_models_to_pass_over_are_not() -> None:

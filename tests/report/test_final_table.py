@@ -1,4 +1,4 @@
-"""The final table on the terminal."""
+"""The final table, as a terminal prints it, and the figures that the pages have beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from rich.console import Console
 
 from autoprec.report.html import html_report
 from autoprec.report.markdown import markdown
-from autoprec.report.terminal import terminal_table
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
@@ -17,7 +16,7 @@ from tests.report.conftest import rehearsal
 
 def _terminal(result: SearchResult, _records: list[Run], width: int = 120) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True).print(terminal_table(result))
+    Console(file=out, width=width, no_color=True).print(result.table().rich())
     return out.getvalue()
 
 
