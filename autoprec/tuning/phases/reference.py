@@ -178,9 +178,9 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     options, timings = setup.options, ledger.timings
     starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
     training_s = timings.get("training_s", 0.0) / starts
-    step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
+    step_s = ledger.reference.step_ms / 1e3 if setup.measured else timings.get("step_s", training_s / steps)
     start_s = timings.get("start_s_sum", 0.0) / starts
-    compile_s = timings.get("compile_s", 0.0) if setup.measured else 0.0
+    compile_s = timings.get("compile_s", 0.0) if setup.measured else max(0.0, training_s - steps * step_s)
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
     pace = Pace(start_s, step_s, compile_s, blocks)
     if setup.measured and not setup.target.is_cpu:

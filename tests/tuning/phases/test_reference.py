@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,23 @@ def test_what_follows_the_last_run_is_expected_too(here: Path) -> None:  # noqa:
     assert ", the answer " in told
     assert made.ledger is not None
     assert made.ledger.needed_s > 4
+
+
+def test_passes_for_gradient_errors_of_a_rehearsal_do_not_compile(here: Path) -> None:  # noqa: F811
+    """They were expected to take 21 min, and took 11 s: each was given its share of a run's compilation."""
+    seconds = []
+    for compile_s in (0.0, 600.0):
+        made, notes = (
+            engine(script(compile_s=compile_s), options(trials=2, target="b200", study=f"{compile_s:g}")),
+            Notes(),
+        )
+        made.listener = Listeners(notes)
+        made.run()
+        (told,) = (text for text in notes.kept if text.startswith("expected from here on"))
+        scan = re.search(r"gradient errors (\d+) s,", told)
+        assert scan, told
+        seconds.append(int(scan[1]))
+    assert seconds[1] <= seconds[0] + 2
 
 
 def references(simulated: SimulatedScript) -> int:
