@@ -81,6 +81,8 @@ class _Walk:
     weights: float = 0.0
     cast_weights: set[str] = field(default_factory=set)
     wide_products: frozenset[str] = frozenset()
+    wide_attention: bool = False
+    wide_norms: bool = True
     layer_modules: frozenset[str] = frozenset()
     counted: bool = True
 
@@ -184,7 +186,8 @@ def _operand_width(walk: _Walk, operator: Operator, name: str, value: _Value) ->
         return value.script
     if name in _NOT_AUTOCAST:
         return value.width
-    return 4.0 if operator.module in walk.wide_products else walk.low
+    wide = operator.module in walk.wide_products or (walk.wide_attention and operator.attends)
+    return 4.0 if wide else walk.low
 
 
 def _other(walk: _Walk, operator: Operator, name: str) -> None:
@@ -196,7 +199,10 @@ def _other(walk: _Walk, operator: Operator, name: str) -> None:
                 walk.save(read, _operand_width(walk, operator, name, read.value))
     elif operator.cls == "norm" and any(part in name for part in _NORMS):
         for read in reads[:1]:
-            walk.save_wide(read)
+            if walk.wide_norms:
+                walk.save_wide(read)
+            elif read.value is not None:
+                read.value.keep()
     elif name in _SAVES_INPUT or (name in _SAVES_BOTH and len(reads) > 1):
         for read in reads:
             # outside the model, whose output a policy returns in fp32
@@ -210,12 +216,16 @@ def _width(walk: _Walk, operator: Operator, script: float, name: str, layer: Lay
     """Return bytes per value of an operator's result under the policy."""
     if not walk.low:
         return script
+    if walk.wide_attention and operator.attends:
+        return max(4.0, script)
     if (layer is not None or operator.cls in _PRODUCTS) and name not in _NOT_AUTOCAST:
         recipe = None if layer is None else walk.plans.get(layer.name, _KEEP).fprop
         return 4.0 if recipe is not None and recipe.wide_output else walk.low
     if name == "_to_copy":  # the script asks for this dtype
         return script
     reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
+    if operator.cls == "norm" and not walk.wide_norms and reads and reads[0].value is not None:
+        return reads[0].value.width
     if (
         operator.module == _SCRIPT
         or operator.cls in _WIDE

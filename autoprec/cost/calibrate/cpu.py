@@ -30,7 +30,7 @@ from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
 from autoprec.support.files import cache_folder, write_json
 
-_SCHEMA = 8
+_SCHEMA = 9
 #: Limits of the instructions that the libraries use: rates under one are not those under another.
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 _PROBE_TIMEOUT_S = 120.0
@@ -64,7 +64,7 @@ FALLBACK: dict[str, Any] = {
     "optimizer": [5e-9, 7e-5],
     "dispatch": 3e-6,
     "weights": {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0},
-    "in_situ": {"fp32": 1.0, "bf16": 1.0, "int8": 1.0, "emulated": 1.0, "optimizer": 1.0},
+    "in_situ": {"fp32": 1.0, "rest": 1.0, "bf16": 1.0, "int8": 1.0, "emulated": 1.0, "optimizer": 1.0},
     "torch": "",
 }
 
@@ -268,12 +268,12 @@ class CpuCost:
         phase = "backward" if operator.phase == "backward" else "forward"
         if kind in PRODUCTS and operator.cls != "softmax" and operator.flops:
             spent = self._attention_seconds(operator, form, phase, more_flops, moved, depth)
-            return spent * self.in_situ[form]
+            return spent * self.in_situ["rest"]
         if operator.cls == "reduction":
             per_byte, fixed = self.rates["reduction"][form]
         else:
             per_byte, fixed = self.rates["operators"][_operator_kind(operator)][form][phase]
-        return float(moved * per_byte + fixed * depth) * self.in_situ[form]
+        return float(moved * per_byte + fixed * depth) * self.in_situ["rest"]
 
     def _attention_seconds(
         self, operator: Operator, form: str, phase: str, more: float, moved: float, depth: float
@@ -288,7 +288,7 @@ class CpuCost:
 
     def overhead_seconds(self, views: float) -> float:
         """Return the time of operators that move nothing."""
-        return float(views * self.rates["dispatch"]) * self.in_situ["fp32"]
+        return float(views * self.rates["dispatch"]) * self.in_situ["rest"]
 
     def update_seconds(self, parameters: float, tensors: float) -> float:
         per_value, per_tensor = self.rates["optimizer"]

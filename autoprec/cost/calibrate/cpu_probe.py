@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -29,6 +30,8 @@ from autoprec.precision.hardware import target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 _SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (256, 512, 512), (768, 384, 384))
+#: Tensors of pointwise work, and how many of each there are: a step's do not fit the caches.
+_PASSES, _COPIES = ((32, 128), (512, 256), (512, 1024)), 6
 _FAMILIES = {
     "fp8_tensor": "fp8_tensorwise",
     "fp8_delayed": "fp8_delayed",
@@ -56,6 +59,14 @@ def _best(run: Callable[[], Any], repeats: int = 3, floor: float = 1e-4) -> floa
             run()
         best = min(best, (time.process_time() - start) / inner)
     return best
+
+
+def _apart(runs: list[Callable[[], Any]]) -> float:
+    """Return the CPU time of one of several like calls, none of which finds its tensors in the caches.
+
+    As in a step: each has memory of its own to read, and its result is kept while the others run.
+    """
+    return _best(lambda: [run() for run in runs]) / len(runs)
 
 
 def _fit(rows: list[list[float]], times: list[float]) -> list[float]:
@@ -126,12 +137,12 @@ def _operators() -> dict[str, dict[str, dict[str, list[float]]]]:
     for form, dtype in _DTYPES.items():
         sizes: list[float] = []
         spent: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in out}
-        for shape in ((32, 128), (512, 256), (512, 1024)):
-            x, grad = torch.randn(*shape).to(dtype), torch.randn(*shape).to(dtype)
-            sizes.append(float(x.numel() * dtype.itemsize))
-            for name, runs in _operator_runs(x, grad).items():
-                for phase, run in zip(spent[name], runs, strict=True):
-                    phase.append(_best(run))
+        for shape in _PASSES:
+            copies = [_operator_runs(*(torch.randn(*shape).to(dtype) for _ in range(2))) for _ in range(_COPIES)]
+            sizes.append(float(math.prod(shape) * dtype.itemsize))
+            for name, phases in spent.items():
+                for index, phase in enumerate(phases):
+                    phase.append(_apart([copy[name][index] for copy in copies]))
         for name, (forward, backward) in spent.items():
             out[name][form] = {
                 "forward": _fit([[2.0 * size, 1.0] for size in sizes], forward),
@@ -145,10 +156,10 @@ def _reduction() -> dict[str, list[float]]:
     out = {}
     for form, dtype in _DTYPES.items():
         rows, times = [], []
-        for shape in ((64, 128), (512, 512)):
-            x = torch.randn(*shape).to(dtype)
-            rows.append([float(x.numel() * dtype.itemsize), 1.0])
-            times.append(_best(lambda x=x: x.sum(0)))  # type: ignore[misc]
+        for shape in _PASSES:
+            copies = [torch.randn(*shape).to(dtype) for _ in range(_COPIES)]
+            rows.append([float(math.prod(shape) * dtype.itemsize), 1.0])
+            times.append(_apart([functools.partial(torch.sum, x, 0) for x in copies]))
         out[form] = _fit(rows, times)
     return out
 
@@ -158,10 +169,10 @@ def _casts() -> dict[str, list[float]]:
     out: dict[str, list[float]] = {}
     for name, source, dtype in (("down", torch.float32, torch.bfloat16), ("up", torch.bfloat16, torch.float32)):
         rows, times = [], []
-        for shape in ((32, 128), (512, 256), (512, 1024)):
-            x = torch.randn(*shape).to(source)
-            rows.append([float(x.numel()), 1.0])
-            times.append(_best(lambda x=x, dtype=dtype: x.to(dtype)))  # type: ignore[misc]
+        for shape in _PASSES:
+            copies = [torch.randn(*shape).to(source) for _ in range(_COPIES)]
+            rows.append([float(math.prod(shape)), 1.0])
+            times.append(_apart([functools.partial(x.to, dtype) for x in copies]))
         out[name] = _fit(rows, times)
     return out
 
@@ -248,21 +259,17 @@ def _attention() -> dict[str, dict[str, dict[str, list[float]]]]:
         for regime, shapes in _ATTENTION_SHAPES.items():
             rows, forward, backward = [], [], []
             for batch, heads, seq, width in shapes:
-                # heads are views of one projection, as in models
-                q, k, v, grad = (torch.randn(batch, seq, heads, width).to(dtype).transpose(1, 2) for _ in range(4))
-
-                def run(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> Any:
-                    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-
-                made, lse = run()[:2]
-
-                def back(saved: Any = (grad, q, k, v, made, lse)) -> Any:
-                    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, True)
-
+                run, back = aten._scaled_dot_product_flash_attention_for_cpu, []
+                ran = []
+                for _ in range(_COPIES):  # heads are views of one projection, as in models
+                    q, k, v, grad = (torch.randn(batch, seq, heads, width).to(dtype).transpose(1, 2) for _ in range(4))
+                    ran.append(functools.partial(run, q, k, v, 0.0, True))
+                    kept = (grad, q, k, v, *ran[-1]()[:2], 0.0, True)
+                    back.append(functools.partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, *kept))
                 scores = float(batch * heads * seq * seq)
                 rows.append([4.0 * scores * width, scores, float(batch * heads * seq)])
-                forward.append(_best(run))
-                backward.append(_best(back))
+                forward.append(_apart(ran))
+                backward.append(_apart(back))
             out.setdefault(form, {})[regime] = {"forward": _fit(rows, forward), "backward": _fit(rows, backward)}
     return out
 
@@ -337,7 +344,7 @@ class _Stage:
             self.optimizer.zero_grad()
         torch.autograd.backward(self.model(self.x).float().square().mean())
 
-    def measured(self, policy: Policy, repeats: int = 3) -> float:
+    def measured(self, policy: Policy, repeats: int = 7) -> float:
         """Return the shortest CPU time of forward and backward, the update between them as in a real loop."""
         apply_policy(policy, self.model)
         self.compute()
@@ -359,34 +366,41 @@ class _Stage:
         return cost.estimate(plans, activations=policy.activations).time_ms / 1e3
 
 
-_NOTHING = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0}
+_NOTHING = {"fp32": 0.0, "rest": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0}
 
 
 def _in_situ(rates: dict[str, Any]) -> dict[str, Any]:
     """Return how much longer whole steps take than their operators in a hot loop, and what weights cost beside them.
 
-    Two models (one ruled by activations, one by weights) under three policies (fp32, bf16, emulated 8 bits) give two
-    unknowns per policy: a factor on the operators, and seconds per weight value (casts, gradients in fresh memory).
+    Three models (ruled by activations, by weights, by what is not a layer) give three unknowns under fp32: a factor on
+    layers, one on the rest (in every precision), and seconds per weight value (casts, gradients in fresh memory); each
+    of the other policies has its own first and last.
     """
     wide = nn.Sequential(nn.Linear(512, 1536), nn.ReLU(), nn.Linear(1536, 512))
-    stages = [_Stage(_Reference(), torch.randn(4, 96, 256)), _Stage(wide, torch.randn(48, 512))]
+    stages = [
+        _Stage(_Reference(), torch.randn(4, 96, 256)),
+        _Stage(wide, torch.randn(48, 512)),
+        _Stage(_Reference(64), torch.randn(16, 96, 64)),
+    ]
     factors, weights = dict(_NOTHING), dict(_NOTHING)
     for name, recipe, activations in _IN_SITU:
         recipes = {} if recipe == "keep" else {recipe: BUILTIN_RECIPES[recipe]}
         policy = Policy(recipes=recipes, default=recipe, activations=activations)
+        wanted = [name, "rest"] if name == "fp32" else [name]
         rows, missing = [], []
-        for stage in stages:
-            bare = {**rates, "in_situ": {**_NOTHING, name: 1.0, "optimizer": 0.0}, "weights": _NOTHING}
+        for stage in stages[: len(wanted) + 1]:
+            alone = [{**_NOTHING, part: 1.0, "optimizer": 0.0} for part in wanted]
+            bare = [stage.modelled(policy, {**rates, "in_situ": part, "weights": _NOTHING}) for part in alone]
             known = {**rates, "in_situ": {**factors, "optimizer": 0.0}, "weights": weights}
-            rows.append([stage.modelled(policy, bare), float(stage.parameters)])
+            rows.append([*bare, float(stage.parameters)])
             missing.append(max(1e-6, stage.measured(policy) - stage.modelled(policy, known)))
-        factors[name], weights[name] = _fit(rows, missing)
-        factors[name] = max(0.5, min(4.0, factors[name]))
+        *found, weights[name] = _fit(rows, missing)
+        factors |= {part: max(0.5, min(4.0, factor)) for part, factor in zip(wanted, found, strict=True)}
     per_value, per_tensor = rates["optimizer"]
     first = stages[0]
-    alone = per_value * first.parameters + per_tensor * len(list(first.model.parameters()))
+    alone_s = per_value * first.parameters + per_tensor * len(list(first.model.parameters()))
     return {
-        "in_situ": {**factors, "optimizer": max(0.5, min(4.0, first.update_s / alone))},
+        "in_situ": {**factors, "optimizer": max(0.5, min(4.0, first.update_s / alone_s))},
         "weights": weights,
     }
 

@@ -339,7 +339,7 @@ def _verdict(
     if kind == "recurrent":
         return True, "recurrent layer: one dtype for all its gates, bf16 or fp16; no library trains it in 8 bits"
     if kind == "conv":
-        return True, "convolution: bf16 or fp16; no training library runs it in FP8"
+        return True, "convolution: bf16 or fp16; no library trains it in 8 bits"
     return True, f"matrix product with a weight of its own{frozen}"
 
 
