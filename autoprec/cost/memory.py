@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -85,6 +85,7 @@ def memory_estimate(
     shards: int = 1,
     gpu: bool = False,
     script: float | None = None,
+    wide: Collection[str] = ("norm",),
 ) -> MemoryEstimate | None:
     """Return the modelled bytes of one step; None when the report counted no memory.
 
@@ -92,7 +93,7 @@ def memory_estimate(
         scale, parameters: of the model whose memory is asked.
         shards: devices that share parameters, gradients and optimizer state.
         gpu: quantised layers keep their 8-bit weights from forward to backward.
-        script: see :func:`autoprec.cost.saved.saved_bytes`.
+        script, wide: see :func:`autoprec.cost.saved.saved_bytes`.
     """
     seen = report.memory
     if not seen:
@@ -105,7 +106,7 @@ def memory_estimate(
         (stored - before) * parameters / shards if seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0) else 0.0
     )
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
-    saved, casts = saved_bytes(report, plans, activations, gpu=gpu, script=script)
+    saved, casts = saved_bytes(report, plans, activations, gpu=gpu, script=script, wide=wide)
     return MemoryEstimate(
         parameters=seen.get("parameters", 0) * grown,
         gradients=seen.get("gradients", 0) * grown * lean,

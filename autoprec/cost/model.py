@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -273,6 +273,7 @@ class CostModel:
         *,
         activations: str = "keep",
         attention: str = "keep",
+        norm: str = "fp32",
         optimizer: OptimizerPolicy | None = None,
     ) -> StepEstimate:
         """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype."""
@@ -286,6 +287,7 @@ class CostModel:
         rest = self.rest(activations, attention)
         state = optimizer or OptimizerPolicy()
         update = self._update_seconds(state)
+        wide = tuple(name for name, dtype in (("attention", attention), ("norm", norm)) if dtype == "fp32")
         gaps = 0.0 if self._cpu else rest.kernels * self.rates.launch_us * 1e-6
         others = sum(rest.seconds.values()) + gaps + update
         device = gemm + cast + others
@@ -298,7 +300,7 @@ class CostModel:
             time_ms=total * 1e3,
             low_ms=total * (1.0 - min(0.9, width)) * 1e3,
             high_ms=total * (1.0 + width) * 1e3,
-            memory_bytes=self._memory_bytes(plans, activations, state),
+            memory_bytes=self._memory_bytes(plans, activations, state, wide),
             breakdown={key: value * 1e3 for key, value in breakdown.items()},
             label=self.label,
         )
@@ -309,8 +311,12 @@ class CostModel:
         *,
         activations: str = "keep",
         optimizer: OptimizerPolicy | None = None,
+        wide: Collection[str] = ("norm",),
     ) -> MemoryEstimate | None:
-        """Return the modelled bytes of one step by purpose; None when the report counted no memory."""
+        """Return the modelled bytes of one step by purpose; None when the report counted no memory.
+
+        ``wide``: what stays in float32 under autocast; see :func:`autoprec.cost.saved.saved_by_rules`.
+        """
         state = optimizer or OptimizerPolicy()
         gpu = not self.target.is_cpu
         if self._saved_as_written is None:
@@ -325,13 +331,16 @@ class CostModel:
             shards=self.shards,
             gpu=gpu,
             script=self._saved_as_written,
+            wide=wide,
         )
 
-    def _memory_bytes(self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy) -> int:
-        key = (*(self._plan_key(plans.get(name, _KEEP)) for name in self._layers), activations, state)
+    def _memory_bytes(
+        self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy, wide: tuple[str, ...]
+    ) -> int:
+        key = (*(self._plan_key(plans.get(name, _KEEP)) for name in self._layers), activations, state, wide)
         found = self._memory.get(key)
         if found is None:
-            modelled = self.memory(plans, activations=activations, optimizer=state)
+            modelled = self.memory(plans, activations=activations, optimizer=state, wide=wide)
             found = self._memory[key] = modelled.total if modelled else 0
         return found
 
@@ -340,7 +349,8 @@ class CostModel:
 
     def _update_seconds(self, state: OptimizerPolicy) -> float:
         if self._cpu is not None:
-            return self._cpu.update_seconds(self.parameters, 3.0 * len(self._layers) * self.scale.depth)
+            tensors = 3.0 * len(self._layers) * self.scale.depth
+            return self._cpu.update_seconds(self.parameters, tensors, fused=self.report.fused_update)
         moved = self.parameters / self.shards * optimizer_bytes(state)[1] * (1.0 if self.compiled else 1.6)
         return moved / (self.target.bandwidth * self.rates.bandwidth)
 

@@ -9,7 +9,7 @@ their input add the converted copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -268,12 +268,18 @@ def _result(walk: _Walk, index: int, operator: Operator, layer: Layer | None, na
 
 
 def saved_by_rules(
-    report: GraphReport, plans: Mapping[str, LayerPlan], activations: str, *, gpu: bool = False
+    report: GraphReport,
+    plans: Mapping[str, LayerPlan],
+    activations: str,
+    *,
+    gpu: bool = False,
+    wide: Collection[str] = ("norm",),
 ) -> tuple[float, float]:
     """Return the bytes that the rules say a step saves: activations, and copies of weights.
 
     On a GPU a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
-    emulation quantises the weight again where its scales lie along the contraction.
+    emulation quantises the weight again where its scales lie along the contraction. ``wide`` names what a policy keeps
+    in float32 under autocast (attention, norm); on a GPU autocast itself keeps norms.
     """
     by_weight = {layer.weight: layer for layer in report.layers}
     by_name = {layer.name: layer for layer in report.layers}
@@ -282,6 +288,7 @@ def saved_by_rules(
     walk = _Walk(plans, activations, gpu, _BYTES.get(activations, 0.0))
     # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
     walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
+    walk.wide_attention, walk.wide_norms = "attention" in wide, gpu or "norm" in wide
     walk.layer_modules = frozenset(row.module for row in report.operators if row.cls == "gemm")
     walk.counted = any(any(row.out_saved) for row in report.operators)
     for index, operator in enumerate(report.operators):
@@ -310,6 +317,7 @@ def saved_bytes(
     *,
     gpu: bool = False,
     script: float | None = None,
+    wide: Collection[str] = ("norm",),
 ) -> tuple[int, int]:
     """Return the modelled bytes saved for backward, and how many of them are copies of weights.
 
@@ -319,10 +327,11 @@ def saved_bytes(
         plans: layer -> plan; layers not named keep the script's dtype.
         activations: autocast dtype around the model, or keep.
         script: what the rules say of the script as written, where the caller knows it already.
+        wide: see :func:`saved_by_rules`.
     """
     counted = report.memory.get("saved_for_backward", 0)
     if not counted:
         return 0, 0
-    values, weights = saved_by_rules(report, plans, activations, gpu=gpu)
+    values, weights = saved_by_rules(report, plans, activations, gpu=gpu, wide=wide)
     before = sum(saved_by_rules(report, {}, "keep", gpu=gpu)) if script is None else script
     return max(0, round(counted + values + weights - before)), round(weights)

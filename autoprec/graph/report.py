@@ -131,6 +131,7 @@ class GraphReport:
     bytes of parameters, gradients, optimizer state and tensors saved for backward. ``root_called`` is False where the
     script calls the model's parts, and never the model: what surrounds its forward cannot be changed there. ``held`` is
     the share of the parameters that one rank holds, whose memory this is (FSDP2, tensor parallelism).
+    ``fused_update`` says that an optimizer updates with ``fused=True``.
     """
 
     model: dict[str, Any]
@@ -145,6 +146,7 @@ class GraphReport:
     source: str = "real"
     root_called: bool = True
     held: float = 1.0
+    fused_update: bool = False
 
     @property
     def tunable(self) -> tuple[Layer, ...]:
@@ -178,6 +180,7 @@ class GraphReport:
             "source": self.source,
             "root_called": self.root_called,
             "held": self.held,
+            "fused_update": self.fused_update,
         }
 
     @classmethod
@@ -209,6 +212,7 @@ class GraphReport:
             source=document["source"],
             root_called=document.get("root_called", True),
             held=document.get("held", 1.0),
+            fused_update=document.get("fused_update", False),
         )
 
 

@@ -56,6 +56,7 @@ class ModelledSteps:
                 self.problem.plans(params),
                 activations=policy.activations,
                 attention=policy.operators.attention,
+                norm=policy.operators.norm,
                 optimizer=policy.optimizer,
             )
         return self._known[key]

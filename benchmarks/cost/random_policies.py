@@ -45,7 +45,9 @@ from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.setup import ModelledSteps
 from benchmarks.cost.cpu_models import MODELS
-from benchmarks.search.by_hand import make
+from benchmarks.search.by_hand import FOLDER, make
+
+sys.path.insert(0, str(FOLDER))
 
 SCRIPTS = ("gpt", "tab", "lstm", "vit 192x4")
 TIME_GOAL, MEMORY_GOAL, SHARE_GOAL = 0.08, 0.10, 0.90

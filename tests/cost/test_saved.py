@@ -128,6 +128,24 @@ def test_modelled_bytes_are_what_autograd_saves(name: str, policy: str, monkeypa
     assert 0 <= copies <= modelled
 
 
+@pytest.mark.parametrize("attention", ["keep", "fp32"])
+@pytest.mark.parametrize("norm", ["keep", "fp32"])
+def test_what_a_policy_keeps_in_float32_is_saved_so(attention: str, norm: str) -> None:
+    make, shape = MODELS["gated transformer"]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(*shape)
+    before = record(model, x)
+    policy = Policy(
+        recipes={"r": R["bf16"]}, default="r", activations="bf16", operators={"attention": attention, "norm": norm}
+    )
+    apply_policy(policy, model)
+    measured = record(model, x).memory["saved_for_backward"]
+    remove_policy(model)
+    wide = [name for name, dtype in (("attention", attention), ("norm", norm)) if dtype == "fp32"]
+    plans = resolve(policy, [layer.name for layer in before.tunable])
+    assert saved_bytes(before, plans, "bf16", wide=wide)[0] == pytest.approx(measured, rel=0.03)
+
+
 def test_the_script_as_written_is_what_was_counted() -> None:
     make, shape = MODELS["mlp"]
     report = record(make(), torch.randn(*shape))

@@ -50,9 +50,7 @@ FALLBACK: dict[str, Any] = {
     },
     "reduction": {"fp32": [5e-11, 5e-6], "bf16": [1e-10, 5e-6]},
     "casts": {"down": [8e-10, 4e-6], "up": [8e-10, 4e-6]},
-    "emulated": {
-        name: [8e-9, 5e-5] for name in ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
-    },
+    "emulated": {name: [8e-9, 5e-5] for name in ("fp8_row", "mxfp8", "nvfp4")},
     "integer": {"row": [1e-9, 3e-5], "tensor": [1e-9, 3e-5]},
     "convolution": {"fp32": 1.5, "bf16": 1.5},
     "attention": {
@@ -62,6 +60,7 @@ FALLBACK: dict[str, Any] = {
         for form in ("fp32", "bf16")
     },
     "optimizer": [5e-9, 7e-5],
+    "fused_optimizer": [1e-9, 1e-5],
     "dispatch": 3e-6,
     "weights": {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0},
     "in_situ": {"fp32": 1.0, "rest": 1.0, "bf16": 1.0, "int8": 1.0, "emulated": 1.0, "optimizer": 1.0},
@@ -207,6 +206,8 @@ class CpuCost:
                 added = fixed + per_value * sum(work.elements(operand) for operand in operands)
                 added += work.elements("weight") * self.rates["weights"][form] if gemm == "wgrad" else 0.0
                 cast += added * self.in_situ[form]
+                if not wide and gemm != "wgrad":  # its float32 sums are narrowed to what surrounds the layer
+                    cast += self._cast("down", work.elements("grad_output" if gemm == "fprop" else "input"))
                 continue
             emulated = recipe is not None and (recipe.scaled or form in ("fp16", "tf32"))
             low = form == "bf16" or emulated
@@ -290,6 +291,6 @@ class CpuCost:
         """Return the time of operators that move nothing."""
         return float(views * self.rates["dispatch"]) * self.in_situ["rest"]
 
-    def update_seconds(self, parameters: float, tensors: float) -> float:
-        per_value, per_tensor = self.rates["optimizer"]
+    def update_seconds(self, parameters: float, tensors: float, *, fused: bool) -> float:
+        per_value, per_tensor = self.rates["fused_optimizer" if fused else "optimizer"]
         return float(parameters * per_value + tensors * per_tensor) * self.in_situ["optimizer"]

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,8 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 
 _SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (256, 512, 512), (768, 384, 384))
 #: Tensors of pointwise work, and how many of each there are: a step's do not fit the caches.
-_PASSES, _COPIES = ((32, 128), (512, 256), (512, 1024)), 6
-_FAMILIES = {
-    "fp8_tensor": "fp8_tensorwise",
-    "fp8_delayed": "fp8_delayed",
-    "fp8_row": "fp8_rowwise",
-    "fp8_block": "fp8_block",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
+_PASSES, _COPIES = ((32, 128), (512, 256), (768, 1024)), 10
+_FAMILIES = {"fp8_row": "fp8_rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 _INTEGER = {"row": "int8", "tensor": "int8_tensor"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -61,7 +54,7 @@ def _best(run: Callable[[], Any], repeats: int = 3, floor: float = 1e-4) -> floa
     return best
 
 
-def _apart(runs: list[Callable[[], Any]]) -> float:
+def _apart(runs: Sequence[Callable[[], Any]]) -> float:
     """Return the CPU time of one of several like calls, none of which finds its tensors in the caches.
 
     As in a step: each has memory of its own to read, and its result is kept while the others run.
@@ -274,14 +267,14 @@ def _attention() -> dict[str, dict[str, dict[str, list[float]]]]:
     return out
 
 
-def _optimizer() -> list[float]:
-    """Return seconds per (parameter, tensor) of a default AdamW step."""
+def _optimizer(*, fused: bool) -> list[float]:
+    """Return seconds per (parameter, tensor) of an AdamW step, in one kernel for all tensors or as is the default."""
     rows, times = [], []
     for count, size in ((20, 1_000), (4, 60_000), (2, 400_000)):
         values = [torch.nn.Parameter(torch.randn(size)) for _ in range(count)]
         for value in values:
             value.grad = torch.randn(size)
-        optimizer = torch.optim.AdamW(values, lr=1e-3)
+        optimizer = torch.optim.AdamW(values, lr=1e-3, fused=fused)
         rows.append([float(size * count), float(count)])
         times.append(_best(optimizer.step, repeats=2))
     return _fit(rows, times)
@@ -420,7 +413,8 @@ def measure() -> dict[str, Any]:
         "integer": _scaled(gemms, _INTEGER, "int8", larger=3),
         "convolution": _convolution(gemms),
         "attention": _attention(),
-        "optimizer": _optimizer(),
+        "optimizer": _optimizer(fused=False),
+        "fused_optimizer": _optimizer(fused=True),
         "dispatch": _dispatch(),
     }
     out |= _in_situ(out)

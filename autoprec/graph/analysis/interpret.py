@@ -151,4 +151,5 @@ def interpret(
         source=trace.source,
         root_called=bool(trace.calls_of.get("")),
         held=names.held(),
+        fused_update=any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups),
     )

@@ -124,6 +124,13 @@ def test_int8_runs_on_its_own_units_with_the_casts_of_its_scales() -> None:
     assert row < seconds(LayerPlan(fprop=R["int8"], dgrad=R["int8"])) < seconds(LayerPlan())
 
 
+def test_int8_sums_are_narrowed_where_the_rest_is_in_16_bits() -> None:
+    plan = LayerPlan.uniform(R["int8"])
+    values = WORK.elements("grad_output") + WORK.elements("input")
+    per_value, fixed = RATES["casts"]["down"]
+    assert seconds(plan, "bf16") - seconds(plan) == pytest.approx(values * per_value + 2 * fixed)
+
+
 def test_rates_under_other_instructions_are_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {cache_file()}
     for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
@@ -151,7 +158,9 @@ def test_the_rest_of_a_step(tiny: GraphReport) -> None:
     assert pinned.seconds["attention"] == plain.seconds["attention"]
     more = COST.rest_cost(fp32.operators, CostScale(tokens=4), activations="keep", attention="keep")
     assert more.seconds["pointwise"] > 2 * plain.seconds["pointwise"]
-    assert COST.update_seconds(1e6, 10) > COST.update_seconds(1e5, 10) > 0
+    for fused in (False, True):
+        assert COST.update_seconds(1e6, 10, fused=fused) > COST.update_seconds(1e5, 10, fused=fused) > 0
+    assert COST.update_seconds(1e6, 10, fused=True) < COST.update_seconds(1e6, 10, fused=False)
     assert COST.overhead_seconds(100) == pytest.approx(3e-4)
 
 
