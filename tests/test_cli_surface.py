@@ -12,7 +12,7 @@ SURFACE = {
     "demo": "",
     "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden])
     + " --dry-run --json --quiet --verbose",
-    "inspect": "--json --passes --rules --save --sensitivity --space --target",
+    "inspect": "--json --passes --save --sensitivity --space --target",
     "estimate": "--batch --cost-scale --eager --json --seq --space --sweep --target",
     "run": "--audit --backend --policy",
     "check": "--backend --json --numerics --policy --sensitivity --steps --strict",

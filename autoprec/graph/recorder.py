@@ -11,7 +11,6 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from math import prod
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.graph.analysis.modules import ModelNames, on_this_rank
-from autoprec.graph.analysis.rules import Rules, load_rules
+from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
@@ -162,22 +161,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages.release()
         self._known.clear()
 
-    def report(self, rules: Rules | Path | str | None = None) -> GraphReport:
-        """Interpret the record: classes, layers, groups, FLOPs, memory (see :mod:`autoprec.graph.analysis.interpret`).
-
-        Args:
-            rules: rules, or a rules file that extends the built-in ones.
-        """
+    def report(self) -> GraphReport:
+        """Interpret the record: classes, layers, groups, FLOPs and memory."""
         from autoprec.graph.analysis.interpret import interpret
 
-        chosen = rules if isinstance(rules, Rules) else load_rules(rules)
-        return interpret(self.trace, self.names, chosen, self.optimizers)
-
-    def graph(self, rules: Rules | Path | str | None = None) -> torch.fx.Graph:
-        """Return the step as a ``torch.fx.Graph`` (see :mod:`autoprec.graph.fxgraph`)."""
-        from autoprec.graph.fxgraph import to_fx
-
-        return to_fx(self.trace, self.report(rules))
+        return interpret(self.trace, self.names, builtin_rules(), self.optimizers)
 
     # -- modules --------------------------------------------------------------------------------------------------
 
@@ -360,9 +348,8 @@ def record_step(
     step: Callable[[], Any],
     *,
     optimizers: Sequence[torch.optim.Optimizer] = (),
-    rules: Rules | Path | str | None = None,
 ) -> GraphReport:
     """Record what ``step()`` does (forward and backward, no optimizer step) and interpret it."""
     with StepRecorder(model, optimizers=optimizers) as recorder:
         step()
-    return recorder.report(rules)
+    return recorder.report()

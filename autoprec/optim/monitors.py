@@ -7,13 +7,11 @@ run. Gradient errors do not see it either. So a few steps of every trial are wat
 ``lost_state_updates``  the same for the second moment: 1 when it is frozen;
 ``flushed_state``       share of second moments that are zero although the gradient is not (they divide by epsilon);
 ``saturation``          share of stored codes at the format's largest value beyond the one per scale that is meant;
-``update_ratio``        RMS of the intended weight change over RMS of the weights: what two runs can be compared by;
 ``skipped_steps``       steps the guard or the loss scaler left out.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,47 +23,44 @@ from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
 from autoprec.optim.tensor import StoredTensor, decoded
 
-#: What a healthy run stays below (measured: docs/state.md).
-LIMITS: dict[str, float] = {
-    "lost_updates": 0.10,
-    "lost_state_updates": 0.25,
-    "flushed_state": 1e-3,
-    "saturation": 0.5,  # scales come from the tensor itself: only near-constant values crowd the top code
-    "skipped_share": 0.05,
+#: What a healthy run stays below (measured: docs/state.md), and what is wrong beyond it.
+LIMITS: dict[str, tuple[float, str]] = {
+    "lost_updates": (0.10, "of the weight updates are lost in rounding"),
+    "lost_state_updates": (0.25, "of the second moment's updates are lost: it stalls"),
+    "flushed_state": (1e-3, "of the second moments are flushed to zero"),
+    # scales come from the tensor itself: only near-constant values crowd the top code
+    "saturation": (0.5, "of the stored values are saturated"),
+    "skipped_share": (0.05, "of the steps were skipped"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """Means over the watched steps; NaN where nothing could be measured."""
+    """Means over the watched steps."""
 
     lost_updates: float = 0.0
     lost_state_updates: float = 0.0
     flushed_state: float = 0.0
     saturation: float = 0.0
-    update_ratio: float = math.nan
     skipped_steps: int = 0
     steps: int = 0
     watched: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form; NaN becomes null."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        """Return the JSON form."""
+        return asdict(self)
+
+    @property
+    def _shares(self) -> dict[str, float]:
+        return asdict(self) | {"skipped_share": self.skipped_steps / max(self.steps, 1)}
 
     def problems(self) -> list[str]:
         """Return what is wrong, each in a sentence; empty for a healthy run."""
-        skipped = self.skipped_steps / max(self.steps, 1)
-        found = {
-            "lost_updates": (self.lost_updates, "of the weight updates are lost in rounding"),
-            "lost_state_updates": (self.lost_state_updates, "of the second moment's updates are lost: it stalls"),
-            "flushed_state": (self.flushed_state, "of the second moments are flushed to zero"),
-            "saturation": (self.saturation, "of the stored values are saturated"),
-            "skipped_share": (skipped, "of the steps were skipped"),
-        }
+        found = self._shares
         return [
-            f"{value:.1%} {text} (limit {LIMITS[name]:.1%})"
-            for name, (value, text) in found.items()
-            if value > LIMITS[name]
+            f"{found[name]:.1%} {text} (limit {limit:.1%})"
+            for name, (limit, text) in LIMITS.items()
+            if found[name] > limit
         ]
 
     def penalty(self) -> float:
@@ -73,15 +68,8 @@ class StateReport:
 
         It has the unit of divergence (relative), so that a stalled or flushed state cannot win by a lower loss.
         """
-        skipped = self.skipped_steps / max(self.steps, 1)
-        excess = [
-            self.lost_updates - LIMITS["lost_updates"],
-            self.lost_state_updates - LIMITS["lost_state_updates"],
-            self.flushed_state - LIMITS["flushed_state"],
-            self.saturation - LIMITS["saturation"],
-            skipped - LIMITS["skipped_share"],
-        ]
-        return max(0.0, *excess)
+        found = self._shares
+        return max(0.0, *(found[name] - limit for name, (limit, _) in LIMITS.items()))
 
 
 @dataclass
@@ -94,7 +82,6 @@ class _Sums:
     seen: int = 0
     saturated: int = 0
     codes: int = 0
-    ratio: float = 0.0
     watched: int = 0
 
 
@@ -149,18 +136,15 @@ class StateMonitor:
         if not before or skipped_steps(self.optimizer) != self._skipped:
             self._skipped = skipped_steps(self.optimizer)
             return
-        size = 0.0
         shares = [0.0, 0.0, 0.0, 0.0]
         for parameter, weight, second, gradient in before:
             after = self._exact(parameter)
-            size += float(weight.square().sum(dtype=torch.float64))
             found = self._compare(parameter, weight, after, second, gradient)
             shares = [total + more for total, more in zip(shares, found, strict=True)]
         if shares[1]:
             self._sums.weights.append(shares[0] / shares[1])
         if shares[3]:
             self._sums.seconds.append(shares[2] / shares[3])
-        self._sums.ratio += math.sqrt(shares[1] / size) if size else 0.0
         self._sums.watched += 1
 
     def _compare(
@@ -197,7 +181,6 @@ class StateMonitor:
             lost_state_updates=_lost(s.seconds),
             flushed_state=s.flushed / s.seen if s.seen else 0.0,
             saturation=s.saturated / s.codes if s.codes else 0.0,
-            update_ratio=s.ratio / s.watched if s.watched else math.nan,
             skipped_steps=skipped_steps(self.optimizer),
             steps=self.steps,
             watched=s.watched,

@@ -62,7 +62,7 @@ def main() -> None:
         print(f"{table['passes']} forward and backward passes, {time.monotonic() - began:.0f} s")
         print(f"{measured} numbers measured singly, the others shared out of measured sums")
         print(f"measured / predicted error of {fit['count']} mixes: {fit['ratio']:.2f}, within {fit['spread']:.2f}")
-        print(f"gradient noise {table['noise']:.3f}; bf16 weights would not take {table['lost_updates']:.0%} of a step")
+        print(f"gradient noise {table['noise']:.3f}")
 
 
 if __name__ == "__main__":

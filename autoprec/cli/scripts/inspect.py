@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -67,7 +67,6 @@ def _step(words: tuple[str, ...]) -> GraphReport:
 
 
 @script_command("inspect")
-@click.option("--rules", type=click.Path(path_type=Path), help="Operator rules that extend the built-in ones.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
 @click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
 @click.option("--passes", default=60, show_default=True, metavar="N", type=click.IntRange(min=2),
@@ -77,7 +76,6 @@ def _step(words: tuple[str, ...]) -> GraphReport:
 @options.as_json("Everything")
 def inspect(
     script: tuple[str, ...],
-    rules: Path | None,
     save: Path | None,
     sensitivity: bool,
     passes: int,
@@ -91,20 +89,16 @@ def inspect(
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
     """
     from autoprec.cli.console import print_json
-    from autoprec.graph.analysis.rules import load_rules, reclassify
     from autoprec.graph.report import MAX_GRAPH_BYTES
     from autoprec.support.files import check_kind, holds_keys, write_atomic
 
     if sensitivity:
         print_sensitivity(script, target, space, passes, as_json=as_json)
         return
-    chosen: Any = load_rules(rules) if rules is not None else None  # a bad file is refused before the script starts
     if save is not None:
         ours = holds_keys("operators", "layers")
         check_kind(save, "a recorded step", ours, option="--save", most_bytes=MAX_GRAPH_BYTES)
     report = _step(script)
-    if chosen is not None:
-        report = reclassify(report, chosen)
     if save is not None:
         write_atomic(save, json.dumps(report.to_json()))
     if as_json:

@@ -90,10 +90,6 @@ def _print(table: SensitivityTable) -> None:
         echo("below 0.1 of the noise harmless, from 0.35 always bad in a long run")
     for name, value in table.parameters.items():
         echo(f"{name} adds {value**0.5:.4f} beyond the layers' own")
-    if table.lost_updates is not None:
-        echo(f"weights kept in bf16 would not take {table.lost_updates:.0%} of a step's update (by magnitude)")
-    for name, share in table.lost_state.items():
-        echo(f"{name} kept in bf16, rounded to nearest, would not take {share:.0%} of a step's change")
     if table.hardly_moved:
         echo(unmoved(table.hardly_moved))
     fit = table.misfit

@@ -50,7 +50,7 @@ def _operators(
     rows, saved = [], dict(trace.saved)
     for call in trace.calls:
         cls = links.classes[call.index]
-        about = rules.describe(cls)
+        about = rules.classes[cls]
         role, weight = roles.get(call.index, ("", ""))
         pattern = part_of.get(call.index, "")
         written = f" (part of a hand-written {pattern})" if pattern and cls != "attention" else ""
@@ -107,7 +107,7 @@ def _batch(trace: Trace, links: Links) -> dict[str, int]:
 def _notes(trace: Trace, links: Links) -> list[str]:
     notes = list(trace.notes)
     for op, count in links.unknown.items():
-        notes.append(f"{op}: {count} calls of an operator without a rule; treated as opaque (extend with --rules)")
+        notes.append(f"{op}: {count} calls of an operator without a rule; treated as opaque")
     if links.unmatched:
         notes.append(f"{len(links.unmatched)} backward matrix products could not be mapped to a forward layer")
     if not trace.calls_of.get(""):

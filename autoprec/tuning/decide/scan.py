@@ -67,7 +67,6 @@ class SensitivityScan:
         self._families = families(problem)
         self._rows: dict[str, dict[str, Any]] = {}
         self._noise: float | None = None
-        self._lost: dict[str, Any] = {}
         self._hardly_moved: list[str] | None = None
         self._asked: set[str] = set()
         self._rounds = 0
@@ -102,8 +101,6 @@ class SensitivityScan:
             self._rows[str(row["id"])] = row
         self.unanswered = len(self._asked - self._rows.keys())
         for payload in payloads:
-            if not self._lost and payload.get("lost_updates") is not None:
-                self._lost = {name: payload.get(name) for name in ("lost_updates", "lost_state")}
             still = payload.get("hardly_moved", ())
             before = still if self._hardly_moved is None else self._hardly_moved
             self._hardly_moved = [name for name in before if name in still]  # on no batch at all
@@ -111,7 +108,7 @@ class SensitivityScan:
             self._noise = float(noise) if self._noise is None and noise is not None else self._noise
 
     def table(self) -> SensitivityTable:
-        payload = {"probes": list(self._rows.values()), "gradient_noise": self._noise, **self._lost}
+        payload: dict[str, Any] = {"probes": list(self._rows.values()), "gradient_noise": self._noise}
         payload["hardly_moved"] = self._hardly_moved or ()
         return replace(SensitivityTable.from_probes(self.problem, payload), passes=self.passes)
 

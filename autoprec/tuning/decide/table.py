@@ -118,9 +118,6 @@ class SensitivityTable:
         misfit: the check of additivity; predictions are multiplied by its ratio.
         measured: ``[G, C]`` True where a probe asked about this group alone, False where a sum was shared out.
         passes: forward and backward passes it took.
-        lost_updates: share of one optimizer step that weights kept in bfloat16 would not take (rounding to nearest);
-            None when it was not measured.
-        lost_state: state of the optimizer (``exp_avg_sq``) -> the same share of one step's change of it.
         hardly_moved: layers whose weights had hardly any gradient: their errors say nothing of later training.
     """
 
@@ -132,8 +129,6 @@ class SensitivityTable:
     misfit: Misfit = Misfit()
     measured: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     passes: int = 0
-    lost_updates: float | None = None
-    lost_state: dict[str, float] = field(default_factory=dict)
     hardly_moved: tuple[str, ...] = ()
 
     @classmethod
@@ -172,8 +167,6 @@ class SensitivityTable:
             noise=float(noise) if noise is not None and math.isfinite(noise) and noise > 0 else None,
             measured=measured,
             passes=len(payload.get("probes", ())) + 1,
-            lost_updates=payload.get("lost_updates"),
-            lost_state=dict(payload.get("lost_state") or {}),
             hardly_moved=tuple(payload.get("hardly_moved", ())),
         )
         return table._with_misfit(problem, mixed)
@@ -233,8 +226,6 @@ class SensitivityTable:
             "misfit": asdict(self.misfit),
             "measured": self.measured.tolist() if self.measured is not None else None,
             "passes": self.passes,
-            "lost_updates": self.lost_updates,
-            "lost_state": self.lost_state,
             "hardly_moved": list(self.hardly_moved),
         }
 
@@ -252,8 +243,6 @@ class SensitivityTable:
             misfit=Misfit(**document["misfit"]),
             measured=np.array(measured, dtype=bool) if measured is not None else None,
             passes=document["passes"],
-            lost_updates=document.get("lost_updates"),
-            lost_state=dict(document.get("lost_state", {})),
             hardly_moved=tuple(document.get("hardly_moved", ())),
         )
 

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from autoprec.graph.analysis.linking import link
-from autoprec.graph.analysis.rules import load_rules
+from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.recorder import StepRecorder
 
 
 def links(model, step):
     with StepRecorder(model) as recorder:
         step()
-    return link(recorder.trace, recorder.names, load_rules())
+    return link(recorder.trace, recorder.names, builtin_rules())
 
 
 def roles(found):

@@ -121,8 +121,6 @@ def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureReque
         assert rows["none"]["gradient_error"] == 0.0
         assert 0 < rows["bf16"]["gradient_error"] < 0.1 or kind == "autocast"
         assert scan.payload["gradient_noise"] > 0.05
-        assert scan.payload["lost_updates"] is None or 0 <= scan.payload["lost_updates"] <= 1
-        assert all(0 <= share <= 1 for share in scan.payload["lost_state"].values())
     assert [p.name for p in (tmp_path / "user").iterdir()] == ["existing.txt"]
     assert (tmp_path / "user" / "existing.txt").read_text() == "precious\n"
 

@@ -25,7 +25,7 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
-from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
+from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import Probe, TrialSpec
 
 
@@ -53,9 +53,7 @@ class Replay(Events):
         self._loss = self._batch_loss = 0.0
         self._rows: list[dict[str, Any]] = []
         self._weights: Weights | None = None
-        self._state: StateSample | None = None
         self._hardly_moved: list[str] = []
-        self._lost: dict[str, Any] = {"lost_updates": None, "lost_state": {}}
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Begin inside a training forward: this very call is the first of the recorded step."""
@@ -89,9 +87,6 @@ class Replay(Events):
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._weights is not None:  # from the first complete gradients on, weights stay as they are
-            if self._state is not None and math.isfinite(lost := self._weights.lost_in_bf16()):
-                self._lost = {"lost_updates": lost, "lost_state": self._state.lost_in_bf16()}
-                self._state = None
             self._weights.restore(optimizer)
 
     def _ready(self) -> None:
@@ -101,7 +96,7 @@ class Replay(Events):
         if self._batch == 0:
             self._loss = self._batch_loss
             self._probe_all()
-            self._weights, self._state = Weights(self._found), StateSample(self._found)
+            self._weights = Weights(self._found)
         self._batch += 1
         self._batch_loss, self._unclip = 0.0, {}
         if self._batch >= NOISE_BATCHES or self._found.backward_only:
@@ -210,7 +205,6 @@ class Replay(Events):
                 "noise_batches": seen,
                 "hardly_moved": self._hardly_moved,
                 "reference_loss": self._loss,
-                **self._lost,
                 "method": "replay",
             }
         )

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +30,7 @@ from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import add_layer_of_probe, before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
-from autoprec.trial.inside.sensitivity.gradients import PIECE, Gradients, local_part, relative_error
+from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_error
 from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
@@ -56,62 +56,6 @@ class Weights:
             for parameter, value in self._kept:
                 if optimizer is None or id(parameter) in own:
                     parameter.copy_(value)
-
-    def lost_in_bf16(self) -> float:
-        """Return the share of the update since the copy that bfloat16 weights, rounded to nearest, would not take.
-
-        By magnitude: 0 when every weight moves, 1 when none does; NaN before any update.
-        """
-        return _lost_share((local_part(value), local_part(parameter)) for parameter, value in self._kept)
-
-
-class StateSample:
-    """Values of the optimizer's state tensors (moments), to see what one step changes in them."""
-
-    #: Values looked at per tensor: a share needs no more, and a copy of all state could be the last free gigabytes.
-    VALUES = 65_536
-
-    def __init__(self, found: Found) -> None:
-        self._kept = [
-            (name, value, self._sample(value).clone())
-            for optimizer in found.optimizers
-            for parameter, state in optimizer.state.items()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
-        ]
-
-    def _sample(self, value: torch.Tensor) -> torch.Tensor:
-        flat = local_part(value).detach().flatten()
-        return flat[:: max(1, flat.numel() // self.VALUES)]
-
-    def lost_in_bf16(self) -> dict[str, float]:
-        """Return, per name of state, the share of the change since then that bfloat16 state would not take.
-
-        A second moment that decays by 0.1 % a step hardly moves in bfloat16, whose values lie 0.4 to 0.8 % apart.
-        """
-        names = dict.fromkeys(name for name, _, _ in self._kept)
-        shares = {
-            name: _lost_share((before, self._sample(value)) for other, value, before in self._kept if other == name)
-            for name in names
-        }
-        return {name: share for name, share in shares.items() if math.isfinite(share)}
-
-
-def _lost_share(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the share, by magnitude, of the changes (before, after) that rounding to bfloat16 would swallow."""
-    total = lost = 0.0
-    with torch.no_grad():
-        for old, new in ((o, n) for pair in pairs for o, n in zip(*map(_pieces, pair), strict=True)):
-            before, change = old.float(), new.float() - old.float()
-            stored = before.bfloat16().float()
-            unmoved = (stored + change).bfloat16().float() == stored
-            total, lost = total + float(change.abs().sum()), lost + float(change.abs()[unmoved].sum())
-    return lost / total if total > 0 else float("nan")
-
-
-def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a tensor flat, in pieces that a temporary of each is small."""
-    return tuple(torch.split(tensor.detach().reshape(-1), PIECE))
 
 
 def hardly_moved(found: Found, squares: Sequence[float]) -> list[str]:
@@ -187,8 +131,6 @@ class Scan:
         self._batches = max(NOISE_BATCHES, spec.batches)
         self._gradients = Gradients(found.root_parameters, self._batches)
         self._beat, self._began = beat, time.monotonic()
-        self._lost: float | None = None
-        self._lost_state: dict[str, float] = {}
 
     def run(self) -> dict[str, Any] | None:
         """Return the payload in the process that scans, and None in a probe, which goes on into its forward."""
@@ -218,8 +160,6 @@ class Scan:
             "noise_batches": seen,
             "hardly_moved": hardly_moved(self._found, self._gradients.squares(0)),
             "reference_loss": answer["loss"],
-            "lost_updates": answer.get("lost_updates"),
-            "lost_state": answer.get("lost_state", {}),
         }
 
     # ---------------------------------------------------------------- processes
@@ -300,15 +240,10 @@ class Scan:
         def done(watch: _Watch) -> None:
             self._gradients.store(batch, watch.unclip)
             loss = watch.loss if batch == 0 else first_loss
-            answer = {
-                "batches": batch + 1,
-                "loss": loss,
-                "lost_updates": self._lost,
-                "lost_state": self._lost_state,
-            }
+            answer = {"batches": batch + 1, "loss": loss}
             if batch + 1 >= self._batches:
                 self._answer(writer, answer)
-            weights, state = Weights(self._found), StateSample(self._found) if self._lost is None else None
+            weights = Weights(self._found)
 
             def proceed() -> None:
                 self._reference(writer, batch + 1, loss)
@@ -316,21 +251,16 @@ class Scan:
             sys.excepthook = lambda *_: self._answer(writer, answer)  # fewer batches than asked: still an answer
             self._on_exit(lambda: self._answer(writer, answer))
 
-            def undo(optimizer: Optimizer | None = None) -> None:
-                if self._lost is None and math.isfinite(seen := weights.lost_in_bf16()):
-                    self._lost, self._lost_state = seen, state.lost_in_bf16() if state is not None else {}
-                weights.restore(optimizer)
-
             def again(*_: Any) -> None:
                 self._hooks.unwatch()
-                undo()
+                weights.restore()
                 proceed()
 
             if self._found.backward_only:  # the script updates after backward: undo at the next forward
                 self._hooks.events = Events()
                 self._hooks.watch(again)
             else:
-                self._hooks.events = _Between(self._hooks, undo, proceed)
+                self._hooks.events = _Between(self._hooks, weights.restore, proceed)
 
         self._hooks.events = _Watch(self._found, done)
 

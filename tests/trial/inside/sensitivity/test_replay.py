@@ -77,7 +77,6 @@ def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> 
     assert "nothing.*" in rows["wrong"]["failed"]
     assert found["noise_batches"] == 4
     assert 0.1 < found["gradient_noise"] < 10
-    assert 0 <= found["lost_updates"] <= 1
     changed = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
     assert not any(changed[1:]) or not autocast  # weights of the scan stay; the last update is the script's own
 
