@@ -90,7 +90,7 @@ def run_zoo(lines: list[str]) -> list[Row]:
     for name, build in models.items():
         start = time.process_time()
         try:
-            model, recorder, report, expected = record(build)
+            model, _, report, expected = record(build)
         except Exception as error:
             lines.append(f"| {name} | failed: {type(error).__name__} | | | | |")
             continue
