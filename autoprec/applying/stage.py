@@ -36,8 +36,7 @@ from autoprec.backends import Backend, choose
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.sharded import is_dtensor
-from autoprec.optim.weight_gather import is_sharded
+from autoprec.numerics.sharded import is_dtensor, is_sharded
 from autoprec.policy import LayerPlan, Policy, resolve
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -81,8 +81,6 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
             yield "wide", fprop.describe(), f"{fprop.format}: the product is rounded", rule.match
     for name, value in policy.stability.model_dump(exclude_defaults=True).items():
         yield "stability", f"stability.{name}: {value:g}", "nothing: the training loop must do it", ""
-    if policy.communication.weights != "keep":
-        yield "gather", "communication.weights: fp8", "weights are gathered as the stack does it", ""
     if policy.execution != "keep":
         by_hand = "as the script runs it: torch.compile is for the script to call"
         yield "execution", f"execution: {policy.execution}", by_hand, ""

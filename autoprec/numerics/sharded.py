@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoprec.errors import UnsupportedError
 
@@ -47,6 +47,16 @@ def rank() -> int:
 def is_dtensor(tensor: Any) -> bool:
     """Say whether a tensor is a DTensor; imports nothing."""
     return type(tensor).__name__ == "DTensor"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether FSDP2 gathers weights of a model before they are used."""
+    for module in model.modules():
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        if any(group is not None and group.fsdp_params for group in groups):
+            return True
+    return False
 
 
 def reduced(amax: Tensor, groups: tuple[str, ...]) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.optim.communication import GradientHook, find_distributed
-from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of, weight_gather_of
+from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of
 from autoprec.optim.tensor import StoredTensor
-from autoprec.optim.weight_gather import GatheredWeights, is_sharded
 from autoprec.policy import Policy
 
 _STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
@@ -40,19 +39,6 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
         return _entry(requested, requested, f"{rounded} rounded at the step, not stored (DDP)" if rounded else "")
     found = _held([p.grad for p in matrices], requested)
     return _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
-
-
-def _gathered(policy: Policy, found: GatheredWeights | None) -> dict[str, Any]:
-    """Audit what FSDP2 gathers: one weight that travels as it is makes a mismatch."""
-    requested = policy.communication.weights
-    if found is None:
-        alone = "the model is not under FSDP2: no weight is gathered"
-        return {"requested": requested, "executed": "-", "ok": True, "reason": alone}
-    if found.refused:
-        name, why = next(iter(found.refused.items()))
-        return _entry(requested, "keep", f"{len(found.refused)} weights travel as they are ({name}: {why})")
-    sent = f"{found.plain_bytes / found.sent_bytes:.2f} times fewer bytes than FP32" if found.sent_bytes else ""
-    return _entry(requested, requested if found.names else "keep", sent or "no layer multiplies in FP8")
 
 
 def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, dict[str, Any]]:
@@ -88,7 +74,6 @@ def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[st
     ]
 
 
-_WIRES = {"gradients": "communication", "weights": "communication.weights"}
 _NOT_WRAPPED = "no living optimizer of this model was wrapped: optimizer = policy.wrap_optimizer(optimizer)"
 _ALONE = "one process, or no DistributedDataParallel around the model: nothing goes over a wire that we hook"
 
@@ -102,7 +87,7 @@ def audit_optimizers(
     """
     asked: dict[str, Any] = policy.optimizer.model_dump(exclude_defaults=True)
     asked |= {"loss_scaling": policy.loss_scaling} if policy.loss_scaling != "none" else {}
-    asked |= {_WIRES[name]: value for name, value in policy.communication.model_dump(exclude_defaults=True).items()}
+    asked |= {"communication": wire} if (wire := policy.communication.gradients) != "fp32" else {}
     asked |= {
         f"stability.{name}": f"{value:g}" for name, value in policy.stability.model_dump(exclude_defaults=True).items()
     }
@@ -113,9 +98,9 @@ def audit_optimizers(
         for part, row in audit_optimizer(policy, optimizer, model).items():
             if part in asked and (part not in rows or not row["ok"]):
                 rows[part] = row
-    alone = find_distributed(model) is None and not is_sharded(model)
+    alone = find_distributed(model) is None
     for part in asked.keys() - rows.keys():
-        idle = alone and part in _WIRES.values()
+        idle = alone and part == "communication"
         why = _ALONE if idle else _NOT_WRAPPED
         rows[part] = {"requested": asked[part], "executed": "-", "ok": idle, "reason": why}
     return {f"optimizer.{part}": rows[part] for part in asked}
@@ -155,8 +140,6 @@ def audit_optimizer(
     else:  # the script's own scaler does it
         out["loss_scaling"] = _entry(policy.loss_scaling, "dynamic", scaler.inactive_reason)
     out |= _stability(policy, optimizer, model)
-    if policy.communication.weights != "keep":
-        out["communication.weights"] = _gathered(policy, weight_gather_of(optimizer))
     wrapper = None if model is None else find_distributed(model)
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)

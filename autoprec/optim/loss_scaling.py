@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autoprec.errors import UnsupportedError
+from autoprec.numerics.sharded import is_sharded
 from autoprec.optim.guard import before_update, gradient_norm
-from autoprec.optim.weight_gather import is_sharded
 from autoprec.support.living import living
 
 #: Attributes that every module has.

@@ -24,12 +24,10 @@ from autoprec.optim.guard import Stability, StepGuard
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, sgd_update
-from autoprec.optim.weight_gather import GatheredWeights, install_weight_gather
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy, StabilityPolicy
 
 _ATTRIBUTE, _SCALER, _STABILITY = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_stability"
-_GATHER = "_autoprec_weight_gather"
 _ADAM, _SGD = "adam", "sgd"
 
 
@@ -211,11 +209,6 @@ def stability_of(optimizer: torch.optim.Optimizer) -> Stability | None:
     return getattr(optimizer, _STABILITY, None)
 
 
-def weight_gather_of(optimizer: torch.optim.Optimizer) -> GatheredWeights | None:
-    """Return which weights are gathered in FP8 since ``wrap_optimizer``; None where nothing is sharded."""
-    return getattr(optimizer, _GATHER, None)
-
-
 def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the guards or our loss scaler left out (a script's own GradScaler not included)."""
     runtime, scaler, stability = runtime_of(optimizer), loss_scaler_of(optimizer), stability_of(optimizer)
@@ -311,8 +304,6 @@ def wrap_optimizer(
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
-    if isinstance(policy, Policy) and model is not None and policy.communication.weights != "keep":
-        setattr(optimizer, _GATHER, install_weight_gather(model, policy))
     if isinstance(policy, Policy) and policy.stability != StabilityPolicy():
         setattr(optimizer, _STABILITY, Stability.install(optimizer, policy.stability, model))
     if choice == OptimizerPolicy():
@@ -350,8 +341,6 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
         UnsupportedError, PolicyMismatchError: see :func:`wrap_optimizer`.
     """
     install_gradient_hook(model, policy.communication.gradients)
-    if weight_gather_of(optimizer) is not None:
-        setattr(optimizer, _GATHER, install_weight_gather(model, policy))
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     stored = OptimizerPolicy() if runtime is None else runtime.choice
     if stored == policy.optimizer and (scaler is not None) == (policy.loss_scaling == "dynamic"):
@@ -371,10 +360,6 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if stability is not None:
         stability.remove()
         delattr(optimizer, _STABILITY)
-    gather = weight_gather_of(optimizer)
-    if gather is not None:
-        gather.stop()
-        delattr(optimizer, _GATHER)
     runtime = runtime_of(optimizer)
     if runtime is None:
         return optimizer

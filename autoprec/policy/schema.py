@@ -99,13 +99,18 @@ class OptimizerPolicy(_Frozen):
 
 
 class CommunicationPolicy(_Frozen):
-    """What travels between ranks; reductions of low-precision gradients accumulate in FP32.
-
-    ``weights: fp8`` is for FSDP2: the weights of layers that multiply in FP8 are gathered as FP8 codes.
-    """
+    """What travels between ranks; reductions of low-precision gradients accumulate in FP32."""
 
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
-    weights: Literal["keep", "fp8"] = Field("keep", description="what FSDP2 gathers of the weights of FP8 layers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_gathered_weights(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "weights" not in data:
+            return data
+        if data["weights"] != KEEP:
+            warnings.warn("communication.weights is ignored: FSDP2 gathers weights as they are", stacklevel=2)
+        return {key: value for key, value in data.items() if key != "weights"}
 
 
 class StabilityPolicy(_Frozen):
@@ -364,8 +369,6 @@ class Policy(_Frozen):
         out |= {"default": self.default, "activations": self.activations}
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
-        if self.communication.weights == "keep":
-            del out["communication"]["weights"]
         if self.stability != StabilityPolicy():
             out["stability"] = self.stability.model_dump()
         out["loss_scaling"] = self.loss_scaling

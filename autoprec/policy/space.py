@@ -104,7 +104,6 @@ class CommunicationSpace(_Frozen):
     """Formats of communication that may be tried; the first is the default."""
 
     gradients: tuple[str, ...] = ("fp32",)
-    weights: tuple[str, ...] = ("keep",)
 
 
 class StabilitySpace(_Frozen):

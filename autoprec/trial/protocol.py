@@ -159,8 +159,8 @@ class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
-    ``compiled``: the script compiles its model, or a part of it, itself; ``sharded``: FSDP2 gathers its weights;
-    ``gpus``: how many its first process uses; ``passed_over``: models that are trained for a few steps before this one.
+    ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses;
+    ``passed_over``: models that are trained for a few steps before this one.
     """
 
     launch: str
@@ -172,7 +172,6 @@ class HostInfo:
     setup_s: float = 0.0
     notes: tuple[str, ...] = ()
     compiled: bool = False
-    sharded: bool = False
     gpus: int = 0
     passed_over: int = 0
 

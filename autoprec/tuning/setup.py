@@ -117,7 +117,6 @@ class Setup:
             space,
             cost.can_run,
             steps=_forwards(options, graph),
-            sharded=measured and host.sharded,
             backends=timed_backends(calibration, backend, compiled=compiled),
         )
         return cls(

@@ -16,11 +16,7 @@ from torch import nn
 from autoprec import Policy
 from autoprec.applying.policy import remove_policy
 from autoprec.applying.swap import execution_of
-from autoprec.optim.audit import audit_optimizer
-from autoprec.optim.codecs import BlockCodec
-from autoprec.optim.optimizer import rewrap_optimizer
-from autoprec.optim.weight_gather import is_sharded
-from autoprec.policy import CommunicationPolicy, LayerRule
+from autoprec.policy import LayerRule
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.warm import run_ranks
 
@@ -176,50 +172,6 @@ def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
     assert first["ddp"]["experts.1 grad_output e5m2"][0] not in (0.0, 1.0)
     shared = first["alone"].keys() & second["alone"].keys()
     assert all(first["alone"][key][0] != second["alone"][key][0] for key in shared if " weight " not in key)
-
-
-def _keep_weight(seen: list[torch.Tensor], layer: nn.Linear, _args: Any) -> None:
-    seen.append(layer.weight.detach().clone())
-
-
-def gathered(rank: int, how: str) -> dict[str, Any]:
-    """Losses with weights gathered in FP8, and the weights a forward saw."""
-    found: dict[str, Any] = {}
-    for weights in ("keep", "fp8"):
-        chosen = POLICY.model_copy(update={"communication": CommunicationPolicy(weights=weights)})
-        model = wrap(build(), how)
-        chosen.apply(model)
-        optimizer = chosen.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        found["sharded"] = is_sharded(model)
-        seen: list[torch.Tensor] = []
-        model[0].register_forward_pre_hook(partial(_keep_weight, seen))
-        found[weights] = train(model, rank, optimizer)
-        found[f"{weights} seen"] = seen[0]
-        found[f"{weights} audit"] = audit_optimizer(chosen, optimizer, model).get("communication.weights")
-        for later in ("keep", weights):  # as a phase goes over, and comes back
-            rewrap_optimizer(
-                optimizer, chosen.model_copy(update={"communication": CommunicationPolicy(weights=later)}), model
-            )
-            model(torch.randn(4, 32)).sum().backward()
-            found[f"{weights}, {later} later"] = torch.equal(seen[-1], model[0].weight.full_tensor())
-    return found
-
-
-@pytest.mark.slow
-def test_fsdp2_gathers_the_weights_of_fp8_layers_in_fp8(tmp_path: Path) -> None:
-    for found in (rank["fsdp2"] for rank in on_two_ranks(gathered, ("fsdp2",), tmp_path)):
-        weight, row = build()[0].weight.detach(), found["fp8 audit"]
-        codec = BlockCodec("e4m3", 256)
-        halves = [
-            codec.decode(codec.encode(half.reshape(1, -1)), torch.Size((1, half.numel()))) for half in weight.chunk(2)
-        ]
-        assert torch.equal(found["keep seen"], weight)
-        assert torch.equal(found["fp8 seen"], torch.cat(halves, 1).view_as(weight))
-        assert found["sharded"]
-        assert (found["keep, keep later"], found["fp8, keep later"], found["fp8, fp8 later"]) == (True, True, False)
-        assert found["fp8"] != found["keep"]
-        assert found["fp8"] == pytest.approx(found["keep"], rel=0.05)
-        assert (row["ok"], row["executed"], row["reason"]) == (True, "fp8", "3.94 times fewer bytes than FP32")
 
 
 class Block(nn.Module):

@@ -257,8 +257,7 @@ def torchao_source(request: Request, losses: Losses) -> str:
 def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
     source = torchao_source(request, losses)
-    gather = "apply(model, gather_float8=True) of the exported module"
-    kept = {"output": CASTS_OUTPUT, "attention": IN_FORWARD, "gather": gather}
+    kept = {"output": CASTS_OUTPUT, "attention": IN_FORWARD}
     report_settings(request, losses, SCALER, kept=kept)
     notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
     return {"precision_torchao.py": source}, notes

@@ -117,7 +117,6 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import is_compiled
     from autoprec.applying.units import tunable_layers
-    from autoprec.optim.weight_gather import is_sharded
 
     root = found.root
     device = found.parameters[0].device
@@ -144,7 +143,6 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s=setup_s,
         notes=tuple(notes),
         compiled=is_compiled(root),
-        sharded=is_sharded(root),
         gpus=gpus_used(found),
     )
 

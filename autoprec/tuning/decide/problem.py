@@ -84,7 +84,6 @@ class Problem:
         can_run: CanRun | None = None,
         *,
         steps: int = 0,
-        sharded: bool = False,
         backends: Backends | None = None,
     ) -> Problem:
         """Match a space against a recorded model.
@@ -92,7 +91,6 @@ class Problem:
         Args:
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
-            sharded: FSDP2 gathers weights before they are used, and trials are timed: what travels can pay.
             backends: who runs which recipe, as far as that was timed.
 
         Raises:
@@ -114,8 +112,6 @@ class Problem:
             values["attention"] = values["attention"][:1]
         for name in WIDE_OPERATORS if values["activations"] == ("keep",) else ():
             values[name] = values.get(name, ())[:1]
-        if not sharded:
-            values["communication.weights"] = values["communication.weights"][:1]
         return cls(
             report=report,
             space=space,
@@ -251,8 +247,6 @@ class Problem:
         index = self.indices(params)
         used = {recipe for column in set(index.tolist()) for recipe in self._recipes_of[column]}
         values = {name: self.value(params, name) for name in self.parameters if name not in self.space.parameters}
-        if "communication.weights" in values and not used & self._gathered:
-            values["communication.weights"] = KEEP
         if "attention" in values:
             values["attention"] = self._attention(params)
         values |= {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
@@ -290,11 +284,6 @@ class Problem:
         return {dtype for op in rows for dtype in op.dtypes if dtype in ("fp32", "bf16", "fp16")}
 
     @cached_property
-    def _gathered(self) -> set[str]:
-        """Return the recipes whose weights travel in FP8 where ``communication.weights`` says so."""
-        return {name for name, recipe in self.space.all_recipes.items() if recipe.format == "fp8"}
-
-    @cached_property
     def _recipes_of(self) -> tuple[frozenset[str], ...]:
         choices = [Choice.parse(name) for name in self.choice_names]
         return tuple(frozenset({choice.recipe, *choice.gemms.values()}) for choice in choices)
@@ -303,7 +292,6 @@ class Problem:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
         plain: dict[str, Any] = {"activations": "keep", "attention": "keep", "execution": "keep"}
-        plain["communication.weights"] = "keep"
         plain |= {f"stability.{name}": value for name, value in StabilityPolicy().model_dump().items()}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)

@@ -176,18 +176,6 @@ def test_every_parameter_of_the_space_reaches_the_policy() -> None:
     assert policy.model.class_name == "GPT"
 
 
-@pytest.mark.parametrize("name", ["ada-fp8", "hopper-fp8", "hopper-fp8-block", "blackwell-mx", "msamp-levels"])
-def test_weights_are_gathered_in_fp8_where_fsdp2_gathers_them_and_a_layer_is_fp8(name: str) -> None:
-    space = load_space(name)
-    assert "communication.weights" not in Problem.build(gpt(), space).parameters
-    problem = Problem.build(gpt(), space, sharded=True)
-    eight_bits = next(n for n in problem.choice_names if n.startswith("fp8"))
-    for recipe, keys in (("bf16", 1), (eight_bits, 2)):
-        points = [problem.params_of(recipe, **{"communication.weights": how}) for how in ("keep", "fp8")]
-        assert len({problem.key(point) for point in points}) == keys
-    assert problem.policy(points[1]).communication.weights == "fp8"
-
-
 def test_equal_numerics_have_one_key_and_long_histories_are_what_a_trial_can_show() -> None:
     space = load_space("te-delayed")
     known, short = Problem.build(gpt(), space), Problem.build(gpt(), space, steps=23)
