@@ -63,7 +63,6 @@ class TrialSpec:
             None: no limit.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
-        memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).
@@ -88,7 +87,6 @@ class TrialSpec:
     timeout_s: float = 600.0
     by_block: bool = False
     record_graph: bool = False
-    memory_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -84,7 +84,6 @@ class PairedRunner:
             "seed": None if self._setup.host.launch == "fork" else options.seed,
             "backend": options.backend if measured else "emulated",
             "timeout_s": self.trial_timeout(),
-            "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
             "anneal": True,  # no policy causes the noise of a high learning rate
             "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
             "within_s": self.seconds_left() if changes.get("kind", "train") == "train" else None,

@@ -44,7 +44,7 @@ from autoprec.trial.inside.observe.conditions import (
 from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
-from autoprec.trial.inside.observe.measure import clock_for, limit_memory
+from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
@@ -152,7 +152,6 @@ class Trial:
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            limit_memory(self._device, spec.memory_limit)
         if spec.kind == "train":  # nothing else is timed, and a scan on a busy GPU needs no repetition
             self._before = read_conditions(self._device)
         self.hooks.events = self.loop

@@ -171,7 +171,6 @@ def _probe(
             within_s=within_s,
             side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
-            memory_limit=None,
             anneal=False,
         )
     )

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-#: The allocator holds more than the tensors it hands out (fragments, rounding); the peak is judged by the tensors.
-ALLOCATOR_SLACK = 1.1
-
 
 class StepClock(ABC):
     """Measures intervals between :meth:`resume` and :meth:`pause`; one ``pause`` ends one step."""
@@ -88,14 +85,3 @@ class CudaClock(StepClock):
 def clock_for(device: torch.device) -> StepClock:
     """Return the clock of the device the model trains on."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
-
-
-def limit_memory(device: torch.device, limit: int | None) -> None:
-    """Let this process hold no more than ``limit`` bytes of a GPU (and a tenth for fragments); None: all of them.
-
-    A policy far beyond ``--max-memory`` then fails at its first large tensor, and cannot push others off the device.
-    """
-    if limit is None:
-        return
-    total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, ALLOCATOR_SLACK * limit / total), device)

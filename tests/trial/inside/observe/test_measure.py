@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoprec.trial.inside.observe.measure import ALLOCATOR_SLACK, CpuClock, CudaClock, clock_for, limit_memory
+from autoprec.trial.inside.observe.measure import CpuClock, CudaClock, clock_for
 
 
 def busy(seconds: float) -> None:
@@ -63,12 +63,3 @@ def test_cuda_events_are_read_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert log == []
     assert clock.milliseconds() == [1.0, 1.0, 1.0]
     assert log == ["synchronize"]
-
-
-def test_a_memory_limit_is_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[float] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (70, 100))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: shares.append(share))
-    for limit in (None, 50, 200):
-        limit_memory(torch.device("cuda"), limit)
-    assert shares == [0.5 * ALLOCATOR_SLACK, 1.0]
