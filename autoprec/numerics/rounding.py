@@ -29,8 +29,6 @@ STORAGE: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "int7": torch.int8,
 }
-#: The non-negative values of E2M1.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E4M3_BIAS = 2.0**120  # bias 127 of bf16 and float32 minus bias 7 of e4m3
 _FP32_FROM_E4M3 = 0x87F00000 - (1 << 32)  # sign, four bits of exponent, three of mantissa
 _TF32_HALF, _TF32_MASK = 1 << 12, -(1 << 13)

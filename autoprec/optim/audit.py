@@ -53,10 +53,6 @@ def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Modul
             factors = {getattr(m.__dict__.get("_autoprec"), "factor", 1.0) for m in tables}
             live = factors.pop() if len(factors) == 1 else 1.0
             reason = "" if tables else "the model has no embedding"
-        elif name == "embedding_clip" and found is not None:
-            live, reason = found.policy.embedding_clip, f"{found.clipped} steps clipped"
-            if not found.embeddings:
-                live, reason = 0.0, "no embedding of the model is among the optimizer's parameters"
         elif found is not None and guards is not None:
             live, reason = guards.outlier, f"{guards.skipped} steps left out"
         out[f"stability.{name}"] = _entry(f"{value:g}", f"{live:g}", reason)

@@ -225,17 +225,15 @@ class BlockCodec(_InBlocks):
 
 
 @functools.cache
-def _dynamic_map(device: torch.device, signed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _dynamic_map(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the 256 values of dynamic tree quantisation (arXiv 2110.02861), and each decade's slope and offset.
 
     Decade ``d`` holds ``2 ** (d + 1)`` evenly spaced codes from ``2 ** (d + 1) - 1`` on; code 0 is 0, code 255 is 1.
-    With a sign it holds half as many of each: codes 128 and above are positive, code 127 is 0, code 255 is 1.
     """
     values, slopes, offsets = [0.0, 1.0], [], []
     for decade in range(7):
-        count, unit = 2 ** (decade + (not signed)), 10.0 ** (decade - 6)
-        sizes = [(0.1 + 0.9 * (step + 0.5) / count) * unit for step in range(count)]
-        values += sizes + [-size for size in sizes if signed]
+        count, unit = 2 ** (decade + 1), 10.0 ** (decade - 6)
+        values += [(0.1 + 0.9 * (step + 0.5) / count) * unit for step in range(count)]
         slopes.append(count / 0.9 / unit)
         offsets.append(count - 1 - count / 9.0)
     table = torch.tensor(sorted(values), dtype=torch.float32, device=device)
@@ -246,21 +244,17 @@ def _dynamic_map(device: torch.device, signed: bool = False) -> tuple[Tensor, Te
 class MapCodec(_InBlocks):
     """Eight-bit dynamic map with one exact FP32 scale per ``size`` values.
 
-    The map spaces values logarithmically from 5.5e-7 to 1 of the block's largest (bitsandbytes, torchao AdamW8bit).
-    Without ``signed`` it is for second moments: nothing non-zero becomes zero. With it, the scale has the sign of the
-    largest value, which so gets the code of 1: the map has none of -1, to which the originals round 0.7 % too small.
+    The map spaces values logarithmically from 5.5e-7 to 1 of the block's largest (bitsandbytes, torchao AdamW8bit). It
+    is for second moments: nothing is negative, and nothing non-zero becomes zero.
     """
 
     name: str = "int8_block"
     size: int = 256
-    signed: bool = False
 
     def _encode(
         self, blocks: Tensor, count: int, multiply: Multiply, _generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        _, slopes, offsets = _dynamic_map(blocks.device, self.signed)
-        if self.signed:
-            return self._encode_signed(blocks, count, multiply, slopes, offsets)
+        _, slopes, offsets = _dynamic_map(blocks.device)
         amax = blocks.amax(1, keepdim=True)
         inverse = amax.masked_fill(amax < _SMALLEST_AMAX, 0.0)
         share = multiply(blocks, amax.clamp_min(_SMALLEST_AMAX).reciprocal()).view(-1)
@@ -270,31 +264,14 @@ class MapCodec(_InBlocks):
         codes = found.clamp_(1.0, 255.0).to(torch.uint8)  # code 0 is zero: lifted
         return _trimmed(codes, count), inverse.view(-1)
 
-    def _encode_signed(
-        self, blocks: Tensor, count: int, multiply: Multiply, slopes: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, ...]:
-        low, high = torch.aminmax(blocks, dim=1, keepdim=True)
-        largest = torch.where(-low > high, low, high)
-        inverse = largest.masked_fill(largest.abs() < _SMALLEST_AMAX, 0.0)
-        unit = torch.where(inverse == 0.0, torch.inf, inverse)
-        share = multiply(blocks, unit.reciprocal()).masked_fill_(blocks == unit, 1.0).view(-1)
-        size = share.abs()
-        decade = size.log10().add_(7.0).clamp_(0.0, 6.0).to(torch.int32)
-        found = slopes.index_select(0, decade).mul_(size).add_(offsets.index_select(0, decade)).clamp_(0.0, 127.0)
-        found = found.to(torch.int32)
-        codes = torch.where(share > 0, 128 + found, 126 - found.clamp(max=126))
-        codes = codes.masked_fill_(size < 0.5 * 0.55e-6, 127).to(torch.uint8)
-        return _trimmed(codes, count), inverse.view(-1)
-
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        return _decode_blocks(parts[0], parts[1], "signed map" if self.signed else "map", self.size, shape)
+        return _decode_blocks(parts[0], parts[1], "map", self.size, shape)
 
 
 #: 8-bit code -> FP32 value, by format.
 _TABLES: dict[str, Callable[[torch.device], Tensor]] = {
     "e4m3": _e4m3_values,
     "map": lambda device: _dynamic_map(device)[0],
-    "signed map": lambda device: _dynamic_map(device, True)[0],
 }
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
@@ -353,7 +330,6 @@ CODECS: dict[tuple[str, str], Codec] = {
     ("exp_avg", "bf16"): CastCodec("bf16", torch.bfloat16),
     ("exp_avg", "e4m3"): BlockCodec("e4m3"),
     ("exp_avg", "e4m3_tensor"): TensorCodec("e4m3_tensor", torch.float8_e4m3fn, power_of_2=True),
-    ("exp_avg", "int8_block"): MapCodec(signed=True),
     ("exp_avg_sq", "fp16_scaled"): TensorCodec("fp16_scaled", torch.float16, power_of_2=False, lift=True),
     ("exp_avg_sq", "fp16_tensor"): TensorCodec("fp16_tensor", torch.float16, power_of_2=True),
     ("exp_avg_sq", "int8_block"): MapCodec(),

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autoprec.optim.tensor import StoredTensor, decoded
+from autoprec.optim.tensor import decoded
 from autoprec.policy import StabilityPolicy
 
 
@@ -114,42 +114,27 @@ class StepGuard:
         return usual > 0 and norm > self.outlier * usual
 
 
-def _multiply(weight: Tensor, factor: float) -> None:
-    """Multiply a gradient: in place, since it may be a part of a bucket of DDP, unless it is stored low."""
-    if isinstance(weight.grad, StoredTensor):
-        weight.grad = weight.grad.decode() * factor
-    elif weight.grad is not None:
-        weight.grad.mul_(factor)
-
-
 @dataclass
 class Stability:
-    """The guards of a policy around the steps of any optimizer: clipped embeddings, and outliers left out.
+    """The guard of a policy around the steps of any optimizer: outliers are left out.
 
-    GLM-130B (arXiv 2210.02414) names both beside the shrunk embedding gradient, which is the model's part
+    GLM-130B (arXiv 2210.02414) names it beside the shrunk embedding gradient, which is the model's part
     (:mod:`autoprec.applying.policy`). A step is left out by taking its gradients away while it runs: every torch
     optimizer then leaves parameters and state alone. Ranks decide alike, since they hold the same gradients.
 
     Attributes:
-        embeddings: the parameters that are clipped by themselves.
         guard: what is usual, and how many steps were left out.
-        clipped: how many steps had their embedding gradients clipped.
     """
 
-    policy: StabilityPolicy
-    embeddings: list[Tensor]
     guard: StepGuard
-    clipped: int = 0
     _handles: list[Any] = field(default_factory=list)
     _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def install(cls, optimizer: torch.optim.Optimizer, policy: StabilityPolicy, model: nn.Module | None) -> Stability:
-        """Hook an optimizer; without a model no embedding is known, and none is clipped."""
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] if model is not None else []
-        made = cls(policy, [weight for weight in tables if id(weight) in mine], StepGuard(outlier=policy.outlier))
-        if policy.embedding_clip or policy.outlier:
+    def install(cls, optimizer: torch.optim.Optimizer, policy: StabilityPolicy) -> Stability:
+        """Hook an optimizer, where the policy leaves out outliers."""
+        made = cls(StepGuard(outlier=policy.outlier))
+        if policy.outlier:
             made._handles.append(optimizer.register_step_pre_hook(before_update(made._before)))
             made._handles.append(optimizer.register_step_post_hook(made._after))
         return made
@@ -165,13 +150,7 @@ class Stability:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still multiplied by it
         factor = 1.0 if scale is None else float(scale)
-        if self.policy.embedding_clip:
-            norm = gradient_norm(self.embeddings)
-            if math.isfinite(norm) and norm > self.policy.embedding_clip * factor:
-                self.clipped += 1
-                for weight in self.embeddings:
-                    _multiply(weight, self.policy.embedding_clip * factor / norm)
-        if self.policy.outlier and not self.guard.admits(optimizer, factor):
+        if not self.guard.admits(optimizer, factor):
             self._held = [(parameter, parameter.grad) for parameter in found]
             for parameter in found:
                 parameter.grad = None

@@ -305,7 +305,7 @@ def wrap_optimizer(
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
     if isinstance(policy, Policy) and policy.stability != StabilityPolicy():
-        setattr(optimizer, _STABILITY, Stability.install(optimizer, policy.stability, model))
+        setattr(optimizer, _STABILITY, Stability.install(optimizer, policy.stability))
     if choice == OptimizerPolicy():
         return optimizer
     kind = _kind(optimizer)

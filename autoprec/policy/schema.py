@@ -27,6 +27,7 @@ REFUSED_STATE: dict[tuple[str, str], str] = {
     ),
     ("weights", "fp16"): "unscaled fp16 weights underflow; use fp16_scaled",
     ("weights", "e4m3"): "e4m3 weights without a master lose nearly every update; use e4m3_master",
+    ("exp_avg", "int8_block"): "it is gone, no level named it; use e4m3, of the same size",
     ("exp_avg", "fp16"): "unscaled fp16 flushes small moments to zero; use bf16 or e4m3 (scaled)",
     ("exp_avg_sq", "fp16"): "unscaled fp16 flushes most second moments to zero (71 % measured); use fp16_scaled",
     ("exp_avg_sq", "bf16"): (
@@ -81,7 +82,7 @@ class OptimizerPolicy(_Frozen):
     """
 
     weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan", "e4m3_master"] = "fp32"
-    exp_avg: Literal["fp32", "bf16", "e4m3", "e4m3_tensor", "int8_block"] = "fp32"
+    exp_avg: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = "fp32"
     exp_avg_sq: Literal["fp32", "fp16_scaled", "fp16_tensor", "int8_block"] = "fp32"
     gradients: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = Field(
         "fp32", description="weight gradients between backward and step"
@@ -123,7 +124,6 @@ class StabilityPolicy(_Frozen):
     embedding_gradient: float = Field(
         1.0, gt=0.0, le=1.0, description="multiplies the gradient of embeddings; GLM-130B: 0.1"
     )
-    embedding_clip: float = Field(0.0, ge=0.0, description="largest norm of the embeddings' gradients alone; 0: any")
     outlier: float = Field(
         0.0, ge=0.0, description="leave out steps whose gradient norm is over this multiple of the usual; 0: none"
     )

@@ -110,7 +110,6 @@ class StabilitySpace(_Frozen):
     """Guards that may be tried; the first is the default."""
 
     embedding_gradient: tuple[float, ...] = (1.0,)
-    embedding_clip: tuple[float, ...] = (0.0,)
     outlier: tuple[float, ...] = (0.0,)
 
 

@@ -99,7 +99,7 @@ NOISE = 0.5
 STATE = {
     "optimizer.weights": {"fp16_scaled": 0.004, "bf16_stochastic": 0.02, "bf16_kahan": 0.002, "e4m3_master": 0.006},
     "optimizer.gradients": {"bf16": 0.002, "e4m3": 0.02, "e4m3_tensor": 0.025},
-    "optimizer.exp_avg": {"bf16": 0.002, "e4m3": 0.015, "e4m3_tensor": 0.05, "int8_block": 0.01},
+    "optimizer.exp_avg": {"bf16": 0.002, "e4m3": 0.015, "e4m3_tensor": 0.05},
     "optimizer.exp_avg_sq": {"fp16_scaled": 0.001, "fp16_tensor": 0.001, "int8_block": 0.015},
     "communication.gradients": {"bf16": 0.002, "fp8": 0.02},
 }

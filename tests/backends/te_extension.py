@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics.operand import QuantizerState, ScaleRule, Spec
-from autoprec.numerics.quantize import dequantize, quantize
+from autoprec.numerics.quantize import quantize
+from tests.numerics.dequantized import dequantize
 
 #: Names a folder that holds the ``transformer_engine`` package (its Python is enough) and its ``dist-info``.
 VARIABLE = "AUTOPREC_TE_PYTHON"

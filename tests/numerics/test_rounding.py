@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoprec.numerics.rounding import (
-    E2M1_VALUES,
     STORAGE,
     decode,
     encode,
@@ -22,6 +21,9 @@ from autoprec.numerics.rounding import (
     to_grid,
 )
 from autoprec.precision.formats import FORMATS
+
+#: The non-negative values of E2M1.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def wide_values(count: int = 200_000) -> torch.Tensor:

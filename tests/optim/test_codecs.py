@@ -60,27 +60,13 @@ def test_msamps_format_is_one_power_of_two_scale_per_tensor_and_stalls_where_our
         expected = (x * scale).to(dtype).float() / scale
         assert torch.equal(CODECS[key].decode(CODECS[key].encode(x), x.shape), expected)
     gradient, share = values(seed, (256,), 0, False), {}
-    for name in ("e4m3_tensor", "e4m3", "int8_block"):
+    for name in ("e4m3_tensor", "e4m3"):
         how, moment = CODECS["exp_avg", name], torch.zeros(256)
         for _ in range(100):
             moment = how.decode(how.encode(0.9 * moment + 0.1 * gradient), moment.shape)
         share[name] = (moment / gradient).mean().item()
     assert share["e4m3_tensor"] < 0.85
     assert share["e4m3"] > 0.9
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_signed_map_is_that_of_torchao_and_its_largest_value_is_exact_on_either_side(sign):
-    quant = pytest.importorskip("torchao.optim.quant_utils")
-    table = torch.tensor(quant.create_dynamic_map(True))
-    x = torch.cat([torch.tensor([sign]), torch.linspace(-0.99, 0.99, 255)]).view(1, 256)
-    how = CODECS["exp_avg", "int8_block"]
-    found = how.decode(how.encode(x), x.shape)
-    assert found[0, 0] == sign
-    theirs = table[quant.quantize_8bit_with_qmap(sign * x[0], table).int()] * sign
-    # they differ at the edges of decades, where the nearest value is not that of the interval
-    assert ((found[0] / theirs - 1).abs() > 1e-6).float().mean() < 0.03
-    assert ((found[0] - x[0]).abs() <= 0.0071).all()
 
 
 @pytest.mark.parametrize("key", list(CODECS), ids="/".join)

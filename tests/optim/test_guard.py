@@ -7,7 +7,7 @@ from autoprec.applying.state import carry_state
 from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.guard import StepGuard, gradient_norm
 from autoprec.optim.loss_scaling import LossScaler
-from autoprec.optim.optimizer import skipped_steps, stability_of, unwrap_optimizer, wrap_optimizer
+from autoprec.optim.optimizer import skipped_steps, unwrap_optimizer, wrap_optimizer
 from autoprec.policy import Policy, StabilityPolicy
 
 
@@ -75,22 +75,6 @@ def grads(model: torch.nn.Sequential, value: float) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-def test_embeddings_are_clipped_by_themselves():
-    model, made = embedded(StabilityPolicy(embedding_clip=1.0))
-    grads(model, 1.0)
-    made.step()
-    assert model[0].weight.grad.norm() == pytest.approx(1.0)
-    assert model[1].weight.grad.norm() == pytest.approx(4.0)
-    grads(model, 0.1)
-    made.step()
-    assert model[0].weight.grad.norm() == pytest.approx(0.1 * 32**0.5)
-    assert stability_of(made).clipped == 1
-    row = audit_optimizer(Policy(stability=StabilityPolicy(embedding_clip=1.0)), made, model)[
-        "stability.embedding_clip"
-    ]
-    assert (row["ok"], row["executed"], row["reason"]) == (True, "1", "1 steps clipped")
-
-
 def test_an_outlier_changes_neither_weights_nor_momentum_and_its_gradient_comes_back():
     model, made = embedded(StabilityPolicy(outlier=8.0))
     for _ in range(10):
@@ -127,11 +111,10 @@ def test_norms_travel_in_checkpoints():
 
 def test_a_guard_that_was_not_installed_is_a_mismatch():
     model, _ = embedded(StabilityPolicy())
-    asked = Policy(stability=StabilityPolicy(embedding_gradient=0.1, embedding_clip=1.0, outlier=8.0))
+    asked = Policy(stability=StabilityPolicy(embedding_gradient=0.1, outlier=8.0))
     rows = audit_optimizer(asked, torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert {name for name, row in rows.items() if not row["ok"]} == {
         "stability.embedding_gradient",
-        "stability.embedding_clip",
         "stability.outlier",
     }
 
