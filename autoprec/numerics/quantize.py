@@ -7,6 +7,8 @@ multiply the values. What is kept for the backward pass is the codes and the sca
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -106,6 +108,16 @@ def operand_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     if operand.groups is not None:
         return grouped_values(operand, dtype)
     return operand.codes.to(dtype) if operand.spec.scheme == "cast" else decode(operand.codes, dtype)
+
+
+def dequantize(operand: QuantizedOperand) -> Tensor:
+    """Return what is left of the operand after quantisation, as float32 (a Hadamard transform is not undone)."""
+    if operand.groups is not None and operand.scale is not None:
+        # group and tensor scale are combined first, as torchao's NVFP4 tensors do
+        combined = replace(operand, scale=None, groups=operand.groups.float() * operand.scale.reshape(()))
+        return grouped_values(combined, torch.float32)
+    values = operand_values(operand, torch.float32)
+    return values if operand.scale is None else values * operand.scale
 
 
 def quantize(

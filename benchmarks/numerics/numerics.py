@@ -29,14 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec import Policy  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
-from autoprec.numerics.quantize import quantize, spec_of  # noqa: E402
+from autoprec.numerics.quantize import (  # noqa: E402
+    dequantize,
+    quantize,
+    spec_of,
+)
 from autoprec.numerics.rounding import STORAGE, encode  # noqa: E402
 from autoprec.policy import LayerPlan  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES as RECIPES  # noqa: E402
 from autoprec.precision.recipes import GEMMS  # noqa: E402
 from autoprec.support.optional import installed_version, is_available  # noqa: E402
 from tests.conformance.backends import reference_gemms  # noqa: E402
-from tests.numerics.dequantized import dequantize  # noqa: E402
 
 Row = tuple[str, str, str, bool | None]
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from autoprec import Policy
 from autoprec.numerics.grouped import decode_e8m0, encode_e8m0, hadamard
 from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.numerics.rounding import encode, round_e2m1
 from autoprec.numerics.scaling import DelayedScale, scale_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from benchmarks.numerics.originals_rows import DTYPES, E4M3, Row, comparison, fp8, normal, version, wide
-from tests.numerics.dequantized import dequantize
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -388,9 +388,8 @@ def digits(rows: int = 2, columns: int = 2) -> tuple[Tensor, Tensor]:
 
 def check() -> None:
     """Compare the batched rounding with autoprec.numerics on random operands."""
-    from autoprec.numerics.quantize import quantize, spec_of
+    from autoprec.numerics.quantize import dequantize, quantize, spec_of
     from autoprec.precision.recipes import BUILTIN_RECIPES
-    from tests.numerics.dequantized import dequantize
 
     torch.manual_seed(0)
     x = torch.randn(3, 64, 96) * torch.logspace(-3, 3, 96)

@@ -18,9 +18,8 @@ from torch import nn
 
 from autoprec.numerics.gemm import contract
 from autoprec.numerics.operand import CONTRACTION
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
-from tests.numerics.dequantized import dequantize
 
 
 class DType(enum.IntEnum):

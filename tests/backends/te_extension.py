@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics.operand import QuantizerState, ScaleRule, Spec
-from autoprec.numerics.quantize import quantize
-from tests.numerics.dequantized import dequantize
+from autoprec.numerics.quantize import dequantize, quantize
 
 #: Names a folder that holds the ``transformer_engine`` package (its Python is enough) and its ``dist-info``.
 VARIABLE = "AUTOPREC_TE_PYTHON"

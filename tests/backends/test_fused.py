@@ -14,11 +14,10 @@ from autoprec.backends import fused, scaled_mm
 from autoprec.backends.fused import FusedCasts, fused_casts
 from autoprec.backends.native import NativeBackend
 from autoprec.numerics.operand import QuantizerState, Spec
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, Recipe
 from benchmarks.gpu.fake_cuda import counter
-from tests.numerics.dequantized import dequantize
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 USES: dict[str, Any] = {

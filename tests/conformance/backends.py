@@ -26,10 +26,9 @@ from autoprec.backends import Backend, Execution
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.gemm import contract
 from autoprec.numerics.operand import CONTRACTION, QuantizerState
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
-from tests.numerics.dequantized import dequantize
 
 #: Relative error of a product in bfloat16 output: one rounding, plus the order of accumulation.
 _TOLERANCE = 4e-3

@@ -7,9 +7,8 @@ import torch
 
 from autoprec.numerics.gemm import CHUNK, contract, emulated_multiply, fast_bf16_gemm, limited_matmul, product_dtype
 from autoprec.numerics.operand import CONTRACTION, Spec
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
-from tests.numerics.dequantized import dequantize
 
 DETERMINISTIC = [n for n, r in BUILTIN_RECIPES.items() if not r.stochastic_rounding]
 SHAPES = {"fprop": ((64, 128), (96, 128)), "dgrad": ((64, 96), (96, 128)), "wgrad": ((64, 96), (64, 128))}

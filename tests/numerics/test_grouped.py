@@ -7,9 +7,8 @@ import torch
 
 from autoprec.numerics.grouped import decode_e8m0, encode_e8m0, grouped_values, hadamard, quantize_grouped
 from autoprec.numerics.operand import QuantizerState, Spec
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from tests.numerics.dequantized import dequantize
 
 
 def test_e8m0_rounds_up_so_that_nothing_saturates() -> None:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoprec.numerics.operand import QuantizerState, Spec
-from autoprec.numerics.quantize import operand_values, quantize, spec_of
+from autoprec.numerics.quantize import dequantize, operand_values, quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
-from tests.numerics.dequantized import dequantize
 
 QUANTISED = [name for name, recipe in BUILTIN_RECIPES.items() if recipe.scaled]
 #: Largest relative error of one value at the scale's own amax: half a step of the format.

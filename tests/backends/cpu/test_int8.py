@@ -20,10 +20,9 @@ from autoprec.backends.cpu.library import library
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.numerics.plan import compile_plan, multiply_emulated
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
-from tests.numerics.dequantized import dequantize
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
 
