@@ -31,6 +31,7 @@ REMOVED_OPTIONS = {
     "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
     "--phases": "write `phases:` into the policy (docs/long_run.md)",
     "--run-steps": "write `phases:` into the policy (docs/long_run.md); `autoprec run --run-steps` stays",
+    "--rules": "leave it out: it changed the printed table, and no search",
     "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
 }
 
