@@ -6,11 +6,12 @@ Commands that run a script's training under a policy take ``--backend``; those t
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from autoprec.errors import AutoPrecError
+from autoprec.errors import AutoPrecError, FileError
 from autoprec.tuning.options import OPTIONS, PRINTED, Option
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,5 +80,19 @@ def as_json(what: str) -> Callable[[F], F]:
     return click.option("--json", "as_json", is_flag=True, help=f"{what} as JSON on stdout.")
 
 
+def check_absent(path: Path, *, force: bool) -> None:
+    """Refuse to overwrite what is there already.
+
+    Raises:
+        FileError: it is, and ``force`` is off.
+    """
+    if path.exists() and not force:
+        raise FileError("this file exists", where=str(path), fix="choose another -o, or pass --force")
+
+
 backend = of_search("backend")
+force = click.option("--force", is_flag=True, help="Overwrite files that exist.")
+layers = click.option(
+    "--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list)."
+)
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress.")

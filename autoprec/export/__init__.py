@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoprec.errors import UnknownNameError, UnsupportedError
-from autoprec.export.base import Export, Exporter, Loss, Request, Stack
+from autoprec.export.base import Export, Exporter, Loss, Request
 from autoprec.policy import Policy, first_match
 
 __all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "exact_target", "export", "exporter"]
@@ -55,7 +55,7 @@ def exporter(name: str) -> Exporter:
     if name not in EXPORTERS:
         raise UnknownNameError("export target", name, EXPORTERS)
     module = importlib.import_module(f"autoprec.export.stacks.{name.replace('-', '_')}")
-    return Stack(name, module.write)
+    return Exporter(name, module.write)
 
 
 def exact_target(policy: Policy) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
 
@@ -85,22 +84,16 @@ class Export:
         return [str(loss) for loss in self.losses]
 
 
-class Exporter(Protocol):
-    """One target; its conformance suite is :mod:`tests.conformance.exporters`."""
-
-    name: str
-
-    def export(self, request: Request) -> Export:
-        """Return the files; never refuse because of a loss, but list it."""
-
-
 #: What a module of :mod:`.stacks` writes: file name -> text, and notes for a person.
 Written = tuple[dict[str, str], Sequence[str]]
 
 
 @dataclass(slots=True)
-class Stack:
-    """The :class:`Exporter` that a module of :mod:`.stacks` is: its function ``write``, which fills in the losses."""
+class Exporter:
+    """One target: the function ``write`` of its module in :mod:`.stacks`, which lists losses and never refuses for one.
+
+    Its conformance suite is :mod:`tests.conformance.exporters`.
+    """
 
     name: str
     write: Callable[[Request, Losses], Written]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoprec.export import Export, Request
-from autoprec.export.base import Losses, Stack
+from autoprec.export.base import Exporter, Losses
 from autoprec.policy import LayerPlan
 from tests.conformance.exporters import MODELS, POLICIES
 
@@ -42,7 +42,7 @@ def test_an_exporter_is_what_a_module_writes_and_loses() -> None:
         losses.kept["operators.norm: fp32"] = "the stack"
         return {"a.txt": request.name}, ["a note"]
 
-    done = Stack("mine", write).export(Request(POLICIES["bf16"], name="p.yaml"))
+    done = Exporter("mine", write).export(Request(POLICIES["bf16"], name="p.yaml"))
     assert (done.target, done.files, done.notes) == ("mine", {"a.txt": "p.yaml"}, ("a note",))
     assert done.lossy == ["fp8; instead: bf16"]
     assert done.kept == {"operators.norm: fp32": "the stack"}

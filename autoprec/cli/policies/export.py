@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autoprec.cli import options
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
@@ -43,9 +44,9 @@ def layer_names(path: Path) -> tuple[str, ...]:
 @click.argument("policy", type=click.Path(path_type=Path))
 @click.option("--to", "target", required=True, metavar="TARGET", help=f"One of: {_TARGETS}.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("."), help="Directory to write to.")
-@click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
+@options.layers
 @click.option("--allow-lossy", is_flag=True, help="Write it although the target cannot express all of it.")
-@click.option("--force", is_flag=True, help="Overwrite files that exist.")
+@options.force
 def export(policy: Path, target: str, output: Path, layers: Path | None, allow_lossy: bool, force: bool) -> int:
     """Write POLICY in the form another training stack reads.
 
@@ -58,8 +59,7 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
     found = known_layers(layers) if layers else {}
     done = write(load_policy(policy), target, layers=found, allow_lossy=allow_lossy, name=policy.name)
     for name in done.files:
-        if (output / name).exists() and not force:
-            raise FileError("this file exists", where=str(output / name), fix="choose another -o, or pass --force")
+        options.check_absent(output / name, force=force)
     for name, text in done.files.items():
         echo(str(write_atomic(output / name, text)))
     for line in done.lossy:

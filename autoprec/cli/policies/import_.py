@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from autoprec.cli import options
 from autoprec.cli.echo import echo
-from autoprec.errors import FileError
 
 
 @click.command("import", short_help="Read another stack's configuration as a policy.")
@@ -16,8 +16,8 @@ from autoprec.errors import FileError
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("policy.yaml"), show_default=True,
               help="Where the policy goes.")  # fmt: skip
 @click.option("--as-space", is_flag=True, help="Write a search space with the configuration as a preset instead.")
-@click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
-@click.option("--force", is_flag=True, help="Overwrite the output.")
+@options.layers
+@options.force
 def import_(file: Path, source: str, output: Path, layers: Path | None, as_space: bool, force: bool) -> int:
     """Read FILE (accelerate fp8_config, Megatron --te-precision-config-file, or TE recipe keys) as a policy.
 
@@ -29,8 +29,7 @@ def import_(file: Path, source: str, output: Path, layers: Path | None, as_space
     from autoprec.policy import dump_yaml, save_policy
     from autoprec.support.files import read_document, read_text, write_atomic
 
-    if output.exists() and not force:
-        raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
+    options.check_absent(output, force=force)
     beside = file.with_name("megatron_flags.txt")  # as `autoprec export` writes them
     words = read_text(beside).split() if beside.is_file() else []
     names = layer_names(layers) if layers else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,25 +24,16 @@ if TYPE_CHECKING:
     from autoprec.tuning.transfer.proxy import Proxy
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is to be transferred to."""
-
-    script: tuple[str, ...]
-    config: str
-    layers: Path | None
-    batch: int
-    seq: int
-
-
-def _big(asked: _Asked) -> tuple[GraphReport, bool]:
+def _big(
+    script: tuple[str, ...], config: str, layers: Path | None, *, batch: int, seq: int
+) -> tuple[GraphReport, bool]:
     """Return the step of the big model, and whether its shapes are known (not from a list of names)."""
-    if asked.layers is not None:
-        return _named_layers(asked.layers), False
+    if layers is not None:
+        return _named_layers(layers), False
     with Phases() as phases:
-        if asked.config:
-            return described_step(asked.config, phases, batch=asked.batch, seq=asked.seq), True
-        report, _ = record_step(asked.script, phases, weights="fake")
+        if config:
+            return described_step(config, phases, batch=batch, seq=seq), True
+        report, _ = record_step(script, phases, weights="fake")
     return report, True
 
 
@@ -261,7 +251,7 @@ def _is_config(text: str) -> bool:
 @click.option(
     "-o", "--output", default="transferred.yaml", show_default=True, metavar="FILE", help="Where to write it."
 )
-@click.option("--force", is_flag=True, help="Overwrite a file that exists.")
+@options.force
 @options.as_json("Everything")
 def transfer(
     policy: Path,
@@ -293,17 +283,17 @@ def transfer(
     from autoprec.tuning.transfer.proxy import load_proxy
     from autoprec.tuning.transfer.roles import parse_hints
 
-    asked = _Asked(script, config, layers, batch, seq)
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
     hints = parse_hints(roles)
-    _check(asked, Path(output), force=force)
+    _check_one({"a script": script, "a config": config, "--layers": layers})
+    options.check_absent(Path(output), force=force)
     check_writable(output)
     small: Policy = load_policy(policy)
     found_at = _study_of(small, policy, proxy)
     step = proxy if found_at is None else None
     origin = load_proxy(small, found_at, _step_of(step, batch, seq))
     device = _target(target, small)
-    report, shaped = _big(asked)
+    report, shaped = _big(script, config, layers, batch=batch, seq=seq)
     cost = CostModel(report, device) if shaped else None
     result = carry(
         small, origin, report, cost, hints=hints, max_gradient_error=max_gradient_error, correction=found_there
@@ -321,10 +311,8 @@ def transfer(
     return 0
 
 
-def _check(asked: _Asked, output: Path, *, force: bool) -> None:
-    from autoprec.errors import FileError
-
-    given = {"a script": asked.script, "a config": asked.config, "--layers": asked.layers}
+def _check_one(given: dict[str, object]) -> None:
+    """Refuse what does not name the big model in one way."""
     named = [name for name, value in given.items() if value]
     if len(named) != 1:
         raise UsageError(
@@ -332,8 +320,6 @@ def _check(asked: _Asked, output: Path, *, force: bool) -> None:
             f"{' and '.join(named) or 'none of them'}",
             fix="autoprec transfer policy.yaml --to train_big.py [script args]",
         )
-    if output.exists() and not force:
-        raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
 
 
 def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
