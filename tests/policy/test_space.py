@@ -87,6 +87,14 @@ def test_every_target_has_exactly_one_default_space() -> None:
     assert default_space("a machine nobody knows").name == "ampere-bf16"
 
 
+def test_a_head_on_a_cpu_has_int8_with_a_scale_a_row_alone() -> None:
+    # one scale a tensor there ended up to 94 % above the reference (benchmarks/results/2026-11-23_long_run_int8.md)
+    space = load_space("cpu")
+    head, other = ({choice.name for choice in space.rule_for("x", flags)} for flags in (("head",), ()))
+    assert other - head == {"int8_tensor"}
+    assert "int8" in head
+
+
 @pytest.mark.parametrize(
     ("name", "architecture", "fp8", "space"),
     [
