@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,14 @@ class Backend(ABC):
         Raises:
             UnsupportedError: the backend cannot express the plan.
         """
+
+    def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Return what makes the context that the model's forward is run in, or None where it needs none."""
+        return None
+
+    def after_step(self) -> Callable[[], None] | None:
+        """Return what is called on every rank when an optimizer has stepped, or None where nothing is pending then."""
+        return None
 
 
 #: Builds a backend; kept lazy so that optional packages are imported only when asked for.

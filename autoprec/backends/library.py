@@ -7,8 +7,9 @@ copied: the library's function, or a shell module that shares the Parameters, is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,16 @@ def block_execution(plan: LayerPlan, multiply: Multiply, *, seed: int, backend: 
     return LinearExecution(plan, used, state, fused_casts(state), backend=backend)
 
 
+class Memory(Protocol):
+    """What a library remembers of one layer between steps."""
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return tensors whose shapes the plan alone decides."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`state`."""
+
+
 @dataclass(slots=True)
 class LibraryExecution(Execution):
     """Runs one layer through a library.
@@ -76,11 +87,21 @@ class LibraryExecution(Execution):
         product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable; the weight comes as it is stored.
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
+        memory: what the library remembers between steps, if anything: ``state(device)`` and ``load(state)``.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
     labels: dict[str, str]
     rows: int = 1
+    memory: Memory | None = None
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        return {} if self.memory is None else self.memory.state(device)
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue from :meth:`state`; one that lacks a part is not taken."""
+        if self.memory is not None and state.keys() == self.memory.state(device).keys():
+            self.memory.load(state)
 
     def describe(self) -> str:
         return f"{self.plan.describe()} by {self.backend}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, Gemm, Operand, Recipe
 
@@ -21,6 +22,11 @@ SLOT_GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
 }
 
 
+def is_delayed(recipe: Recipe | None) -> bool:
+    """True for delayed scaling, the one recipe that remembers something between steps."""
+    return recipe is not None and recipe.scaling is not None and recipe.scaling.scale == "delayed"
+
+
 def refusal(recipe: Recipe) -> str:
     """Return what of a scaled recipe Transformer Engine has no word for, or an empty string."""
     scaling, operands = recipe.scaling, recipe.operands
@@ -29,7 +35,12 @@ def refusal(recipe: Recipe) -> str:
     if scaling is None or operands is None:
         return ""
     if scaling.scale == "delayed":
-        return "Transformer Engine keeps delayed scales in a state of the whole process; native has its own"
+        if scaling.power_of_2 or scaling.amax_epsilon:
+            return "Transformer Engine's delayed scaling has no power_of_2 and no amax_epsilon"
+        if scaling.calibration_steps:
+            return "Transformer Engine calibrates through te.autocast(calibrating=True), which is not bound here"
+        if (operands.input, operands.weight) != ("e4m3", "e4m3"):
+            return "Transformer Engine's delayed scaling has E4M3 input and weight"
     if scaling.granularity == "block" and recipe.accumulation == "fast":
         return "Transformer Engine multiplies blocks with full accumulation only"
     return ""
@@ -50,8 +61,8 @@ class QuantizerFactory:
     A fresh object per policy: TE rebuilds quantizers only when the factory is another one.
     """
 
-    def __init__(self, te: Any, device: torch.device) -> None:
-        self.te, self.device = te, device
+    def __init__(self, te: Any, recipes: Any, device: torch.device) -> None:
+        self.te, self.recipes, self.device = te, recipes, device
         self.plans: dict[str, LayerPlan] = {}
 
     def __call__(self, role: Any) -> Any:
@@ -83,6 +94,13 @@ class QuantizerFactory:
         scaling = recipe.scaling
         if scaling is None:
             return self.te.IdentityQuantizer()
+        if scaling.scale == "delayed":
+            return self.te.DelayedScalingRequest(
+                fp8_format=_format(self.recipes, recipe),
+                margin=scaling.margin,
+                amax_history_len=scaling.amax_history_len,
+                amax_compute_algo=scaling.amax_compute_algo,
+            )
         options = {"force_pow_2_scales": scaling.power_of_2, "amax_epsilon": scaling.amax_epsilon}
         if scaling.granularity == "block":
             dim = 2 if operand == "weight" else 1
@@ -95,8 +113,28 @@ class QuantizerFactory:
         return self.te.DType.kFloat8E5M2 if recipe.operand_format(operand) == "e5m2" else self.te.DType.kFloat8E4M3
 
 
+def _format(recipes: Any, recipe: Recipe) -> Any:
+    """TE's format enumeration: HYBRID is E4M3 forward and E5M2 backward."""
+    return recipes.Format.HYBRID if recipe.operand_format("grad_output") == "e5m2" else recipes.Format.E4M3
+
+
 def with_accumulation(recipes: Any, made: Any, plan: LayerPlan) -> Any:
     """Give a recipe object the accumulation its plan asks for; te.Linear reads these attributes where they exist."""
     for gemm, split in zip(GEMMS, accumulation(plan), strict=True):
         setattr(made, f"fp8_gemm_{gemm}", recipes.MMParams(use_split_accumulator=split))
     return made
+
+
+def check_pairs(plan: LayerPlan, name: str) -> None:
+    """Refuse plans whose slots TE cannot build: delayed scaling has no form for one direction.
+
+    Raises:
+        UnsupportedError: naming the layer.
+    """
+    recipes = {gemm: plan.recipe(gemm) for gemm in GEMMS}
+    if any(is_delayed(recipe) for recipe in recipes.values()) and len(set(recipes.values())) > 1:
+        raise UnsupportedError(
+            "Transformer Engine cannot mix delayed scaling with another recipe in one layer",
+            where=f"layer '{name}'",
+            fix="use current scaling for this layer, or one recipe for its three GEMMs",
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from autoprec import Policy
 from autoprec.applying import binding
 from autoprec.applying import stage as applying
 from autoprec.applying.raw_weights import unit_execution
-from autoprec.applying.swap import execution_of
+from autoprec.applying.swap import execution_of, root_of
 from autoprec.applying.units import tunable_units
 from autoprec.backends import Backend, Capability
 from autoprec.errors import UnsupportedError
@@ -40,6 +42,17 @@ class Fake(Backend):
         if not self.mixed and len(set(plan.recipes)) > 1:
             raise UnsupportedError("one recipe for a layer")
         return LinearExecution(plan, backend=self.name)
+
+    def around_model(self) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            log.append(self.name)
+            yield
+
+        return around if self.name == "transformer_engine" else None
+
+    def after_step(self) -> Callable[[], None] | None:
+        return (lambda: log.append("stepped")) if self.name == "transformer_engine" else None
 
 
 ALL = ("fp8_row", "fp8_tensor", "fp8_delayed", "fp8_block")
@@ -91,6 +104,10 @@ def test_each_layer_runs_by_the_backend_that_its_recipe_was_found_with(gpu: dict
     policy({"0": "fp8_rowwise", "2": "fp8_delayed"}, evidence).apply(made)
     assert ran(made) == ["torchao", "transformer_engine"]
     made(torch.randn(4, 16)).sum().backward()
+    assert log == ["transformer_engine"]  # what it needs around the model, once
+    root = root_of(made)
+    assert root is not None
+    assert root.after_step is not None
 
 
 def test_what_the_evidence_does_not_name_is_natives(gpu: dict[str, Fake]) -> None:

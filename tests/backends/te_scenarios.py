@@ -6,6 +6,7 @@ capability to pretend. Hazards are those that running TE's Python has shown (see
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -118,9 +119,9 @@ def _numbers(first: Any, steps: int = 1, **rule: Any) -> dict[str, Any]:
 
 def recipes() -> dict[str, Any]:
     """Every recipe that TE has, uniform: what is multiplied, and how far that is from the emulation."""
-    names = ["fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_block", "fp8_block_fp32_scales"]
+    names = ["fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed", "fp8_block", "fp8_block_fp32_scales"]
     names += ["mxfp8", "nvfp4_plain"] if torch.cuda.get_device_capability() >= (10, 0) else []
-    return {name: _attempt(lambda name=name: _numbers(name)) for name in names}
+    return {name: _attempt(lambda name=name: _numbers(name, 3 if "delayed" in name else 1)) for name in names}
 
 
 def gemms() -> dict[str, Any]:
@@ -155,6 +156,53 @@ def same_class() -> list[Any]:
     te_extension.GEMMS.clear()
     step(model)
     return list(te_extension.GEMMS)
+
+
+def algorithms() -> Any:
+    """Two delayed layers that differ in the algorithm only: TE keys its buffers by a repr that leaves it out."""
+    model = Model()
+    policy("fp8_delayed", scaled("fp8_delayed", amax_compute_algo="most_recent")).apply(model, backend=BACKEND)
+    te_extension.UPDATES.clear()
+    step(model)
+    return list(te_extension.UPDATES)
+
+
+def updates() -> dict[str, Any]:
+    """Updates of the delayed scales in a training step, a second one, an evaluation, and under recomputation."""
+    out: dict[str, Any] = {}
+    for name, recompute in (("plain", False), ("recomputed", True)):
+        model, chosen = Model(recompute), policy("fp8_delayed")
+        chosen.apply(model, backend=BACKEND)
+        counts, errors = [], []
+        for count in (1, 2, 3):
+            te_extension.UPDATES.clear()
+            errors.append(step(model))
+            counts.append([u["histories"] for u in te_extension.UPDATES])
+            del count
+        te_extension.UPDATES.clear()
+        with torch.no_grad():
+            model(X)
+        out[name] = {"updates": counts, "evaluation": len(te_extension.UPDATES), "audit": chosen.audit(model).ok}
+        out[f"{name} gradient"] = errors[-1]
+    out["recomputation changes"] = relative(out.pop("recomputed gradient"), out["plain gradient"])
+    out["error"] = relative(out.pop("plain gradient"), emulated(policy("fp8_delayed"), steps=3))
+    return out
+
+
+def leftovers() -> dict[str, Any]:
+    """Buffers of dead modules, and a second model that must go on learning."""
+    models = [Model(), Model()]
+    for model in models:
+        policy("fp8_delayed").apply(model, backend=BACKEND)
+        step(model)
+    for _ in range(3):
+        policy("fp8_delayed").apply(models[0], backend=BACKEND)
+        step(models[0])
+    gc.collect()
+    te_extension.UPDATES.clear()
+    step(models[1])
+    step(models[0])
+    return {"updates": [u["histories"] for u in te_extension.UPDATES]}
 
 
 def batches() -> dict[str, Any]:
@@ -217,7 +265,7 @@ def conformance() -> dict[str, Any]:
     """The shipped conformance suite: what did not pass, and what was lacking."""
     import pytest
 
-    from autoprec.backends.transformer_engine import TransformerEngineBackend
+    from autoprec.backends.transformer_engine import TransformerEngineBackend, is_delayed
     from tests.conformance.backends import PLANS, BackendSuite, BoundLayer
 
     class Suite(BackendSuite):
@@ -240,7 +288,12 @@ def conformance() -> dict[str, Any]:
             except pytest.skip.Exception:
                 pass
             except AssertionError as error:
-                failed.append(f"{name}: {check}: {error}")
+                # TE's cast saturates infinities under a scale from earlier steps
+                known = check == "test_non_finite_values_show" and is_delayed(plan.fprop) and "inf in" in str(error)
+                if known:
+                    lacks[f"{name}: {check}"] = str(error)
+                else:
+                    failed.append(f"{name}: {check}: {error}")
     return {"passed": passed, "failed": failed, "lacks": lacks}
 
 
@@ -254,6 +307,40 @@ def removed() -> dict[str, Any]:
 
     remove_policy(model)
     return {"identical": torch.equal(step(model), before)}
+
+
+def resumed() -> dict[str, Any]:
+    """Saved after two steps and continued in a fresh model, against a run that was not interrupted."""
+    out: dict[str, Any] = {}
+    for name, taken in (("taken", True), ("left", False)):
+        runs = []
+        for interrupted in (False, True):
+            model, chosen = Model(), policy("fp8_delayed")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            chosen.apply(model, backend=BACKEND)
+            chosen.wrap_optimizer(optimizer, model)
+            losses = []
+            for count in range(5):
+                if interrupted and count == 2:
+                    weights, held = model.state_dict(), optimizer.state_dict()
+                    held = held if taken else torch.optim.SGD(Model().parameters(), lr=0.05).state_dict()
+                    model = Model()
+                    model.load_state_dict(weights)
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                    chosen.apply(model, backend=BACKEND)
+                    chosen.wrap_optimizer(optimizer, model)
+                    optimizer.load_state_dict(held)
+                loss = model(X * (1 + count)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss))
+            runs.append(losses)
+        out[name] = runs
+    shapes = {key: list(value.shape) for key, value in chosen.state_dict(model).items()}
+    chosen.apply(fresh := Model(), backend=BACKEND)
+    out["shapes"] = shapes == {key: list(value.shape) for key, value in chosen.state_dict(fresh).items()}
+    return out
 
 
 def _attempt(run: Callable[[], Any]) -> Any:
@@ -272,11 +359,15 @@ SCENARIOS = (
     gemms,
     parameters,
     same_class,
+    algorithms,
+    updates,
+    leftovers,
     batches,
     autocast,
     copies,
     conformance,
     removed,
+    resumed,
 )
 
 

@@ -16,6 +16,7 @@ from autoprec.precision.hardware import Capability
 def test_what_a_backend_does_not_need_has_a_default(name: str) -> None:
     backend = get(name)
     assert isinstance(backend, Backend)
+    assert backend.around_model() is None
 
 
 def test_a_backend_must_answer_and_bind() -> None:

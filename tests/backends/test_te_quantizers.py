@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoprec.backends.te_quantizers import QuantizerFactory, accumulation, refusal
+from autoprec.backends.te_quantizers import QuantizerFactory, accumulation, check_pairs, refusal
+from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.backends import fake_te
 
-TENSOR, BLOCK, BF16 = (BUILTIN_RECIPES[name] for name in ("fp8_tensorwise", "fp8_block", "bf16"))
+TENSOR, DELAYED, BF16 = (BUILTIN_RECIPES[name] for name in ("fp8_tensorwise", "fp8_delayed", "bf16"))
 
 
 def role(name: str, operand: str) -> SimpleNamespace:
@@ -21,8 +22,8 @@ def role(name: str, operand: str) -> SimpleNamespace:
 
 @pytest.fixture
 def factory() -> QuantizerFactory:
-    made = QuantizerFactory(fake_te, torch.device("cpu"))
-    made.plans = {"up": LayerPlan(fprop=TENSOR, dgrad=TENSOR, wgrad=BF16), "down": LayerPlan.uniform(BLOCK)}
+    made = QuantizerFactory(fake_te, fake_te, torch.device("cpu"))
+    made.plans = {"up": LayerPlan(fprop=TENSOR, dgrad=TENSOR, wgrad=BF16), "down": LayerPlan.uniform(DELAYED)}
     return made
 
 
@@ -30,7 +31,7 @@ def test_an_operand_of_two_gemms_gets_a_quantizer_for_each_direction(factory: Qu
     found = factory(role("up", "input"))  # along rows for fprop, along columns for wgrad
     assert isinstance(found, fake_te.HybridQuantizer)
     assert isinstance(factory(role("up", "weight")), fake_te.Float8CurrentScalingQuantizer)
-    assert isinstance(factory(role("down", "grad_output")), fake_te.Float8BlockQuantizer)
+    assert isinstance(factory(role("down", "grad_output")), fake_te.DelayedScalingRequest)
 
 
 def test_what_is_not_in_the_policy_is_left_alone_and_never_none(factory: QuantizerFactory) -> None:
@@ -45,16 +46,16 @@ def test_accumulation_is_split_unless_the_recipe_says_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("int8", "no int8"),
-        ("fp8_rowwise", "recipe"),
-        ("fp8_delayed", "native has its own"),
-        ("fp8_tensorwise", ""),
-        ("mxfp8", ""),
-    ],
+    ("name", "said"), [("int8", "no int8"), ("fp8_rowwise", "recipe"), ("fp8_tensorwise", ""), ("mxfp8", "")]
 )
 def test_what_te_has_no_word_for(name: str, said: str) -> None:
     found = refusal(BUILTIN_RECIPES[name])
     assert said in found
     assert bool(found) is bool(said)
+
+
+def test_delayed_scaling_is_not_mixed_within_a_layer() -> None:
+    check_pairs(LayerPlan.uniform(DELAYED), "up")
+    with pytest.raises(UnsupportedError, match="cannot mix delayed scaling") as caught:
+        check_pairs(LayerPlan(fprop=DELAYED, dgrad=DELAYED, wgrad=BF16), "up")
+    assert "'up'" in str(caught.value)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from autoprec import Policy
 from autoprec.applying.policy import remove_policy
+from autoprec.applying.stage import put_stage
+from autoprec.applying.swap import root_of
 from autoprec.backends import get
 from autoprec.backends.transformer_engine import TransformerEngineBackend
 from autoprec.errors import UnsupportedError
-from autoprec.policy import LayerPlan
+from autoprec.policy import LayerPlan, LayerRule
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.backends import fake_te
 
@@ -77,11 +81,12 @@ def test_layers_and_gemms_run_what_the_policy_says_and_parameters_stay(te) -> No
     assert torch.equal(step(model), reference)
 
 
-def test_every_policy_gets_fresh_modules(te) -> None:
+def test_every_policy_gets_fresh_modules_and_a_reset(te) -> None:
     model = Model()
-    for name in ("fp8_tensorwise", "fp8_tensorwise_e4m3"):
+    for count, name in enumerate(("fp8_tensorwise", "fp8_tensorwise_e4m3"), start=1):
         policy(name).apply(model, backend="transformer_engine")
         step(model)
+        assert fake_te.FP8GlobalStateManager.resets == count
     wanted = fake_te.DType.kFloat8E4M3  # a live module would have kept the E5M2 of the first policy
     assert fake_te.Linear.built[-1].quantizers["grad_output"].options["fp8_dtype"] is wanted
     assert len(fake_te.Linear.built) == 4
@@ -94,13 +99,29 @@ def test_ragged_batches_are_padded(te) -> None:
     assert model(torch.zeros(0, 32)).shape == (0, 16)
 
 
+def test_delayed_scaling_is_updated_once_per_forward_of_the_model(te, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+    forward = fake_te.Linear.forward
+    monkeypatch.setattr(
+        fake_te.Linear, "forward", lambda self, x: depths.append(len(fake_te.STACK)) or forward(self, x)
+    )
+    model = Model()
+    policy("fp8_delayed").apply(model, backend="transformer_engine")
+    step(model)
+    assert depths == [1, 1]  # inside the model's context, which the layers do not enter again
+    assert fake_te.UPDATES == [True]
+    step(model)
+    assert fake_te.UPDATES == [True, False, True]  # the backward scales when the next forward begins
+    request = fake_te.Linear.built[0].quantizers["input"]
+    assert request == fake_te.DelayedScalingRequest(fake_te.Format.HYBRID, 0, 16, "max")
+
+
 def test_every_no_has_a_reason(te, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TransformerEngineBackend()
     asks = {"gemm": "fprop", "m": 32, "k": 32, "n": 32, "device": "cuda:0"}
     expected = {
         "fp8_rowwise": "no fp8 row",
         "int8": "no int8",
-        "fp8_delayed": "native has its own",
         "mxfp8": "compute capability",
         "nvfp4": "compute capability",
         "fp8_block": "not a multiple of 128",
@@ -110,9 +131,13 @@ def test_every_no_has_a_reason(te, monkeypatch: pytest.MonkeyPatch) -> None:
         found = backend.capability(BUILTIN_RECIPES[name], **asks)
         assert not found
         assert reason in found.reason
+    assert backend.capability(BUILTIN_RECIPES["fp8_delayed"], **asks)
     assert "K = 40" in backend.capability(BUILTIN_RECIPES["fp8_tensorwise"], **{**asks, "k": 40}).reason
     with pytest.raises(UnsupportedError, match=r"nn\.Linear only"):
         backend.bind(LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]), nn.LayerNorm(4), name="x", seed=0)
+    mixed = LayerPlan(fprop=BUILTIN_RECIPES["fp8_delayed"], dgrad=BUILTIN_RECIPES["fp8_delayed"])
+    with pytest.raises(UnsupportedError, match="cannot mix delayed"):
+        backend.bind(mixed, nn.Linear(32, 32), name="x", seed=0)
 
 
 def test_without_cuda_or_the_package_it_says_so() -> None:
@@ -120,3 +145,33 @@ def test_without_cuda_or_the_package_it_says_so() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="needs CUDA"):
             policy("fp8_tensorwise").apply(Model(), backend="transformer_engine")
+
+
+def test_a_copy_of_a_model_with_delayed_layers_trains_on(te) -> None:
+    model = Model()
+    policy("fp8_delayed").apply(model, backend="transformer_engine")
+    step(model)
+    copied = copy.deepcopy(model)
+    assert torch.equal(step(copied), step(model))
+
+
+def test_a_phase_that_keeps_delayed_layers_keeps_what_updates_their_scales(te) -> None:
+    model = Model()
+    chosen = policy("fp8_delayed")
+    chosen.apply(model, backend="transformer_engine")
+    step(model)
+    built = len(fake_te.Linear.built)
+    fake_te.UPDATES.clear()
+    step(model)
+    before = list(fake_te.UPDATES)
+    rules = [*chosen.layers[:2], LayerRule(match="head", recipe="keep")]
+    later = chosen.model_copy(update={"layers": tuple(rules)})
+    put_stage(later, model, backend="transformer_engine", keep=True)
+    assert len(fake_te.Linear.built) == built
+    fake_te.UPDATES.clear()
+    step(model)
+    assert before == fake_te.UPDATES
+    after_step = root_of(model).after_step
+    assert after_step is not None
+    after_step()
+    assert [*before, False] == fake_te.UPDATES
