@@ -167,6 +167,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return interpret(self.trace, self.names, builtin_rules(), self.optimizers)
 
+    def graph(self) -> torch.fx.Graph:
+        """Return the step as a ``torch.fx.Graph`` (see :mod:`autoprec.graph.fxgraph`)."""
+        from autoprec.graph.fxgraph import to_fx
+
+        return to_fx(self.trace, self.report())
+
     # -- modules --------------------------------------------------------------------------------------------------
 
     def _count(self, name: str) -> None:
