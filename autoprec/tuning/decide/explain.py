@@ -20,7 +20,7 @@ from autoprec.policy.space import Choice
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
 from autoprec.tuning.decide.sampler.prior import LayerTime, divergence_model, features_of, points_of
-from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.decide.table import SensitivityTable, families
 from autoprec.tuning.study.run import Run, error_text
 
 #: What a choice has to gain of a group's time to be called faster: as much as the fit leaves of one run's time.
@@ -168,19 +168,27 @@ def importance(problem: Problem, time_ms: FloatTable, table: SensitivityTable, r
     The models that the sampler uses are fitted to the finished trials, starting from the tables; the variance of each
     decision's effect is taken over its values with equal weight. Of parameters nothing is known but what the trials
     showed, and with a dozen trials under one paired seed some parameter always seems to matter: an effect that is not
-    several times its own uncertainty is noise, and counts as none.
+    several times its own uncertainty is noise, and counts as none. Of a layer's choices those are taken that a run of
+    such layers has shown to its end: one that nothing was trained under has moved nothing.
     """
     features = features_of(problem)
     divergence, time = _fitted(problem, time_ms, table, records)
     (squares, _, worse), (learned, _, effects) = divergence.law(), time.mean()
+    shown = np.zeros(problem.allowed.shape, dtype=bool)
+    for record in records:
+        if record.ok:
+            shown[np.arange(len(shown)), problem.indices(record.params)] = True
+    for kind in families(problem):
+        shown[kind] = shown[kind].any(axis=0)
     mean_error2 = float(np.where(np.isfinite(squares), squares, 0.0).mean(axis=1).sum()) or 1.0
     raw: dict[str, tuple[float, float]] = {}
     for g, group in enumerate(problem.groups):
         if len(group.choices) > 1:
             kept = problem.allowed[g] & np.isfinite(squares[g])
+            told = squares[g, kept & shown[g]]
             raw[layer_key(group.name)] = (
                 float(np.var(learned[g, kept])),
-                float(np.var(0.5 * squares[g, kept] / mean_error2)),
+                float(np.var(0.5 * told / mean_error2)) if len(told) else 0.0,
             )
     later = _significant(effects, time.parameter_sd())
     worse = _significant(worse, divergence.parameter_sd())

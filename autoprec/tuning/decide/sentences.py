@@ -160,12 +160,17 @@ def _faster_not_taken(
     return f"{name} {'is modelled' if modelled else 'was measured'} as {gain}, but is not taken: {why}{others}"
 
 
-def _over_preset(name: str, gain: float, measured: bool, noise: float = 0.0) -> str:
+def _over_preset(
+    name: str, gain: float, measured: bool, noise: float = 0.0, low: float | None = None, high: float | None = None
+) -> str:
     if gain < -ENOUGH:  # cut short before the preset that it should have been compared with
         faster = f"{1 / (1 + gain):.2f}x as fast as this policy"
         return f"the preset {name} was not run, and is predicted to be {faster}: search longer"
     doubt = "" if measured else ", which was not run: predicted"
     text = f"{max(0.0, gain):.1%} over the best preset ({name}{doubt})"
+    if low is not None and high is not None:
+        text += f", timed beside it: {speed_text(1 + gain, low, high)}"
+        return text if low > 1.0 else f"{text}: a preset is enough here"
     if gain < ENOUGH:
         return f"{text}: a preset is enough here"
     within = gain <= noise
@@ -239,6 +244,10 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "adopted": _adopted,
     "faster_not_taken": _faster_not_taken,
     "over_preset": _over_preset,
+    "taken_back": lambda groups, error, saving: (
+        f"{', '.join(groups[:3])}{f' and {len(groups) - 3} more' if len(groups) > 3 else ''} kept in more precision, "
+        f"which costs less than {saving:.1%} of a step and takes away {error:.0%} of the error"
+    ),
     # what a verification found
     "holds": _holds,
     "failed": lambda runs, first: f"the policy failed in {runs} runs, first: {first}",

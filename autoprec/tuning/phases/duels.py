@@ -19,8 +19,10 @@ from typing import Any
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, StabilityPolicy
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
+from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
+from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import BUSY, PairedRunner
 from autoprec.tuning.setup import Setup
@@ -34,9 +36,6 @@ _FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
 _PROCESSES, _STEPS, _WARMUP = 4, 6, 2
 #: Policies of one duel: each holds its compiled graphs.
 MOST_AT_ONCE = 4
-#: What two modelled speed-ups have to be apart to be told apart: the model is right within 10 % of a step, and what two
-#: policies have in common is as wrong for both.
-MODEL_RESOLUTION = 0.005
 
 
 class Duels:
@@ -45,6 +44,20 @@ class Duels:
     def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
         self._setup, self._runner, self._ledger = setup, runner, ledger
         self._tried: set[str] = set()
+        self._rounds: list[dict[str, float]] = []
+
+    def between(self, one: Standing, other: Standing) -> tuple[float, float, float] | None:
+        """Return how many times as fast one policy is as another, with its 95 % interval; None if not both were timed.
+
+        Of two that were timed apart the interval is that of their intervals, which is wider.
+        """
+        ratios = [ms[other.name] / ms[one.name] for ms in self._rounds if one.name in ms and other.name in ms]
+        if len(ratios) >= FEWEST:
+            return median_interval(ratios)
+        if None in (bounds := (one.low, one.high, other.low, other.high)):
+            return None
+        own_low, own_high, low, high = (float(bound or 0.0) for bound in bounds)
+        return one.speedup / other.speedup, own_low / high, own_high / low
 
     def known(self) -> dict[str, Run]:
         """Return the last duel of each policy, by name."""
@@ -76,6 +89,7 @@ class Duels:
             {run.name: run.policy for run in together},
             within,
         )
+        self._rounds += rounds
         if failure:
             self._ledger.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]

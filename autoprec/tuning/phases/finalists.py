@@ -7,7 +7,6 @@ may be at most (:mod:`autoprec.tuning.decide.ranking`), and whose next seed is w
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline
-from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
@@ -29,7 +27,9 @@ from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import why_nothing
 from autoprec.tuning.phases.duels import Duels, timing_noise
 from autoprec.tuning.phases.measuring import leader, scored
+from autoprec.tuning.phases.preset_gain import BestPreset, best_preset, over_preset
 from autoprec.tuning.phases.reference import reference_of
+from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
@@ -38,8 +38,8 @@ from autoprec.tuning.study.run import Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
-#: Chance of being acceptable from which on a preset that was not run counts as what people would run instead.
-_MAY_BE_FINE = 0.5
+#: What a measured gradient error may be of the predicted one (0.7 to 1.4 of mixed assignments, and of unlike batches).
+_OFF_BY = 1.5
 
 
 class Race:
@@ -61,6 +61,7 @@ class Race:
         self._unusable: dict[int, str] = {}
         self._asked_errors: set[str] = set()
         self._known: dict[str, Run] = {}  # duels
+        self._eased: set[str] = set()
         self._is_over = False  # a run was ended for want of time
         self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
         self.duels = Duels(setup, runner, ledger)
@@ -138,7 +139,9 @@ class Race:
                 self.update()
             if self.now.next is None or elsewhere() > self.now.gain or self._must_end():
                 break
-            self._one_more(self._ok[self.now.next])
+            following = self._ok[self.now.next]
+            if not (self._may_break_limit(following) and self._measure_error(following)):
+                self._one_more(following)
         self._ledger.add_seconds("finalists_s", time.monotonic() - began)
 
     def _must_end(self) -> bool:
@@ -153,13 +156,19 @@ class Race:
         budget = self._setup.options.budget_s
         if self._is_over:
             return True
-        if budget is None or self._ledger.elapsed() + self.seed_s + self._ledger.seconds_to_close() <= budget:
+        if budget is None or not self._is_late():
             return False
         enough = OVERRUN * budget - self._ledger.elapsed() > self.seed_s
         if enough and all(len(rows) < self.fewest for rows in self._rows.values()):
             return False
         self._ledger.cut("the time budget ended the paired seeds while one more could still have changed the answer")
         return True
+
+    def _is_late(self) -> bool:
+        """Whether the time budget leaves no room for one more paired seed."""
+        budget = self._setup.options.budget_s
+        needed = self.seed_s + self._ledger.seconds_to_close()
+        return budget is not None and self._ledger.elapsed() + needed > budget
 
     # --- measuring --------------------------------------------------------------------------------------------------
     def _one_more(self, record: Run) -> None:
@@ -251,6 +260,11 @@ class Race:
         self.update()
         return True
 
+    def _may_break_limit(self, record: Run) -> bool:
+        """Say whether the gradient error of a policy, once measured, may refuse it: that takes no further seed."""
+        limit = self._rules().gradient_limit
+        return limit is not None and self._error(record) * _OFF_BY > limit
+
     def _error(self, record: Run) -> float:
         """Return the gradient error of a policy as a whole: measured where it was, else predicted."""
         return self._ledger.measured_errors.get(record.name, record["gradient_error"])
@@ -283,7 +297,8 @@ class Race:
         The script as written is the first of its ranking.
         """
         setup, ledger = self._setup, self._ledger
-        measured = [one for one in self.now.standings if one.seeds >= self.fewest]
+        # lowerings that were taken back are confirmed by one run: the policy itself was measured under more
+        measured = [one for one in self.now.standings if one.seeds >= self.fewest or SAFER in _run(one).tags]
         if not measured:
             return None
         memory = ledger.reference.memory_bytes
@@ -360,20 +375,22 @@ class Race:
         if decision.run is not None and self._measure_error(decision.run):
             self._measure_all_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
-        if self.duels.time([run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]):
-            self.update()
+        if self._time_what_decides(decision):
             return self.answer()  # its speed, or that of what is tied with it, was one of trials
         unsure = None if decision.unsure is None else decision.ranking[decision.unsure]
         if unsure is not None and unsure.seeds < setup.options.seeds and not self._must_end():
             self._one_more(_run(unsure))
             self._measure_all_whole()
             return self.answer()
+        if self._take_back(decision):
+            return self.answer()
         for name, why in decision.rejected.items():
             ledger.note(f"{name} was rejected: {why}")
         chosen = decision.chosen
         if chosen is None:
             return decision.with_reasons(*self._best_guess())
-        over = self._over_preset(chosen, ledger.timings["timing_noise"])
+        over = over_preset(chosen, self._best_preset(chosen), self.duels, ledger.timings["timing_noise"])
+        over += what_was_taken_back(setup, self.expectation, chosen, self._tried)
         faster, not_taken = self._faster(chosen, decision.rejected)
         return replace(decision.with_reasons(*faster, *over), not_taken=not_taken)
 
@@ -388,29 +405,40 @@ class Race:
             ledger.note(f"{name} is faster, but was not taken: {why}")
         return fastest_not_taken(found, tried, sixteen_bit_speedup(self._setup, ledger.store.records)), others
 
-    def _over_preset(self, chosen: Standing, noise: float) -> tuple[Reason, ...]:
-        """Return what the chosen policy gains over the fastest preset that is acceptable, or may be for all we know."""
-        problem, expected = self._setup.problem, self.expectation
-        measured = {problem.key(_run(one).params): one for one in self.now.standings}
-        failed = {problem.key(record.params) for record in self._tried if not record.ok}
-        script = float(expected.goals.cost(self._ledger.reference.step_ms, 1.0))
-        found = [(1.0, "the script as written", True)]
-        most = math.inf if self._ledger.cut_short or self._ledger.stopped.startswith("ran ") else chosen.speedup
-        offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
-        if expected.goals.objective != "throughput" or not offered:
-            return ()
-        outlook = expected.outlook(expected.points([params for _, params in offered]))
-        for (name, params), cost, chance in zip(offered, outlook.cost, outlook.chance, strict=True):
-            known = measured.get(problem.key(params))
-            predicted = math.exp(script - float(cost))
-            if known is None and chance >= _MAY_BE_FINE and problem.key(params) not in failed and predicted <= most:
-                found.append((predicted, name, False))
-            elif known and (known.name == chosen.name or (not known.rejection and known.speedup <= chosen.speedup)):
-                found.append((known.speedup, name, True))
-        speedup, name, ran = max(found)
-        gain = chosen.speedup / speedup - 1.0
-        best = {"name": name, "gain": max(0.0, gain) if ran else gain, "measured": ran}
-        return (Reason("over_preset", best | {"noise": noise}),)
+    def _time_what_decides(self, decision: Decision) -> bool:
+        """Time in a duel what a decision rests on, and the preset that it would be told against, where that is near."""
+        asked = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
+        if decision.run is not None and decision.chosen is not None:
+            best, noise = self._best_preset(decision.chosen), self._ledger.timings["timing_noise"]
+            preset = best.standing.run if best is not None and best.standing is not None else None
+            if best is not None and preset is not None and decision.chosen.speedup <= best.speedup * (1.0 + noise):
+                asked = [decision.run, preset, *asked]
+        if not self.duels.time(asked):
+            return False
+        self.update()
+        return True
+
+    def _best_preset(self, chosen: Standing) -> BestPreset | None:
+        return best_preset(self._setup, self._ledger, self.expectation, self.now.standings, self._tried, chosen)
+
+    def _take_back(self, decision: Decision) -> bool:
+        """Run the policy once without lowerings that save too little for their error; false where there are none."""
+        setup, ledger, name = self._setup, self._ledger, decision.run.name if decision.run is not None else ""
+        wanted = bool(name) and name not in self._eased and setup.options.objective == "throughput"
+        wanted = wanted and len(ledger.store.learned()) < setup.options.trials
+        if not wanted or self._runner.by_block.active or self._is_late():
+            return False
+        self._eased.add(name)
+        plan = safer_policy(setup, ledger, self.expectation, decision, self._tried)
+        if plan is None or ledger.table is None:
+            return False
+        began, predicted = (time.time(), time.monotonic()), ledger.table.predict(setup.problem, plan.params)
+        result = self._runner.run(self._runner.spec(plan.policy))
+        done = scored(setup, ledger, plan, result, ledger.reference, predicted, began)
+        ledger.store.add(done)
+        self.update()
+        ledger.listener.trial(done, len(ledger.store.learned()), 0, leader(setup, ledger), self.seconds_left())
+        return done.ok and (self._measure_error(done) or True)
 
     def _best_guess(self) -> tuple[Reason, ...]:
         """Say, where the time ended a search without an answer, how sure the best guess is."""

@@ -21,9 +21,9 @@ from autoprec.trial.protocol import FAILURES, OUT_OF_TIME
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
+from autoprec.tuning.decide.sampler.expectation import DOUBT, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, make_sampler
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
@@ -106,11 +106,10 @@ class _Loop:
         """Count on from what earlier sessions left."""
         self.teach()
 
-    def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> Run:
+    def trial(self, number: int, name: str, params: dict[str, Any], tags: tuple[str, ...]) -> Run:
         setup, ledger = self.setup, self.ledger
         policy = setup.problem.policy(params).to_dict()
-        tags = ("preset",) if kind == "preset" else ()
-        plan = Run(number, kind, name, params, policy, status="", tags=tags)
+        plan = Run(number, "preset" if "preset" in tags else "search", name, params, policy, status="", tags=tags)
         predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
         limit = hopeless_gap(setup, ledger) if setup.host.world_size == 1 else None
         seen = {"reference_losses": ledger.reference.losses, "stop_gap": limit}
@@ -173,13 +172,10 @@ class _Loop:
         failed = [r for r in same if r.status in FAILURES and r.status != "diverged"]
         return failed[0] if len(failed) > 1 and not any(r.ok for r in same) else None
 
-    def name_of(self, trial: optuna.Trial, params: dict[str, Any]) -> str:
-        """Return the name of the preset that a trial is; empty for others."""
-        queued = str(trial.user_attrs.get("preset", ""))
-        if queued or not isinstance(self.sampler, PrecisionSampler):
-            return queued
-        best = self.sampler.last
-        return best.preset if best is not None and best.params == params else ""
+    def proposed(self, params: dict[str, Any]) -> Proposal | None:
+        """Return what our sampler said of the params that it proposed last; None for others."""
+        last = self.sampler.last if isinstance(self.sampler, PrecisionSampler) else None
+        return last if last is not None and last.params == params else None
 
     # --- going on or not --------------------------------------------------------------------------------------------
     def expected(self) -> float:
@@ -325,10 +321,12 @@ def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
                 if known is not None:
                     loop.ledger.store.forget(trial, known)
                     continue
-                name = loop.name_of(trial, params)
-                kind = "preset" if name else "search"
+                queued, proposed = str(trial.user_attrs.get("preset", "")), loop.proposed(params)
+                name = queued or (proposed.preset if proposed is not None else "")
+                doubt = proposed is not None and proposed.doubt and not queued
+                tags = (*(("preset",) if name else ()), *((DOUBT,) if doubt else ()))
                 number = loop.ledger.store.next_number()
-                future = threads.submit(loop.trial, number, kind, name or f"trial {number}", params)
+                future = threads.submit(loop.trial, number, name or f"trial {number}", params, tags)
                 loop.running[future] = trial
             if not loop.running:
                 loop.used_up = loop.used_up or asked >= ASKS_PER_TRIAL * loop.goal

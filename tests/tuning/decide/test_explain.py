@@ -16,7 +16,7 @@ from autoprec.tuning.decide.explain import (
     stay_explanation,
 )
 from autoprec.tuning.decide.problem import layer_key
-from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.decide.table import SensitivityTable, families
 from autoprec.tuning.study.run import Run, metrics_of
 from tests.tuning.synthetic import Synthetic, synthetic
 
@@ -127,6 +127,19 @@ def test_the_group_that_moves_the_objectives_most_leads() -> None:
     assert idle["time_share"] < 0.05
 
 
+def test_a_choice_that_no_run_has_shown_moves_nothing() -> None:
+    """ "inp: 100 % of divergence" was of FP8 there, under which every run was ended early."""
+    found = synthetic()
+    g, choice = 5, found.problem.choice_names[-1]
+    found.prior.error2[g, -1] *= 1e6
+    records = [run for run in searched(found, 0) if run.params[layer_key(found.problem.groups[g].name)] != choice]
+    kind = next(kind for kind in families(found.problem) if g in kind)
+    others = [layer_key(found.problem.groups[k].name) for k in kind]
+    records = [run for run in records if all(run.params[name] != choice for name in others)]
+    told = importance(found.problem, found.prior.time_ms, table_of(found), records)
+    assert next(i for i in told if i["name"] == others[kind.index(g)])["error_share"] < 0.5
+
+
 def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0) -> list[Run]:
     """Random trials, each gap off by a lognormal factor; one parameter's last value may multiply it as well."""
     rng = np.random.default_rng(seed)
@@ -191,9 +204,10 @@ def test_only_decisions_that_matter_are_told() -> None:
         tuple(g.name for g in found.problem.groups), found.problem.choice_names, found.prior.error2, noise=0.5
     )
     params = found.problem.params_of(found.problem.baseline)
-    rows = explanation(found.problem, lambda *_: 1.0, table, [], params)["importance"]
+    assert explanation(found.problem, lambda *_: 1.0, table, [], params)["importance"] == []  # no run has shown any
+    rows = explanation(found.problem, lambda *_: 1.0, table, searched(found, 0)[:2], params)["importance"]
     assert rows
-    assert all(row["name"].startswith("layer:") for row in rows)  # of parameters nothing is known without a trial
+    assert all(row["name"].startswith("layer:") for row in rows)  # of parameters two trials tell nothing
 
 
 def test_what_is_told_is_one_sentence_each() -> None:

@@ -22,6 +22,7 @@ from autoprec.policy.solver import FloatTable, Limit
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of
+from autoprec.tuning.decide.table import families
 from autoprec.tuning.study.run import Run
 
 Vector = npt.NDArray[np.float64]
@@ -54,12 +55,24 @@ TIMED = StoppingThreshold(0.0001, 0.01, 0.005, 0.01)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
 _Z95 = 2.3
-#: What the time to beat may be off by, relative, where it is measured.
-_TIMES_SD = 0.01
+#: What two steps have to be apart to be told apart, relative: timed; and modelled, where the model is right within 10 %
+#: of a step, and what two policies have in common is as wrong for both.
+TIMES_SD, MODEL_RESOLUTION = 0.01, 0.005
+#: How far ln(divergence) may be from what is predicted, beyond what the model allows for, of a policy whose error is
+#: all by choices that no run of such layers has shown (0.46 over 1,500 policies of the recorded cases).
+_UNSHOWN = 0.45
 #: A policy that was measured under one seed only is accepted under none; and under so many it is measured at most.
 FEWEST_SEEDS, MOST_SEEDS = 2, 24
 #: Predicted gradient errors are right within a few percent: a policy at the very limit would be refused half the time.
 _GRADIENT_MARGIN = 1.03
+#: Tag of a trial that was not expected to gain, and might: what is run last of all before a search ends.
+DOUBT = "doubt"
+#: The value that stands for: above nothing, below all that is expected to pay.
+LAST_VALUE = 1e-9
+#: What it has to gain if the tables are wrong, times the chance of that, for a first run; and, by its own runs, for
+#: each further one up to so many, as the first hardly moves what is predicted. A search ends after so many of them, or
+#: the first whose own chance is smaller than this.
+_LEAST_HOPE, _LEAST_DOUBT, _DOUBT_SEEDS, _MOST_DOUBTS, _LEAST_CHANCE = 0.001, 0.01, 8, 3, 0.05
 #: Numbers of further seeds that are considered for a policy.
 _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: What a run under a seed that others ran under says, against one under a new seed: they share part of the seed noise.
@@ -101,6 +114,11 @@ class Goals:
     def stop(self) -> StoppingThreshold:
         """What a policy has to gain for another run of it to pay."""
         return TIMED if self.timed else MODELLED
+
+    @property
+    def resolution(self) -> float:
+        """What two times have to be apart to be told apart, relative."""
+        return TIMES_SD if self.timed else MODEL_RESOLUTION
 
     def cost(self, step_ms: npt.ArrayLike, memory: npt.ArrayLike) -> Vector:
         """Return the logarithm of what the objective minimises, of step times and bytes."""
@@ -148,6 +166,7 @@ class Expectation:
         )
         self.best_cost: float | None = None
         self._presets = set(_keys(self.points([params for _, params in presets])))
+        self._kinds = families(problem)
         self.fit([])
 
     def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
@@ -196,9 +215,18 @@ class Expectation:
         self.memory.fit(points, sizes)
         self._references = 1 + int(seeds.max(initial=0))
         self._seeds = dict(sorted(zip(_keys(points), (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
+        gaps_of: dict[bytes, list[float]] = {}
+        for key, gap in zip(_keys(points), gaps.tolist(), strict=True):
+            gaps_of.setdefault(key, []).append(gap)
+        in_doubt = {key for run, key in zip(runs, _keys(points), strict=True) if DOUBT in run.tags}
+        self._doubts = {key: (len(gaps_of[key]), self._own_chance(gaps_of[key])) for key in in_doubt}
         # per choice and parameter value that never ran to its end: the runs that failed with it
         used, failed = self._used(points), np.isnan(times)
         self._failed = np.where(used[~failed].any(axis=0), 0, used[failed].sum(axis=0))
+        self._shown = np.zeros(self.problem.allowed.shape, dtype=bool)  # choices that a run of such layers has shown
+        self._shown[np.arange(points.index.shape[1]), points.index[np.isfinite(gaps) & ~failed]] = True
+        for kind in self._kinds:
+            self._shown[kind] = self._shown[kind].any(axis=0)
 
     def _used(self, points: Points) -> npt.NDArray[np.bool_]:
         """Return ``[N, C + K]``: which choices and parameter values points use."""
@@ -219,7 +247,7 @@ class Expectation:
         goals, stop = self.goals, self.goals.stop
         cost, cost_sd = self._cost(points)
         log_gap, sd = self.divergence.predict(points)
-        possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
+        possible = self._possible(points)
         upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
         within = (
             np.ones(len(points)) if goals.uninformative else _normal((math.log(goals.max_divergence) - log_gap) / sd)
@@ -234,13 +262,55 @@ class Expectation:
         accepted, runs = self._plan(points, log_gap, sd, gain)
         gain = gain * accepted
         value = np.where(gain > least, gain - stop.price * runs, np.minimum(gain - least, 0.0))
+        unknown = (_DOUBT_SEEDS, 0.0)
+        had, own = np.array([self._doubts.get(key, unknown) for key in _keys(points)]).reshape(-1, 2).T
+        hoped = (had < _DOUBT_SEEDS) & (np.expm1(self._to_beat() - cost) * own > _LEAST_DOUBT)
+        value = np.where(hoped, np.maximum(value, LAST_VALUE), value)
         return Outlook(cost, upper, possible * within, gain, value)
+
+    @property
+    def may_doubt(self) -> bool:
+        """Whether another policy is run that is not expected to gain: none of those before was what was expected."""
+        return len(self._doubts) < _MOST_DOUBTS and all(own > _LEAST_CHANCE for _, own in self._doubts.values())
+
+    def _own_chance(self, gaps: Sequence[float]) -> float:
+        """Return the chance that a mean over seeds is within the budget by the runs of the policy alone."""
+        if not np.isfinite(gaps).all():
+            return 0.0
+        room = math.log(self.goals.max_divergence / max(float(np.mean(gaps)), 1e-12))
+        return (
+            1.0
+            if self.goals.uninformative
+            else float(_normal(np.array(room / self.divergence.spread * math.sqrt(len(gaps)))))
+        )
+
+    def optimistic(self, points: Points) -> Vector:
+        """Return what points ``[N]`` may gain where the tables are as wrong as they can be of what no run has shown.
+
+        That is the gain by the bound of their time, times the chance to be within the budget; 0 where that is too
+        little, or even the bound of their divergence is beyond it.
+        """
+        cost, cost_sd = self._cost(points)
+        log_gap, sd = self.divergence.predict(points)
+        rows = np.arange(points.index.shape[1])
+        unshown = (self.divergence.shares(points)[0] * ~self._shown[rows, points.index]).sum(axis=1)
+        room = (math.log(self.goals.max_divergence) - log_gap) / np.hypot(sd, _UNSHOWN * unshown)
+        if self.goals.uninformative:
+            room = np.full(len(points), np.inf)
+        gain = np.expm1(self._to_beat() - cost + (_Z95 * cost_sd if self.goals.timed else 0.0))
+        hoped = gain * _normal(room) * self._possible(points)
+        return np.asarray(np.where((hoped > _LEAST_HOPE) & (room > -_Z95), hoped, 0.0))
 
     def drawn_gains(self, points: Points, rng: np.random.Generator) -> Vector:
         """Return what points ``[N]`` gain over the best one if accepted, drawn from what times may turn out to be."""
         cost, sd = self._cost(points)
-        noise = np.hypot(sd, _TIMES_SD if self.goals.timed else 0.0)
+        noise = np.hypot(sd, self.goals.resolution)
         return np.asarray(np.expm1(self._to_beat() - cost + noise * rng.standard_normal(len(points))))
+
+    def _possible(self, points: Points) -> Vector:
+        """Return the chance ``[N]`` that points keep the other limits, and run to their end at all."""
+        failed = (self._used(points) * self._failed).max(axis=1)
+        return np.asarray(self.within_limits(points) * _AFTER_FAILURE**failed)
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
         """Return, for the number of further seeds of most value, the chance to be accepted then, and its runs.

@@ -158,7 +158,7 @@ class DivergenceModel(_Model):
         """Standard deviation of ln(D) of one run around the mean over seeds, by everything measured."""
         return math.sqrt(float(self._weights @ _SPREADS**2))
 
-    def _shares(self, points: Points) -> tuple[FloatTable, Vector]:
+    def shares(self, points: Points) -> tuple[FloatTable, Vector]:
         """Return every group's share ``[N, G]`` of the squared error of points, and their sums ``[N]``."""
         error2 = points.pick(self._error2)
         total = np.maximum(error2.sum(axis=1) + points.base2, 1e-30)
@@ -166,12 +166,12 @@ class DivergenceModel(_Model):
 
     def _start(self, points: Points) -> tuple[FloatTable, Vector]:
         """Return the regressors ``[N, P]`` of points, and the prior mean of ln(D) ``[N]``."""
-        part, total = self._shares(points)
+        part, total = self.shares(points)
         return points.rows(part, self._choices), _START + 0.5 * np.log(total / self._unit)
 
     def _correlation(self, points: Points, seeds: IntVector) -> FloatTable:
         """Return how the seed noise of runs correlates ``[n, n]``."""
-        amplitudes = np.sqrt(self._shares(points)[0])
+        amplitudes = np.sqrt(self.shares(points)[0])
         same = points.index[:, None, :] == points.index[None, :, :]
         overlap = np.einsum("ig,jg,ijg->ij", amplitudes, amplitudes, same)
         together = np.where(seeds[:, None] == seeds[None, :], _SEED + _OVERLAP * overlap**2, 0.0)

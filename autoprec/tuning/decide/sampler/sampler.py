@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.errors import UnknownNameError
 from autoprec.policy.solver import solve
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
+from autoprec.tuning.decide.sampler.expectation import LAST_VALUE, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
 from autoprec.tuning.study.run import Run
 
@@ -46,13 +46,15 @@ _AS_GOOD = 0.95
 class Proposal:
     """The policy of most value, and the name of the preset that it is (empty for others).
 
-    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs.
+    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs, and
+    next to nothing for one in ``doubt``, which is run last of all.
     """
 
     params: dict[str, Any]
     preset: str
     gain: float
     value: float
+    doubt: bool = False
 
 
 class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
@@ -102,9 +104,11 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         if best is None:
             return NOTHING_NEW
         if best.value <= 0:
+            least = self.expectation.goals.resolution
+            gain = f"{best.gain:.1%}" if best.gain > least else f"less than {least:.1%}"
             return (
-                f"what is left is expected to gain {best.gain:.1%} (at most about {self.bound():.1%}), too little "
-                "for the runs it would take"
+                f"what is left is expected to gain {gain} (at most about {self.bound():.1%}), too little for the runs "
+                "it would take"
             )
         return ""
 
@@ -129,20 +133,27 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         needed = 1.0 - np.where(faster, running.chance[None, :], 0.0).max(axis=1, initial=0.0)
         value = outlook.value * needed
         top = int(np.argmax(np.where([bool(name) for name in names], value / _AS_GOOD, value)))
-        return Proposal(fresh[top], names[top], float((outlook.gain * needed).max()), float(value[top]))
+        gain = float((outlook.gain * needed).max())
+        if value[top] <= 0 and not len(running.cost) and expected.may_doubt:
+            hoped = expected.optimistic(expected.points(fresh))
+            if hoped.max() > 0:
+                top = int(np.argmax(hoped))
+                return Proposal(fresh[top], names[top], gain, 0.5 * LAST_VALUE, doubt=True)
+        return Proposal(fresh[top], names[top], gain, float(value[top]))
 
     def bound(self) -> float:
         """Return what anything in the space gains at most with 95 % over the best policy so far, tried or not.
 
         Laws of divergence are drawn from all that what ran leaves possible, and the fastest policy within the budget
-        is solved for under each: the misfit of the tables that the runs have shown is in them.
+        is solved for under each: the misfit of the tables that the runs have shown is in them. It is never less than
+        what two times have to be apart to be told apart.
         """
         rng, (table, effects) = np.random.default_rng(0), self.expectation.cost_table()
         values = self._options(effects)[0]
         found = (self._solved(self.expectation.divergence.drawn_law(rng), table, values) for _ in range(_DRAWS))
         best = [params for params in found if params is not None]
         gains = self.expectation.drawn_gains(self.expectation.points(best), rng) if best else np.zeros(1)
-        return max(0.0, float(np.quantile(gains, 0.95)))
+        return max(self.expectation.goals.resolution, float(np.quantile(gains, 0.95)))
 
     def _solved(
         self, law: tuple[Any, float, Any], table: Any, values: dict[str, Any], factor: float = 1.0

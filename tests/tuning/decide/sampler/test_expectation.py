@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.sampler.expectation import MODELLED, Expectation, Goals
+from autoprec.tuning.decide.sampler.expectation import DOUBT, MODEL_RESOLUTION, MODELLED, TIMES_SD, Expectation, Goals
 from tests.tuning.synthetic import run_of, synthetic
 
 FOUND = synthetic(blocks=2)
@@ -73,3 +73,39 @@ def test_memory_and_balance_are_costs_too() -> None:
         assert made.goals.cost(10.0, 2e9) > made.goals.cost(10.0, 1e9)
         table, _ = made.cost_table()
         assert table.shape == FOUND.prior.time_ms.shape
+
+
+def doubtful(*gaps: float) -> Expectation:
+    """``SAFE`` is known well; ``FAST``, twice as fast, is predicted to be beyond the budget, and had these gaps."""
+    made = Expectation(FOUND.problem, FOUND.prior, GOALS)
+    ratio = float(np.exp(np.subtract(*made.divergence.predict(made.points([FAST, SAFE]))[0])))
+    step = FOUND.step(SAFE)[0]
+    gap = 1.8 * GOALS.max_divergence / ratio
+    known = [run_of(SAFE, seed, gap * math.exp(0.4 * (-1) ** seed), step) for seed in range(8)]
+    own = [run_of(FAST, seed, gap, 0.5 * step) for seed, gap in enumerate(gaps)]
+    made.fit([*known, *(replace(run, tags=(DOUBT,)) for run in own)])
+    made.best_cost = float(made.outlook(made.points([SAFE])).cost[0])
+    return made
+
+
+def test_what_is_predicted_to_be_beyond_the_budget_is_asked_where_no_run_has_shown_its_choices() -> None:
+    """A rehearsal ended at 1.16x where 1.28x was within the budget: nothing in FP8 had run to its end there."""
+    made = doubtful()
+    points = made.points([FAST])
+    assert made.may_doubt
+    assert made.optimistic(points)[0] > 0.0
+    sure = doubtful()
+    sure._shown[:] = True
+    assert sure.optimistic(points)[0] < made.optimistic(points)[0]
+
+
+@pytest.mark.parametrize(("gaps", "goes_on"), [((0.002,), True), ((0.0035,), True), ((0.02,), False)])
+def test_a_policy_in_doubt_gets_seeds_while_its_own_runs_allow_for_it(gaps: tuple[float, ...], goes_on: bool) -> None:
+    made = doubtful(*gaps)
+    assert bool(made.outlook(made.points([FAST])).value[0] > 0) is goes_on
+    assert made.may_doubt is goes_on, "a search ends after one that was as bad as predicted"
+
+
+def test_a_bound_is_never_below_what_can_be_told_apart() -> None:
+    assert replace(GOALS, timed=False).resolution == MODEL_RESOLUTION
+    assert replace(GOALS, timed=True).resolution == TIMES_SD

@@ -154,6 +154,7 @@ def test_it_stops_when_what_is_left_cannot_pay_for_its_runs() -> None:
     best = sampler.best(at)
     assert best is None or best.value <= 0
     assert "too little" in sampler.finished(at)
+    assert sampler.bound() >= sampler.expectation.goals.resolution, "modelled times are not exact"
 
 
 def test_a_preset_that_is_as_good_is_asked_first() -> None:
