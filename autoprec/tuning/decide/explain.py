@@ -346,7 +346,8 @@ def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:
         share = f"; together {row['saved_ms']:.3g} ms and {row['error_share']:.0%} of the error"
         why[name] = row["text"] + (share if row["layers"].endswith(")") and row["saved_ms"] else "")
     mattered = {
-        d["name"].removeprefix("layer:"): f"{d['time_share']:.0%} of what moves time, {error_share(d)} of divergence"
+        d["name"].removeprefix("layer:"): f"{d['time_share']:.0%} of what moves time"
+        + (f", {error_share(d)} of divergence" if is_sure(d) else "")
         for d in reasons.get("importance", ())
         if d["time_share"] >= LEAST_SHARE or is_sure(d)
     }
