@@ -368,8 +368,6 @@ def test_without_time_for_it_the_answer_says_that_it_is_of_blocks(here: Path) ->
     assert made.ledger is not None
 
 
-
-
 def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
