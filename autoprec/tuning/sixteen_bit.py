@@ -15,6 +15,7 @@ from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.tuning.decide.presets import widest
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import Run, pooled
@@ -69,9 +70,9 @@ def by_hand(known: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict
 
     ``torch.autocast`` in bf16, every layer in bf16, and where they are offered the default recipes of torchao
     (``convert_to_float8_training``: a scale per tensor) and of Transformer Engine (``fp8_autocast``: delayed scales;
-    MXFP8 on GPUs that multiply it).
+    MXFP8 on GPUs that multiply it); where a space has none for the head, with the head as its baseline says.
     """
-    order = (*NAMES, *(f"all {recipe}" for recipe in LIBRARY_DEFAULTS))
+    order = (*NAMES, *(widest(recipe, {name for name, _ in known}) for recipe in LIBRARY_DEFAULTS))
     return [preset for name in order for preset in known if _is_named(preset[0], name)]
 
 

@@ -29,7 +29,7 @@ from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap, step_time
 from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
-from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import baseline_of, perturbed_runs
@@ -254,10 +254,11 @@ def contenders(
     run_by = {"evidence": {"backends": backends}} if backends else {}
     searched = {name: setup.problem.policy(params) for name, params in presets(setup.problem)} if setup else {}
     for name, recipe in policy.recipes.items():
-        known = searched.get(f"all {name}")
         if recipe.scaled:
-            out[f"all {name}"] = known.to_dict() if known else uniform(name, recipe, policy.activations)
-            out[f"all {name}"] |= run_by  # else a preset would lose to a faster backend, not to a better policy
+            known = widest(name, searched)
+            label = known or f"all {name}"
+            out[label] = searched[known].to_dict() if known else uniform(name, recipe, policy.activations)
+            out[label] |= run_by  # else a preset would lose to a faster backend, not to a better policy
     for name in [name for name in out if name != "policy" and _what_runs(out[name]) == _what_runs(out["policy"])]:
         tell(f"the policy is the preset '{name}', which is not run beside it")  # it would win or lose by chance
         del out[name]

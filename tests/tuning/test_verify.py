@@ -230,8 +230,8 @@ def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> No
         plain = policy.model_copy(update={"recipes": {"bf16": BUILTIN_RECIPES["bf16"]}, "default": "bf16"})
         assert search_setup(plain, pool, "train.py") is None
     names = [layer.name for layer in graph.tunable]
-    searched = setup.problem.policy(dict(presets(setup.problem))["all fp8_delayed"])
-    verified = policy_from_dict(contenders(policy, setup)["all fp8_delayed"])
+    searched = setup.problem.policy(dict(presets(setup.problem))["fp8_delayed, head in bf16"])
+    verified = policy_from_dict(contenders(policy, setup)["fp8_delayed, head in bf16"])
     assert resolve(verified, names) == resolve(searched, names)
     assert resolve(verified, names)["head"].fprop == BUILTIN_RECIPES["bf16"]
     mixed = policy.model_copy(update={"layers": (LayerRule(match="head", recipe="keep"),)})

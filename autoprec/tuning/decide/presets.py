@@ -8,7 +8,7 @@ layer size). A study that ends early has compared these at least.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from autoprec.graph.report import Layer
@@ -44,6 +44,11 @@ def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+def widest(recipe: str, names: Collection[str]) -> str:
+    """Return the name, among those of presets, of the one that has a recipe in most layers; empty where none is."""
+    return next((n for n in (f"all {recipe}", f"{recipe}, head in bf16", f"{recipe}, head kept") if n in names), "")
+
+
 def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     script = _uniform(problem, KEEP, problem.groups)
     if problem.is_script(script):
@@ -63,8 +68,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
                 )
     uniform = [c for c in problem.choice_names if c != KEEP]
     for choice in uniform:
-        head_alone = all("head" in group.flags for group in problem.groups if choice in group.choices)
-        yield f"{'head' if head_alone else 'all'} {_label(choice)}", _uniform(problem, choice, problem.groups)
+        yield _name(problem, choice), _uniform(problem, choice, problem.groups)
     for execution in problem.parameters.get("execution", ()):
         if execution != "keep":
             name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"
@@ -74,7 +78,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     # FP8 casts that nobody fuses seldom pay: where a policy may compile the model, its exceptions are tried compiled
     execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
     for choice in quantised if execution else ():
-        yield f"all {_label(choice)}, compiled", _uniform(problem, choice, problem.groups, execution=execution)
+        yield f"{_name(problem, choice)}, compiled", _uniform(problem, choice, problem.groups, execution=execution)
     for choice in quantised:
         yield from _partial(problem, choice, execution)
 
@@ -82,8 +86,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
 def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, dict[str, Any]]]:
     label, groups = _label(choice), problem.groups
     edges, layers = _edge_blocks(problem), {layer.name: layer for layer in problem.report.layers}
-    # "kept" is as the script wrote it, here as elsewhere
-    other = "kept" if problem.baseline == KEEP else f"in {_label(problem.baseline)}"
+    other = _without(problem)
     parts = {
         f"head {other}": [g for g in groups if "head" not in g.flags],
         f"first and last block {other}": [g for g in groups if not _inside(g, edges)],
@@ -95,6 +98,20 @@ def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[st
     for what, inside in parts.items():
         name = f"{label}, {what}" + (", compiled" if execution else "")
         yield name, _uniform(problem, choice, inside, **parameters)
+
+
+def _name(problem: Problem, choice: str) -> str:
+    """Return the name of a choice wherever it is offered, which need not be at the head, or may be there alone."""
+    offered = {"head" in group.flags for group in problem.groups if choice in group.choices}
+    heads = any("head" in group.flags for group in problem.groups)
+    if offered == {False} and heads:
+        return f"{_label(choice)}, head {_without(problem)}"
+    return f"{'head' if offered == {True} else 'all'} {_label(choice)}"
+
+
+def _without(problem: Problem) -> str:
+    """Say how a layer runs that has no choice of the preset: ``kept`` is as the script wrote it."""
+    return "kept" if problem.baseline == KEEP else f"in {_label(problem.baseline)}"
 
 
 def _from_space(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -36,7 +36,7 @@ def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plan["finalist_runs"] == 3 * 3
     parts = plan["setup_s"] + plan["scan_s"] + plan["trials_s"] + plan["finalists_s"] + plan["closing_s"]
     assert 0 < plan["total_s"] == pytest.approx(min(parts, 1800))
-    assert "all fp8_rowwise" in plan["presets"]
+    assert "fp8_rowwise, head in bf16" in plan["presets"]
     assert "timing a run under a preset" in found.err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from autoprec.policy.space import load_space
-from autoprec.tuning.decide.presets import presets, torchao_filter
+from autoprec.tuning.decide.presets import presets, torchao_filter, widest
 from autoprec.tuning.decide.problem import Problem, layer_key
 from tests.tuning.models import gpt, linear, report
 
@@ -31,6 +31,14 @@ def test_the_cpu_gets_the_script_autocast_and_attention_in_fp32() -> None:
     assert list(found)[:2] == ["script", "bf16 autocast"]
     assert found["bf16 autocast, norm and softmax fp32"]["norm"] == "fp32"
     assert found["bf16 autocast, attention fp32"]["attention"] == "fp32"
+
+
+def test_a_recipe_that_the_head_lacks_is_not_said_to_be_everywhere() -> None:
+    for space, name in (("cpu", "int8_tensor, head kept"), ("ada-fp8", "fp8_tensorwise, head in bf16")):
+        names = [known for known, _ in presets(Problem.build(gpt(), load_space(space)))]
+        recipe = name.partition(",")[0]
+        assert f"all {recipe}" not in names
+        assert widest(recipe, names) == name
 
 
 def test_no_two_presets_run_the_same() -> None:
