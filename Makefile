@@ -40,7 +40,7 @@ $(READY): $(BIN)/python
 	@if [ "$(TORCH)" = cpu ]; then cp constraints.txt $(VENV)/constraints.txt; \
 	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
 	@$(ADD) torch$(if $(filter cpu,$(TORCH)), 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch)
-	@$(ADD) -e .
+	@$(ADD) -e '.[ui]'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo, optuna, mlflow, autoprec.trial.inside.agent"
 	@rm -f $(VENV)/.ready-* $(VENV)/.installed-*
 	@touch $@

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from autoprec.cli.echo import echo
+from autoprec.support.optional import how_to_install, installed_version
 
 POLICY = "demo-policy.yaml"
 #: 8 times as wide (3072), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): 1.4 B parameters, which
@@ -52,10 +53,12 @@ def program() -> str:
 def next_steps(command: tuple[str, ...], policy: str) -> str:
     """Return what to try after the demo; every line can be pasted."""
     name, file, train = program(), shlex.quote(policy), shlex.join(command)
+    lacks = installed_version("mlflow") is None
     return "\n".join(
         [
             "next:",
-            f"  {name} ui                                   the trials, in MLflow",
+            f"  {name} ui                                   the trials, in MLflow"
+            + (f"; first: {how_to_install('mlflow')}" if lacks else ""),
             f"  {name} show {file}                what each layer runs, and why",
             f"  {name} check --policy {file} {train}     asked against executed, layer by layer",
             f"  {name} run --policy {file} {train} --steps 20     train under it",

@@ -125,6 +125,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
     from autoprec.cli.console import clock, command_began, stdout_console
     from autoprec.report.text import verdict_lines
+    from autoprec.support.optional import how_to_install, installed_version
 
     console = stdout_console()
     console.print(replace(result.table(), notes=("; ".join(result.facts()),)).rich())  # the verdict follows
@@ -140,7 +141,8 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
         lines.append(f"report:  {files['report.html']}")
     uri = result.mlflow.get("tracking_uri")
     if uri:
-        lines.append("trials:  autoprec ui")
+        first = "" if installed_version("mlflow") else f"{how_to_install('mlflow')}, then "
+        lines.append(f"trials:  {first}autoprec ui")
     lines.append(f"took:    {clock(time.monotonic() - command_began())}, the reports and MLflow included")
     if result.verdict == "adopt":
         lines += [

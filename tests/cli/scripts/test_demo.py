@@ -93,6 +93,13 @@ def test_every_next_step_is_a_command_line_that_autoprec_accepts(
             assert context.params["script"][0] == str(script)
 
 
+def test_the_web_interface_is_recommended_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, said in ((None, True), ("3.17", False)):
+        monkeypatch.setattr(module, "installed_version", lambda _name, found=version: found)
+        first = next_steps(("train.py",), "policy.yaml").splitlines()[1]
+        assert ("pip install 'autoprec[ui]'" in first) is said
+
+
 def test_the_next_steps_name_a_program_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
