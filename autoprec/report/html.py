@@ -11,6 +11,7 @@ from autoprec.export import exact_target
 from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
+from autoprec.report.parallel import parallel_chart
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, important, summarise
@@ -152,6 +153,8 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  _table((*titles, "figures"), comparison)),
         _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
                  "that no other beats on both axes.", _figure(pareto_chart(summary))),
+        _section("What was decided, and what came of it", "A line is a policy; the decisions that moved time and "
+                 "divergence most come first, and \"Why\" below has their shares.", parallel_chart(summary)),
         _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "
                  "same data.", _figure(loss_chart(summary))),
         _section("Distance from the reference", "Inside the band a difference means nothing.",

@@ -30,7 +30,7 @@ svg text.axis{font-size:12.5px}
 .base{stroke:var(--ref);stroke-dasharray:8 3}
 .floor{stroke:var(--soft);stroke-dasharray:2 4}.front{fill:none;stroke:var(--accent);stroke-width:1.5;opacity:.7}
 .curve{fill:none;stroke-width:1.6}.curve.reference{stroke:var(--ref);stroke-width:5;opacity:.35}
-.curve.best{stroke:var(--accent);stroke-width:2}
+.curve.best{stroke:var(--accent);stroke-width:2}.curve.thin{stroke-width:1.2}
 .p0{--c:#c2883a}.p1{--c:#5b7bd5}.p2{--c:#b4432f}.p3{--c:#8a5fb8}.p4{--c:#2f9bb4}.p5{--c:#8f9a3c}
 .curve.preset{stroke:var(--c)}.band{fill:var(--band);opacity:.35}
 .dot{stroke:var(--card)}.dot.preset{fill:var(--pre)}.dot.search{fill:var(--find)}.dot.finalist{fill:var(--bad)}
