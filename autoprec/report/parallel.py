@@ -11,7 +11,7 @@ from autoprec.report.svg import Axis
 from autoprec.tuning.study.run import Run
 
 #: Decisions that are drawn, those first that moved time and divergence most, and characters of a value's name.
-_MOST, _LONGEST = 6, 22
+_MOST, _LONGEST = 4, 17
 _WIDTH, _HEIGHT, _TOP, _SIDE = 760, 340, 34, 70
 
 

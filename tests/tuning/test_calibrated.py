@@ -167,7 +167,7 @@ def test_a_timed_search_runs_each_recipe_by_the_backend_that_was_timed_fastest(h
     for found in (*trained, *written):
         assert found.get("evidence", {}).get("backends", {}) == record(found)
     assert any(record(found) for found in trained)
-    assert record(written[-1])
+    assert any(record(found) for found in written)
     assert {spec.backend for _, spec in simulated.calls} == {"auto"}
     assert made.setup is not None
     assert made.setup.cost.label == f"modelled, calibrated on {H100} (2026-01-02), not compiled"
