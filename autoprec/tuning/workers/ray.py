@@ -7,6 +7,7 @@ must be readable at the same path on every node (a shared file system, or Ray's 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import queue
@@ -21,6 +22,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.execute import command_from_json, command_to_json
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.tuning.workers.head import Head
 
 #: How often a trial is run again after its worker or node was lost.
 RETRIES = 2
@@ -100,6 +102,15 @@ def connect(address: str) -> Any:
     return ray
 
 
+@functools.cache
+def _head(address: str) -> Head:
+    return Head(address)
+
+
+def _head_of(ray: Any) -> Head:
+    return _head(str(getattr(ray.get_runtime_context(), "gcs_address", "")))
+
+
 class RayRunner(Runner):
     """A runner whose trials run in Ray actors.
 
@@ -121,6 +132,7 @@ class RayRunner(Runner):
         address: str = "",
     ) -> None:
         self._ray = connect(address)
+        self._head = _head_of(self._ray)
         self._command, self._run_dir, self._seed = command, run_dir, seed
         self._gpus, self._cores = gpus, cores
         self._slots = self._left = slots
@@ -184,7 +196,7 @@ class RayRunner(Runner):
                     actor = self._actor()
                 except _NoRoomError as error:
                     raise self._no_room() from error
-                answer = self._ray.get(actor.start.remote())
+                answer = self._head.wait(self._ray, actor.start.remote())
                 if "error" in answer:
                     raise ScriptError(answer["error"], where=answer["where"], fix=answer["fix"])
                 self._info = HostInfo.from_json(answer["info"])
@@ -199,7 +211,7 @@ class RayRunner(Runner):
         A slot for which the cluster has no room any more is given up: the trial then waits for another slot.
 
         Raises:
-            AutoPrecError: no slot is left.
+            AutoPrecError: no slot is left, or the cluster's head is lost.
             NoSpaceError: the worker's machine has no room for a trial's files.
         """
         self.start()
@@ -210,7 +222,7 @@ class RayRunner(Runner):
                 return TrialResult("crashed", "this runner was closed")
             try:
                 actor = self._actor() if actor is None else actor
-                answer = self._ray.get(actor.run.remote(spec.to_json()))
+                answer = self._head.wait(self._ray, actor.run.remote(spec.to_json()))
             except _NoRoomError as error:
                 if not self._give_up_slot():
                     raise self._no_room() from error
@@ -251,6 +263,8 @@ class RayRunner(Runner):
     def close(self) -> None:
         """End every actor and give its resources back; a running trial is not waited for."""
         self._closed = True
+        if self._head.lost:
+            return
         actors = list(self._actors)
         closing = [actor.close.remote() for actor in actors]
         if closing:

@@ -15,17 +15,17 @@ from autoprec.precision.hardware import TARGETS
 
 
 class Bench:
-    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
-        return 2.0 * m * k * n / 500e12 if family == "bf16" else None
-
-    def cast(self, family: str, rows: int, columns: int) -> float | None:
+    def warm(self) -> None:
         return None
 
-    def copy(self, size: int) -> float | None:
-        return None
+    def copy(self, size: int) -> float:
+        return 2.0 * size / (0.8 * TARGETS["h100"].bandwidth)
 
-    def launch(self) -> float | None:
+    def launch(self) -> float:
         return 4e-6
+
+    def host(self) -> float:
+        raise RuntimeError("no clock")
 
     def versions(self) -> dict[str, str]:
         return {"torch": "test"}
@@ -49,12 +49,12 @@ def test_a_device_is_measured_and_written(fake_gpu: None, tmp_path: Path) -> Non
     path = tmp_path / "out.json"
     found = CliRunner().invoke(command.calibrate, ["-o", str(path)], catch_exceptions=False)
     assert found.exit_code == 0
-    assert "Fake H100: 6 points, 2 linears" in found.output
+    assert "Fake H100: 2 points, 2 linears" in found.output
     assert "compiled: torchao: 1.25x native at fp8_rowwise, measured" in found.output
     assert f"--calibration {path}" in found.output
     document = load_calibration(path)
     assert document["device"] == "Fake H100"
-    assert document["rates"]["gemm"]["bf16"] == pytest.approx(0.5, abs=0.08)
+    assert document["rates"] == pytest.approx({"bandwidth": 0.8, "launch_us": 4.0})
     assert document["linears"] == LINEARS
     assert load_calibration(calibration.kept_file("Fake H100")) == document
 
@@ -68,7 +68,7 @@ def test_a_library_that_takes_the_process_along_leaves_what_was_measured_before(
     monkeypatch.setattr(command, "_linears", crash)
     path = tmp_path / "out.json"
     CliRunner().invoke(command.calibrate, ["-o", str(path)])
-    assert load_calibration(path)["rates"]["gemm"]
+    assert load_calibration(path)["rates"]["bandwidth"]
 
 
 def test_a_folder_that_cannot_be_written_costs_no_calibration(
