@@ -17,10 +17,11 @@ _WIDTH, _HEIGHT, _TOP, _SIDE = 760, 340, 34, 70
 
 def _decisions(summary: Summary, runs: Sequence[Run]) -> list[str]:
     """Return the parameters that differ among the runs, the most important first."""
-    shares = {row["name"]: row["time_share"] + row["error_share"] for row in summary.result.explanation["importance"]}
+    rows = summary.result.explanation["importance"]
+    shares = {row["name"]: row["time_share"] + row["error_share"] for row in rows}
     names = dict.fromkeys(name for run in runs for name in run.params)
     differ = [name for name in names if len({str(run.params.get(name)) for run in runs}) > 1]
-    return sorted(differ, key=lambda name: -shares.get(name.removeprefix("layer:"), 0.0))[:_MOST]
+    return sorted(differ, key=lambda name: -shares.get(name, 0.0))[:_MOST]
 
 
 def _cut(text: str) -> str:

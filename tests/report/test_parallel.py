@@ -21,7 +21,7 @@ def study(shares: dict[str, float]) -> Summary:
     for number, run in enumerate(records):
         params = {f"layer:{group}": ("bf16", "<fp8>")[(number + at) % 2] for at, group in enumerate(GROUPS)}
         runs.append(replace(run, params=params if run.policy else {}))
-    rows = [{"name": name, "time_share": share, "error_share": 0.0} for name, share in shares.items()]
+    rows = [{"name": f"layer:{name}", "time_share": share, "error_share": 0.0} for name, share in shares.items()]
     explanation = {**result.explanation, "importance": rows}
     return summarise(replace(result, explanation=explanation), runs)
 
