@@ -95,7 +95,7 @@ class Search:
     ) -> None:
         name = options.study or free_name(options, command)
         self.options = replace(options, study=name)
-        self._unnamed, self._is_new = not (options.study or options.resume), False
+        self._unnamed, self._is_new, self._made_folder = not (options.study or options.resume), False, False
         self.command, self.listener = command, listener
         self.study_dir: Path = self.options.study_dir()
         self.graph: GraphReport | None = None
@@ -138,8 +138,9 @@ class Search:
             if self._is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
                 shutil.rmtree(self.study_dir, ignore_errors=True)
                 with contextlib.suppress(OSError):  # other studies may be there
-                    if [path.name for path in self.study_dir.parent.iterdir()] == [".gitignore"]:
-                        shutil.rmtree(self.study_dir.parent)
+                    folder = self.study_dir.parent
+                    if self._made_folder and [path.name for path in folder.iterdir()] == [".gitignore"]:
+                        shutil.rmtree(folder)
             raise
 
     def _locked(self) -> SearchResult:
@@ -173,7 +174,8 @@ class Search:
     def _claim(self, stack: ExitStack) -> None:
         """Hold the study's folder; a study without a name takes the next one where another search holds it."""
         held: list[str] = []
-        if not self.study_dir.parent.exists():  # nothing in it is for a repository
+        self._made_folder = not self.study_dir.parent.exists()
+        if self._made_folder:  # nothing in it is for a repository
             write_atomic(self.study_dir.parent / ".gitignore", "*\n")
         while True:
             self._is_new = not self.study_dir.exists()

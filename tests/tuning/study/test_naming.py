@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.errors import StudyError
+from autoprec.errors import ScriptError, StudyError
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.base import Runner
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -111,3 +112,20 @@ def test_the_folder_of_studies_keeps_itself_out_of_a_repository(command: ScriptC
     mark.unlink()  # by a person who wants the studies in it
     search()
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_search_that_cannot_begin_leaves_nothing_of_its_own_and_all_of_a_persons(
+    command: ScriptCommand, mine: bool
+) -> None:
+    def fails(_seed: int, _folder: Path) -> Runner:
+        raise ScriptError("the script failed", where="my train.py", fix="mend it")
+
+    mark = Path("autoprec-runs/.gitignore")
+    if mine:
+        mark.parent.mkdir()
+        mark.write_text("*.log\n")
+    with pytest.raises(ScriptError):
+        Search(SearchOptions(command=("my train.py",)), command, Listeners(), fails).run()
+    assert mark.parent.exists() == mine
+    assert not mine or mark.read_text() == "*.log\n"
