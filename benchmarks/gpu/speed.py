@@ -4,7 +4,7 @@
     python benchmarks/gpu/speed.py blocks [--out DIR]     4 blocks of width 4096, forward and backward
 
 ``blocks`` has bf16 autocast, torchao's recipes, ours by the ``native`` backend, Transformer Engine's, and FP8 in blocks
-by DeepGEMM's and torchao's products, each eager and compiled (block by block), one process per precision. Rows that are
+by torchao's products, each eager and compiled (block by block), one process per precision. Rows that are
 done are kept in ``DIR`` and not run again.
 ``--tiny`` rehearses the same on a CPU, with stand-ins for the device's clocks: the path, not the figures.
 """

@@ -1,1 +1,1 @@
-"""Commands about this machine and its stores: doctor, calibrate, targets, ui, sync."""
+"""Commands about this machine and its stores: doctor, calibrate, ui."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from autoprec.support.files import read_document
 
-#: What a class may ask for.
-PRECISIONS = ("tunable", "fp32", "follow", "keep")
 #: What makes a name of the table a pattern; most are names, and need no expression compiled.
 _GLOB = re.compile(r"[*?[]")
 _BUILTIN = Path(__file__).with_name("rules.yaml")

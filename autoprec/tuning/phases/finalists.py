@@ -298,12 +298,11 @@ class Race:
         """
         setup, ledger = self._setup, self._ledger
         # lowerings that were taken back are confirmed by one run: the policy itself was measured under more
-        measured = [one for one in self.now.standings if one.seeds >= self.fewest or SAFER in _run(one).tags]
-        if not measured:
+        final = [one for one in self.now.standings if one.seeds >= self.fewest or SAFER in _run(one).tags]
+        if not final:
             return None
         memory = ledger.reference.memory_bytes
         script = Standing("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
-        final = measured
         fit = {one.name for one in self.now.standings if not one.rejection}
         compiled = [one for one in final if one.name in fit and one.speedup > 1.0 and self._is_known(_run(one))]
         if len(compiled) >= CONTENDERS:  # no further whole model is compiled for an estimate
@@ -438,7 +437,9 @@ class Race:
         ledger.store.add(done)
         self.update()
         ledger.listener.trial(done, len(ledger.store.learned()), 0, leader(setup, ledger), self.seconds_left())
-        return done.ok and (self._measure_error(done) or True)
+        if done.ok:
+            self._measure_error(done)
+        return done.ok
 
     def _best_guess(self) -> tuple[Reason, ...]:
         """Say, where the time ended a search without an answer, how sure the best guess is."""

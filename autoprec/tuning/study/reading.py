@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from pathlib import Path
-from urllib.parse import quote
 
 from autoprec.errors import FileError, StudyError
 from autoprec.tuning.study.run import Run
-from autoprec.tuning.study.sqlite_check import check_sqlite
+from autoprec.tuning.study.sqlite_check import check_sqlite, opened
 from autoprec.tuning.study.storage import open_storage, root_cause, sqlite_file, without_password
 
 
@@ -44,11 +43,13 @@ def stored_records(url: str, name: str) -> list[Run]:
 
 
 def _is_made(path: Path, name: str) -> bool:
-    """Say whether a SQLite file holds a study of this name; read only: Optuna makes a study after all of its tables,
-    and a storage that is opened in between makes the rest of them beside the search that is at it."""
-    address = f"file:{quote(str(path.resolve()))}?mode=ro"
+    """Say whether a SQLite file holds a study of this name, without making the tables that it lacks.
+
+    Optuna makes a study after all of its tables; a storage that is opened in between makes the rest of them, beside
+    the search that is at it.
+    """
     try:
-        with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+        with opened(path, "ro") as connection:
             found = connection.execute("select 1 from studies where study_name = ?", (name,)).fetchone()
     except sqlite3.OperationalError as error:
         if "no such table" in str(error):

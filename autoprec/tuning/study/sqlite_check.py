@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from pathlib import Path
 from urllib.parse import quote
 
 from autoprec.errors import StudyError
@@ -24,6 +25,11 @@ def _damaged(why: str, url: str) -> StudyError:
         where=url,
         fix=REPAIR,
     )
+
+
+def opened(path: Path, mode: str) -> contextlib.closing[sqlite3.Connection]:
+    """Open a file that exists, ``ro`` or ``rw``, whatever its folder is called; never makes one."""
+    return contextlib.closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode={mode}", uri=True))
 
 
 def check_sqlite(url: str, *, may_be_empty: bool = True, holds_studies: bool = False) -> None:
@@ -49,7 +55,7 @@ def check_sqlite(url: str, *, may_be_empty: bool = True, holds_studies: bool = F
     if 0 < size < SMALLEST:  # of one byte SQLite makes a new database
         raise _damaged(f"it has {size} bytes", url)
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=rw", uri=True)) as connection:
+        with opened(path, "rw") as connection:
             found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(1)")]
             astray = connection.execute("PRAGMA foreign_key_check").fetchone()
             tables = {str(row[0]) for row in connection.execute("select name from sqlite_master where type = 'table'")}

@@ -277,12 +277,10 @@ class Expectation:
         """Return the chance that a mean over seeds is within the budget by the runs of the policy alone."""
         if not np.isfinite(gaps).all():
             return 0.0
+        if self.goals.uninformative:
+            return 1.0
         room = math.log(self.goals.max_divergence / max(float(np.mean(gaps)), 1e-12))
-        return (
-            1.0
-            if self.goals.uninformative
-            else float(_normal(np.array(room / self.divergence.spread * math.sqrt(len(gaps)))))
-        )
+        return float(_normal(np.array(room / self.divergence.spread * math.sqrt(len(gaps)))))
 
     def optimistic(self, points: Points) -> Vector:
         """Return what points ``[N]`` may gain where the tables are as wrong as they can be of what no run has shown.
