@@ -34,6 +34,8 @@ _NOT_PICKLED = (
 )
 #: (id of a class, kind) -> the class made from it. Not held: it lives while a module has it, and holds its base.
 _CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakref.WeakValueDictionary()
+#: id -> module whose pickle was warned of: one warning for a model, not one for each of its layers.
+_WARNED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 class ShrunkGradient:
@@ -149,11 +151,15 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
     """Pickle as a module of the original class: a policy is applied anew where the pickle is loaded.
 
-    So a checkpoint needs no AutoPrec to be loaded; that the policy is not in it is said rather than found out.
+    So a checkpoint needs no AutoPrec to be loaded; that the policy is not in it is said rather than found out. This
+    process reads it with ``weights_only=True`` as it would the pickle of the plain model: both names that are made safe
+    here only make objects of classes that are safe as well.
     """
     base = swapped_base(self)
-    if ATTRIBUTE in self.__dict__ or ROOT in self.__dict__:
+    if (ATTRIBUTE in self.__dict__ or ROOT in self.__dict__) and _WARNED.get(id(self)) is not self:
+        _WARNED.update({id(module): module for module in self.modules()})
         warnings.warn(_NOT_PICKLED, stacklevel=2)
+    torch.serialization.add_safe_globals([copyreg._reconstructor, object])  # type: ignore[attr-defined]
     state = base.__getstate__(self)  # type: ignore[no-untyped-call]
     if isinstance(state, dict):  # what a class's own __getstate__ makes instead is its business
         state = {key: value for key, value in state.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}

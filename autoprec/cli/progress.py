@@ -66,12 +66,14 @@ class TerminalProgress:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
         leader = f"best {headline(best.to_row())} ({best.name})" if best else "best: the script as written"
-        further = f"seed {record.seed + 1} of" if record.seed else "whole model of"
-        count = further if record.kind == "finalist" else f"{done}/{total}"
+        if record.kind == "finalist":
+            name, count = (f"seed {record.seed + 1} of " if record.seed else "whole model of ") + record.name, ""
+        else:  # "trial 6" is the number of its run, which counts the references too: the count stands apart
+            name, count = record.name, f"{done} of {counted(total, 'trial')}; "
         if not self._phases.live or self._verbosity > 0:
             # without a budget nobody knows how many further seeds a decision takes, and it may converge before
             left = f"{'at most ' if self._bounded else ''}about {clock(seconds_left)} left"
-            self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {left}]")
+            self._phases.say(f"{name}: {describe(record)}   [{count}{leader}; {left}]")
         what = "trials"
         if record.kind == "finalist":  # how many there will be depends on what they show
             done, total, what = 0, 0, "further paired seeds"

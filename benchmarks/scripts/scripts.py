@@ -48,7 +48,7 @@ LIMITS = {"bare": 120.0, "again": 120.0, "inspect": 240.0, "check": 240.0, "run"
 #: An endless script is stopped here; that it was still training then is what is asked of it.
 ENDLESS = 25.0
 #: Runs like those of the search's finalists; the paired seeds after theirs are fresh ones (verify begins with them).
-VERIFY, KNOWN_SEEDS = "--steps 4 --warmup 1 --seeds 6 --json", 2
+VERIFY, KNOWN_SEEDS = "--steps 4 --seeds 6 --json", 2
 #: Written by AutoPrec, or by Python itself, on purpose.
 OURS = ("autoprec-runs", "__pycache__")
 

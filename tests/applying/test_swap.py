@@ -109,12 +109,13 @@ def test_an_optimizer_built_before_or_after_trains_the_same_parameters() -> None
 
 
 def test_a_pickle_says_that_it_leaves_the_policy_out_and_only_then() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
     policy = bf16()
-    policy.apply(model)
-    for part in (model, model[0]):
-        with pytest.warns(UserWarning, match=r"pickled without its policy.*policy\.apply\(model\) again"):
-            loaded = pickle.loads(pickle.dumps(part))
+    for whole in (True, False):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        policy.apply(model)
+        with pytest.warns(UserWarning, match=r"pickled without its policy.*policy\.apply\(model\) again") as said:
+            loaded = pickle.loads(pickle.dumps(model if whole else model[0]))
+        assert len(said) == 1  # not once a layer
         assert execution_of(loaded) is root_of(loaded) is None
     copy.deepcopy(model)
     policy.remove(model)
@@ -128,8 +129,11 @@ def test_a_pickle_is_read_with_weights_only_where_its_classes_are_named(tmp_path
         torch.save(model, tmp_path / "model.pt")
     found = torch.serialization.get_unsafe_globals_in_checkpoint(str(tmp_path / "model.pt"))
     assert not [name for name in found if "autoprec" in name]
-    named = [nn.Sequential, nn.Linear, copyreg._reconstructor, object]  # type: ignore[attr-defined]
-    with torch.serialization.safe_globals(named):
+    classes = [nn.Sequential, nn.Linear]
+    with torch.serialization.safe_globals(classes):  # the process that saved it: as for a model without a policy
+        assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=True)[0].weight, model[0].weight)
+    torch.serialization.clear_safe_globals()
+    with torch.serialization.safe_globals([*classes, copyreg._reconstructor, object]):  # type: ignore[attr-defined]
         loaded = torch.load(tmp_path / "model.pt", weights_only=True)
     assert torch.equal(loaded[0].weight, model[0].weight)
 

@@ -35,13 +35,13 @@ def test_every_trial_is_a_line_where_there_is_not_a_terminal(capsys: pytest.Capt
     progress = TerminalProgress()
     progress.phase("search")
     for done in (1, 2, 3):
-        progress.trial(record(number=done), done, 30, record(), 65.0)
+        progress.trial(record(number=done + 3), done, 30, record(), 65.0)
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "[0:00] trials"
-    assert [line.split()[1] for line in lines[1:]] == ["1/30", "2/30", "3/30"]
+    assert [line.split("] ")[1].split(":")[0] for line in lines[1:]] == ["trial 4", "trial 5", "trial 6"]
     assert "1.50x over the script  divergence 0.120%" in lines[1]
-    assert lines[1].endswith("[best 1.50x over the script (trial 3); about 1:05 left]")
+    assert lines[1].endswith("[1 of 30 trials; best 1.50x over the script (trial 3); about 1:05 left]")
 
 
 def test_what_was_found_is_told_before_the_first_trial(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def stored_records(url: str, name: str) -> list[Run]:
     path = sqlite_file(url)
     if path is not None and not (path.is_file() and path.stat().st_size):
         return []
-    check_sqlite(url, holds_studies=True)
+    if path is not None:
+        _check_once(url, path.stat().st_dev, path.stat().st_ino)
     try:
         if path is not None and not _is_made(path, name):
             return []
@@ -40,6 +42,15 @@ def stored_records(url: str, name: str) -> list[Run]:
     except (FileError, TypeError, ValueError) as error:
         what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
         raise StudyError(what, where=f"{without_password(url)}, study {name}", fix="put an intact copy back") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _check_once(url: str, _device: int, _inode: int) -> None:
+    """Look through a file whole once in this process: whoever follows a search reads every few seconds.
+
+    What becomes of the file after that is found where it is read: SQLite's own errors, checksums of the records.
+    """
+    check_sqlite(url, holds_studies=True)
 
 
 def _is_made(path: Path, name: str) -> bool:

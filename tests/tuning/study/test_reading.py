@@ -30,6 +30,20 @@ def test_records_are_read_while_their_search_holds_the_study(tmp_path: Path) -> 
     store.close()
 
 
+def test_a_file_is_looked_through_once_however_often_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr("autoprec.tuning.study.reading.check_sqlite", lambda url, **_named: checked.append(url))
+    url = default_storage(tmp_path)
+    for _ in (1, 2):
+        StudyStore(url, "s", ("step_time_ms", "divergence"), resume=False).close()
+        for _poll in (1, 2, 3):
+            assert stored_records(url, "s") == []
+        (tmp_path / "study.db").rename(tmp_path / "moved.db")  # another file takes its place
+    assert checked == [url, url]
+
+
 def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_bytes(b"x" * 5000)
     with pytest.raises(StudyError):
