@@ -54,20 +54,21 @@ class ByBlock:
 
     Args:
         run: runs one trial under a paired seed.
+        allowed: off, none does.
 
     Attributes:
         active: the script's own blocks are compiled, instead of its whole model.
     """
 
-    def __init__(self, setup: Setup, ledger: Ledger, run: _Run) -> None:
-        self._setup, self._ledger, self._run = setup, ledger, run
+    def __init__(self, setup: Setup, ledger: Ledger, run: _Run, *, allowed: bool = True) -> None:
+        self._setup, self._ledger, self._run, self._allowed = setup, ledger, run, allowed
         self._change = _Change()
         self.active = False
 
     @property
     def wanted(self) -> bool:
         """Whether runs ask for blocks: also where a policy compiles a script that does not compile itself."""
-        return self.active or not self._setup.host.compiled
+        return self._allowed and (self.active or not self._setup.host.compiled)
 
     def run(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run a trial; one under the script's own seed that fails by block runs again as the script compiles it."""
@@ -88,7 +89,8 @@ class ByBlock:
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_s)
         self._ledger.timings |= {"compile_s": compile_s, "step_s": step_s}
         least = _LEAST_COMPILE_S if self._setup.target.is_cpu else _LEAST_QUANTISED_S
-        if repeated_blocks(self._setup.host.layers) < _FEWEST_BLOCKS or compile_s < least:
+        few = repeated_blocks(self._setup.host.layers) < _FEWEST_BLOCKS
+        if few or compile_s < least or not self._allowed:
             return None
         result = self._run(replace(spec, by_block=True), 0)
         self.active = result.ok and bool(result.payload.get(BY_BLOCK))

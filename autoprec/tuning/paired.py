@@ -36,16 +36,19 @@ BUSY = 0.5
 
 
 class PairedRunner:
-    """Runs the trials of one search.
+    """Runs the trials of one search, or of one verification.
+
+    Args:
+        may_compile_blocks: off, all runs compile what the script and its policy compile.
 
     Attributes:
         by_block: whether runs compile blocks.
     """
 
-    def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger) -> None:
+    def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger, *, may_compile_blocks: bool = True) -> None:
         self._setup, self._pool, self._ledger = setup, pool, ledger
         self._repeated = 0
-        self.by_block = ByBlock(setup, ledger, self._timed)
+        self.by_block = ByBlock(setup, ledger, self._timed, allowed=may_compile_blocks)
 
     @property
     def workers(self) -> int:

@@ -1,16 +1,20 @@
 """Longer paired runs of a policy beside the reference and the presets it must beat.
 
-Each policy is run once per paired seed beside that seed's reference, as the finalists of a search are, and its runs
-(:class:`~autoprec.tuning.study.run.Run`) are judged by the rules of a search
-(:class:`~autoprec.tuning.decide.decision.Rules`): a search and a verification differ in what was measured only.
+Each policy is run once per paired seed beside that seed's reference, by what runs the finalists of a search
+(:class:`~autoprec.tuning.phases.measuring.PairedSeeds`, :class:`~autoprec.tuning.phases.duels.Duels`), and judged by
+the rules of a search (:class:`~autoprec.tuning.decide.decision.Rules`): only which policies and seeds differs.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from autoprec.errors import (
@@ -24,20 +28,23 @@ from autoprec.errors import (
 from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
-from autoprec.trial.intervals import FEWEST
-from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
-from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap, step_time
-from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
+from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.decide.decision import Rules, Standing
+from autoprec.tuning.decide.noise import error_over_limit
 from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.options import SearchOptions, fewer_steps
-from autoprec.tuning.paired import baseline_of, perturbed_runs
-from autoprec.tuning.phases.duels import can_be_exchanged, duel_run, timed_together, times_of, usual_seconds
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.phases.duels import Duels
+from autoprec.tuning.phases.measuring import PairedSeeds
 from autoprec.tuning.phases.record import record_step
-from autoprec.tuning.phases.sensitivity import errors_of, scan_warmup
+from autoprec.tuning.phases.reference import measure_reference
+from autoprec.tuning.phases.sensitivity import errors_of, probe_policies
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import DUEL, Run, error_text, metrics_of
+from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.workers.local import HostPool
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
@@ -46,6 +53,8 @@ FASTER, SMALLER = 1.05, 0.98
 _USUAL = SearchOptions(command=("train.py",))
 #: A gradient error below this is none.
 TINY = 1e-9
+#: A target that stands for a GPU of which nothing is known: presets have to be of some space.
+_ANY_GPU = "h100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,7 @@ class Verification:
         return {"ok": self.verdict == "holds"} | out | words | {"rows": [row.to_json() for row in self.rows]}
 
 
-def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> tuple[float, float]:
+def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> dict[str, float]:
     """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones.
 
     Raises:
@@ -159,7 +168,8 @@ def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: 
             raise UsageError(f"{flag} {asked:g} is not above 0", fix="leave it out to take the limit of the search")
         return asked or (found if isinstance(found, float) and found > 0 else getattr(_USUAL, name))
 
-    return one("max_divergence", max_divergence), one("max_gradient_error", max_gradient_error)
+    asked = {"max_divergence": max_divergence, "max_gradient_error": max_gradient_error}
+    return {name: one(name, limit) for name, limit in asked.items()}
 
 
 def searched(policy: Policy, model: dict[str, Any] | None = None) -> str:
@@ -185,15 +195,14 @@ def first_fresh_seed(policy: Policy) -> int:
     return max(0, known) if isinstance(known, int) else 0
 
 
-def refuse_another_model(policy: Policy, pool: HostPool, seed: int, backend: str) -> None:
+def refuse_another_model(policy: Policy, pool: HostPool, backend: str) -> None:
     """Try one step under a policy that was found on another model: what does not fit is refused before all runs.
 
     Raises:
         PolicyMismatchError, UnsupportedError: it cannot be applied here.
     """
-    found = pool.info(seed).model
-    if _is_another(policy, found):
-        _check_fit(pool.run(TrialSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend), seed))
+    if _is_another(policy, pool.info().model):
+        _check_fit(pool.run(TrialSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend)))
 
 
 def _is_another(policy: Policy, model: dict[str, Any]) -> bool:
@@ -201,27 +210,27 @@ def _is_another(policy: Policy, model: dict[str, Any]) -> bool:
     return made_for is not None and any(made_for[key] != model.get(key) for key in ("class", "parameters"))
 
 
-def _check_fit(result: TrialResult) -> None:
-    kind = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}.get(result.status)
+def _check_fit(one: TrialResult | Run) -> None:
+    kind = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}.get(one.status)
     if kind is not None:
-        what, _, fix = result.reason.partition(FIX)
+        what, _, fix = one.reason.partition(FIX)
         raise kind(f"the policy does not fit this script: {what}", fix=fix)
 
 
-def search_setup(policy: Policy, pool: HostPool, label: str, seed: int = 0) -> Setup | None:
-    """Return what a search for the policy's target would be of; None where it has no quantised recipe to compare.
+def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
+    """Return what a search for the policy's target would be of, where all that it says is measured on this device.
 
     Raises:
         NothingAcceptableError: the script's training step could not be recorded.
+        AutoPrecError: it is neither on a device, nor for one, that is known.
     """
-    if not any(recipe.scaled for recipe in policy.recipes.values()):
-        return None
-    graph = record_step(pool, label, seed)
-    options = SearchOptions(command=(label,), target=str(policy.evidence.get("target", "auto")))
-    try:
-        return Setup.of(options, pool.info(seed), graph)
-    except AutoPrecError:  # a target that is described elsewhere, or another device than this one
-        return None
+    graph, asked = record_step(pool, shlex.join(options.command)), policy.evidence.get("target", options.target)
+    for target in (str(asked), options.target, _ANY_GPU):
+        try:
+            return replace(Setup.of(replace(options, target=target), pool.info(), graph), measured=True)
+        except AutoPrecError as error:  # a target that is described elsewhere, or another device than this one
+            failed = error
+    raise failed
 
 
 def is_timed(policy: Policy, device: str) -> bool:
@@ -280,170 +289,96 @@ def _what_runs(document: dict[str, Any]) -> tuple[Any, ...]:
 
 def verify(
     pool: HostPool,
+    setup: Setup,
     policies: dict[str, dict[str, Any]],
-    spec: TrialSpec,
+    folder: Path,
     *,
-    seeds: int,
     first_seed: int = 0,
     timed: bool,
-    max_divergence: float,
-    max_gradient_error: float = _USUAL.max_gradient_error,
     tell: Callable[[str], None],
 ) -> Verification:
-    """Run reference and policies side by side under every paired seed.
+    """Run reference and policies side by side under every paired seed, as a search runs its finalists.
 
     Args:
+        pool: hosts, numbered from 0 for the first seed.
         policies: name -> document; the first one is verified, the others are compared.
-        spec: steps, warm-up and backend of every run.
-        seeds: paired seeds.
-        first_seed: the first of them; 0 is the script's own.
+        folder: for what the runs leave behind.
+        first_seed: which of the script's paired seeds the first one is; 0 is the script's own.
         timed: whether step times mean anything for the policy's target.
-        max_divergence: the acceptable mean divergence, as a fraction.
-        max_gradient_error: the acceptable gradient error, in units of the mini-batch gradient noise.
         tell: receives one line per finished seed.
 
     Raises:
-        NothingAcceptableError: the reference could not be run under any seed.
+        ScriptError, NothingAcceptableError: the reference could not be run under the first seed.
         PolicyMismatchError, UnsupportedError: the policy cannot be applied to this script's model.
     """
-    runs = _Runs(pool, policies, spec, max_divergence, duels=timed)
-    for seed in range(first_seed, last := first_seed + seeds):
-        if seed + 1 < last:
-            pool.prepare(seed + 1)
-        tell(f"seed {seed}: {runs.measure(seed)}")
-        if seed:
-            pool.release(seed)
-    if not runs.references:
-        failed = runs.failed
-        short = failed is not None and failed.status == "too_short"
-        raise NothingAcceptableError(
-            f"the reference could not be run: {failed.reason if failed else 'no seed was asked for'}",
-            fix=fewer_steps(len(failed.losses), spec.warmup)
-            if failed and short
-            else "make the script train as it is first",
-        )
-    noise = statistics.geometric_mean(runs.noises) if runs.noises else None
-    why = uninformative(max_divergence, runs.baseline)
-    limit = gradient_limit(noise, max_gradient_error, uninformative=why is not None)
-    rules = Rules(max_divergence, runs.baseline, max_gradient=limit, gradient_noise=noise)
-    rows = [judge(rules, name, own) for name, own in runs.by_policy.items()]
-    verdict, reason = decide(rows, rules, timed=timed, reference_memory=runs.references[0].memory_bytes)
+    options, limits = setup.options, setup.limits
+    runs: dict[str, list[Run]] = {name: [] for name in policies}
+    noises: list[float] = []
+    with closing(StudyStore(default_storage(folder), "verify", ("step_time_ms",), resume=False)) as store:
+        ledger = Ledger(store, Listeners(), limits, options.objective, time.monotonic())
+        runner = PairedRunner(setup, pool, ledger, may_compile_blocks=False)
+        measure_reference(setup, runner, ledger)
+        paired = PairedSeeds(setup, runner, ledger)
+        for seed in range(options.seeds):
+            if seed + 1 < options.seeds:
+                pool.prepare(seed + 1)
+            measured = _under_seed(paired, policies, seed)
+            errors, seen = _gradient_errors(setup, runner, ledger, policies, seed) if measured else ({}, [])
+            noises += seen
+            for name, run in measured.items():
+                runs[name].append(run.with_metrics(metrics_of({"gradient_error": errors.get(name, math.nan)})))
+            why = paired.unusable.get(seed)
+            tell(f"seed {first_seed + seed}: {why or ', '.join(policies) + ' measured'}")
+            if seed:
+                pool.release(seed)
+        duels = Duels(setup, runner, ledger)
+        while timed and not setup.host.compiled and duels.time([run for own in runs.values() for run in own[:1]]):
+            pass  # some at a time; each would compile a script that compiles its model once more
+        for name, duel in duels.known().items():
+            runs[name].append(duel)
+    noise = statistics.geometric_mean(noises) if noises else None
+    limit = limits.gradient(noise, paired.baseline)
+    rules = Rules(limits.divergence, paired.baseline, max_gradient=limit, gradient_noise=noise)
+    rows = [judge(rules, name, own) for name, own in runs.items()]
+    verdict, reason = decide(rows, rules, timed=timed, reference_memory=ledger.reference.memory_bytes)
     return Verification(
         verdict=verdict,
         why=reason,
         rows=tuple(rows),
-        seeds=seeds,
-        steps=spec.steps,
-        noise_floor=runs.baseline.floor,
+        seeds=options.seeds,
+        steps=options.steps,
+        noise_floor=paired.baseline.floor,
         timed=timed,
         first_seed=first_seed,
-        reference={"step_time_ms": statistics.median(one.step_ms for one in runs.references)},
-        limits={"divergence": max_divergence, "gradient_error": limit, "gradient_noise": noise},
+        reference={"step_time_ms": statistics.median(one.step_ms for one in ledger.references.values())},
+        limits={"divergence": limits.divergence, "gradient_error": limit, "gradient_noise": noise},
     )
 
 
-class _Runs:
-    """The paired runs of one verification.
-
-    Attributes:
-        by_policy: its run under every usable seed, by name.
-        references: runs of the script as written, two per seed.
-        failed: the last reference that failed.
-        noises: the mini-batch gradient noise under every seed.
-    """
-
-    def __init__(
-        self, pool: HostPool, policies: dict[str, dict[str, Any]], spec: TrialSpec, budget: float, *, duels: bool
-    ) -> None:
-        self._duels = duels
-        self._pool, self._policies, self._spec, self._budget = pool, policies, spec, budget
-        self.by_policy: dict[str, list[Run]] = {name: [] for name in policies}
-        self.references: list[Reference] = []
-        self._own, self._further = Baseline(), list[tuple[float, float]]()
-        self.failed: TrialResult | None = None
-        self.noises: list[float] = []
-
-    @property
-    def baseline(self) -> Baseline:
-        """What is known of the script itself."""
-        return self._own.over_seeds(self._further)
-
-    def measure(self, seed: int) -> str:
-        """Run everything under one seed; return what to tell of it."""
-        first = self._run(None, seed)
-        if not first.ok:
-            self.failed = first
-            return f"the reference failed: {first.status}: {first.reason}"
-        names, results = list(self._policies), {}
-        shift = len(self.references) // 2 % len(names)
-        for name in (*names[shift:], *names[:shift]):
-            results[name] = self._run(self._policies[name], seed)
-            if name == names[0]:
-                _check_fit(results[name])
-        # a second reference after the candidates: a machine that drifted is seen, and both readings count
-        second = self._run(None, seed)
-        again = second if second.ok else first
-        self._perturb(seed, first, again)
-        if self._duels and not self.references and not self._pool.info(seed).compiled:
-            self._duel(seed, _reference(first).step_ms)
-        self.references += [_reference(result) for result in (first, second) if result.ok]
-        errors = self._gradient_errors(seed)
-        for name, result in results.items():
-            plan = Run(0, "finalist", name, {}, self._policies[name], "ok", seed=seed)
-            run = score(plan, result, _reference(first), estimate=None, error=math.nan)
-            self.by_policy[name].append(run.with_metrics(metrics_of({"gradient_error": errors.get(name, math.nan)})))
-        return f"{', '.join(names)} measured"
-
-    def _perturb(self, seed: int, reference: TrialResult, again: TrialResult) -> None:
-        """Learn the script's own noise under the first seed; under the others, too, where it is beyond the budget."""
-
-        def run(label: str) -> TrialResult:
-            result = self._run(None, seed, perturb=label)
-            if not result.ok:
-                raise NothingAcceptableError(
-                    f"the reference with its weights rounded to bf16 failed: {result.status}: {result.reason}",
-                    fix="nothing can be compared with a script whose noise is unknown; run with -v",
-                )
-            return result
-
-        if not self.references:
-            self._own = baseline_of(reference, again, perturbed_runs(run, reference, self._budget))
-        elif self._own.reach > self._budget:
-            losses = run("bf16").losses
-            self._further.append((divergence(losses, reference.losses), signed_gap(losses, reference.losses)))
-
-    def _gradient_errors(self, seed: int) -> dict[str, float]:
-        """Compare the gradients of all policies on one state and batch, the one that a search would take."""
-        probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in self._policies.items()]
-        warmup = scan_warmup(self._spec.steps)
-        scan = replace(
-            self._spec, kind="sensitivity", warmup=warmup, steps=1, probes=tuple(probes), batches=2, anneal=False
-        )
-        result = self._pool.run(scan, seed)
-        if not result.ok:
+def _under_seed(paired: PairedSeeds, policies: Mapping[str, dict[str, Any]], seed: int) -> dict[str, Run]:
+    """Run every policy under a seed, beginning with another one each time; nothing where its reference fails."""
+    names, found = list(policies), {}
+    shift = seed % len(names)
+    for name in (*names[shift:], *names[:shift]):
+        run = paired.measure(Run(0, "finalist", name, {}, policies[name], "", seed=seed), math.nan, by_block=False)
+        if run is None:
             return {}
-        if noise := result.payload.get("gradient_noise"):
-            self.noises.append(float(noise))
-        return errors_of(result.payload)
-
-    def _duel(self, seed: int, reference_ms: float) -> None:
-        """Time the policies beside the reference in one process, as a search does with what its answer rests on.
-
-        Not where the script compiles its model: each of them would compile it once more.
-        """
-        exchanged = {name: policy for name, policy in self._policies.items() if can_be_exchanged(policy)}
-        spec, within = replace(self._spec, policy=None), usual_seconds(len(exchanged))
-        rounds, _ = timed_together(lambda asked: self._pool.run(asked, seed), spec, exchanged, within)
-        for name, policy in exchanged.items():
-            if len(times := times_of(rounds, name)) >= FEWEST:
-                self.by_policy[name].append(duel_run(name, policy, times, reference_ms))
-
-    def _run(self, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
-        return self._pool.run(replace(self._spec, policy=policy, perturb=perturb), seed)
+        if name == names[0]:
+            _check_fit(run)
+        found[name] = run
+    return found
 
 
-def _reference(result: TrialResult) -> Reference:
-    return Reference(result.losses, step_time(result.step_ms, result.warmup), result.memory_bytes, result.samples)
+def _gradient_errors(
+    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]], seed: int
+) -> tuple[dict[str, float], list[float]]:
+    """Return the gradient errors of policies under a seed, and the gradient's noise, as far as they can be measured."""
+    try:
+        scan = probe_policies(setup, runner, ledger, policies, seed)
+    except NothingAcceptableError:
+        return {}, []
+    noise = scan.get("gradient_noise")
+    return errors_of(scan), [float(noise)] if noise else []
 
 
 def judge(rules: Rules, name: str, runs: Sequence[Run]) -> Contender:

@@ -14,6 +14,7 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Rules
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.verify import (
     Verification,
@@ -24,19 +25,23 @@ from autoprec.tuning.verify import (
     judge,
     limits_of,
     refuse_another_model,
-    search_setup,
     searched,
+    setup_of,
     verify,
 )
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 
-def check(policy: Policy, tmp_path: Path, *, timed: bool = True, script: SimulatedScript | None = None) -> Verification:
-    simulated = script or SimulatedScript(error_scale=0.25)
-    with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), tmp_path) as pool:
-        spec = TrialSpec(steps=8)
-        return verify(pool, contenders(policy), spec, seeds=3, timed=timed, max_divergence=0.0025, tell=lambda _: None)
+def check(
+    policy: Policy, folder: Path, *, timed: bool = True, script: SimulatedScript | None = None, seeds: int = 3
+) -> Verification:
+    simulated, first = script or SimulatedScript(error_scale=0.25), first_fresh_seed(policy)
+    options = SearchOptions(command=("train.py",), steps=8, warmup=1, seeds=seeds)
+    folder.mkdir(exist_ok=True)
+    with HostPool(lambda seed, _folder: SimulatedRunner(simulated, first + seed), folder) as pool:
+        setup = setup_of(policy, pool, options)
+        return verify(pool, setup, contenders(policy), folder, first_seed=first, timed=timed, tell=lambda _: None)
 
 
 def uniform(name: str) -> Policy:
@@ -187,9 +192,9 @@ def test_what_chance_may_explain_is_undecided_and_only_what_is_sure_fails() -> N
 def test_the_limits_are_those_of_the_search_unless_others_are_asked_for() -> None:
     plain = uniform("fp8_rowwise")
     known = plain.model_copy(update={"evidence": {"max_divergence": 0.001, "max_gradient_error": 0.3}})
-    assert limits_of(plain, None, None) == (0.0025, 0.12)
-    assert limits_of(known, None, None) == (0.001, 0.3)
-    assert limits_of(known, 0.004, 0.2) == (0.004, 0.2)
+    for policy, asked, limits in ((plain, (None, None), (0.0025, 0.12)), (known, (None, None), (0.001, 0.3)),
+                                  (known, (0.004, 0.2), (0.004, 0.2))):  # fmt: skip
+        assert tuple(limits_of(policy, *asked).values()) == limits
 
 
 def test_gradient_errors_are_measured_under_every_seed_and_told_in_both_units(tmp_path: Path) -> None:
@@ -225,10 +230,10 @@ def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> No
         }
     )
     with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), tmp_path) as pool:
-        setup = search_setup(policy, pool, "train.py")
-        assert setup is not None
-        plain = policy.model_copy(update={"recipes": {"bf16": BUILTIN_RECIPES["bf16"]}, "default": "bf16"})
-        assert search_setup(plain, pool, "train.py") is None
+        setup = setup_of(policy, pool, SearchOptions(command=("train.py",)))
+        assert (setup.target.name, setup.measured) == ("h100", True)
+        elsewhere = policy.model_copy(update={"evidence": {"target": "a machine that is described elsewhere"}})
+        assert setup_of(elsewhere, pool, SearchOptions(command=("train.py",))).target.is_cpu
     names = [layer.name for layer in graph.tunable]
     searched = setup.problem.policy(dict(presets(setup.problem))["fp8_delayed, head in bf16"])
     verified = policy_from_dict(contenders(policy, setup)["fp8_delayed, head in bf16"])
@@ -281,9 +286,7 @@ def test_it_runs_under_seeds_that_the_search_has_not_used(tmp_path: Path, eviden
     policy = uniform("fp8_rowwise").model_copy(update={"evidence": evidence})
     assert first_fresh_seed(policy) == first
     script = SimulatedScript(error_scale=0.25)
-    with HostPool(lambda seed, _folder: SimulatedRunner(script, seed), tmp_path) as pool:
-        result = verify(pool, contenders(policy), TrialSpec(steps=8), seeds=2, first_seed=first, timed=True,
-                        max_divergence=0.0025, tell=lambda _: None)  # fmt: skip
+    result = check(policy, tmp_path, script=script, seeds=2)
     assert {seed for seed, _ in script.calls} == {first, first + 1}
     assert result.verdict == "holds"
     assert result.to_json()["first_seed"] == first
@@ -302,12 +305,12 @@ def test_a_policy_of_another_model_is_refused_before_the_runs(tmp_path: Path) ->
     policy = Policy.model_validate({**uniform("bf16").to_dict(), "model": {"class": "ViT", "parameters": 7}})
     with HostPool(lambda seed, _folder: Misfit(SimulatedScript(), seed), tmp_path) as pool:
         with pytest.raises(PolicyMismatchError, match="2 of 3 rules"):
-            refuse_another_model(policy, pool, 0, "auto")
+            refuse_another_model(policy, pool, "auto")
         assert [spec.steps for spec in asked] == [1]
+        setup = setup_of(policy, pool, SearchOptions(command=("train.py",), steps=8, seeds=2))
         with pytest.raises(PolicyMismatchError, match="2 of 3 rules"):
-            verify(pool, contenders(policy), TrialSpec(steps=8), seeds=2, timed=True, max_divergence=0.0025,
-                   tell=lambda _: None)  # fmt: skip
-        assert len(asked) == 3
+            verify(pool, setup, contenders(policy), tmp_path, timed=True, tell=lambda _: None)
+        assert sum(spec.policy is not None for spec in asked) == 2
     evidence = {"divergence": 0.0003, "seeds": 1, "steps": 20}
     known = policy.model_copy(update={"evidence": evidence})
     assert searched(known, {"class": "ViT", "parameters": 7})

@@ -14,7 +14,6 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError
 from autoprec.support.units import counted, memory_text
-from autoprec.tuning.options import OPTIONS
 
 if TYPE_CHECKING:
     from autoprec.tuning.verify import Verification
@@ -46,33 +45,34 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
     from autoprec.policy import Policy, load_policy
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.trial.protocol import TrialSpec
+    from autoprec.tuning.options import SearchOptions
     from autoprec.tuning.verify import (
         contenders,
         first_fresh_seed,
         is_timed,
         limits_of,
         refuse_another_model,
-        search_setup,
         searched,
+        setup_of,
     )
     from autoprec.tuning.verify import verify as run_verification
     from autoprec.tuning.workers.local import HostPool
 
     policy: Policy = load_policy(policy_path)
-    command = ScriptCommand.parse(script)
-    max_divergence, max_gradient_error = limits_of(policy, values["max_divergence"], values["max_gradient_error"])
+    command, first = ScriptCommand.parse(script), first_fresh_seed(policy)
+    limits = limits_of(policy, values["max_divergence"], values["max_gradient_error"])
+    asked = SearchOptions(command=script, **(values | limits))
     with (
         Phases() as phases,
         tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch,
-        HostPool(lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed), Path(scratch)) as pool,
+        HostPool(lambda n, folder: TrialRunner(command, run_dir=folder, seed_offset=first + n), Path(scratch)) as pool,
     ):
         phases.begin(f"running {command.label} to its first training step")
-        first = first_fresh_seed(policy)
-        host = pool.info(first)
-        refuse_another_model(policy, pool, first, values["backend"])
-        asked, seeds = contenders(policy, search_setup(policy, pool, command.label, first), phases.say), values["seeds"]
-        phases.begin(f"{len(asked)} policies beside the reference, seed after seed", total=seeds)
+        host = pool.info()
+        refuse_another_model(policy, pool, asked.backend)
+        setup = setup_of(policy, pool, asked)
+        policies = contenders(policy, setup, phases.say)
+        phases.begin(f"{len(policies)} policies beside the reference, seed after seed", total=asked.seeds)
         finished: list[str] = []
 
         def tell(line: str) -> None:
@@ -80,24 +80,8 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
             phases.say(line)
             phases.advance(len(finished))
 
-        spec = TrialSpec(
-            steps=values["steps"],
-            warmup=OPTIONS["warmup"].default,
-            anneal=True,
-            backend=values["backend"],
-            seed=None if host.launch == "fork" else 0,
-        )
-        result = run_verification(
-            pool,
-            asked,
-            spec,
-            seeds=seeds,
-            first_seed=first,
-            timed=is_timed(policy, host.device),
-            max_divergence=max_divergence,
-            max_gradient_error=max_gradient_error,
-            tell=tell,
-        )
+        timed = is_timed(policy, host.device)
+        result = run_verification(pool, setup, policies, Path(scratch), first_seed=first, timed=timed, tell=tell)
     if as_json:
         print_json(result.to_json(), indent=1)
     else:

@@ -12,13 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
-from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
-from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
@@ -26,9 +23,8 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import why_nothing
 from autoprec.tuning.phases.duels import Duels, timing_noise
-from autoprec.tuning.phases.measuring import leader, scored
+from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
 from autoprec.tuning.phases.preset_gain import BestPreset, best_preset, over_preset
-from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
@@ -57,8 +53,7 @@ class Race:
         self._setup, self._runner, self._ledger, self.expectation = setup, runner, ledger, expectation
         self._rows: dict[int, list[Run]] = {}
         self._tried: list[Run] = []
-        self._benign: dict[int, tuple[float, float]] = {}
-        self._unusable: dict[int, str] = {}
+        self._seeds = PairedSeeds(setup, runner, ledger)
         self._asked_errors: set[str] = set()
         self._known: dict[str, Run] = {}  # duels
         self._eased: set[str] = set()
@@ -81,7 +76,7 @@ class Race:
     @property
     def seedless(self) -> bool:
         """Whether the script as written fails under further paired seeds, so that nothing can be accepted."""
-        return len(self._unusable) >= UNUSABLE_SEEDS
+        return len(self._seeds.unusable) >= UNUSABLE_SEEDS
 
     def runs(self) -> list[Run]:
         """Return every run, step times of compiled blocks as runs of whole models have corrected them."""
@@ -150,8 +145,8 @@ class Race:
         One policy is measured under a second seed where that ends soon after the budget.
         """
         if self.seedless:
-            failed = next(iter(self._unusable.values()))
-            self._ledger.cut(f"the script as written failed under {len(self._unusable)} further paired seeds: {failed}")
+            failed = [*self._seeds.unusable.values()]
+            self._ledger.cut(f"the script as written failed under {len(failed)} further paired seeds: {failed[0]}")
             return True
         budget = self._setup.options.budget_s
         if self._is_over:
@@ -174,53 +169,30 @@ class Race:
     def _one_more(self, record: Run) -> None:
         """Run a policy under its next paired seed, beside that seed's reference where it was not run yet."""
         seed = self._rows[record.number][-1].seed + 1
-        while seed in self._unusable:
+        while seed in self._seeds.unusable:
             seed += 1
         self._measure(record, seed, by_block=self._runner.by_block.wanted and not is_whole(record))
 
     def _measure(self, record: Run, seed: int, *, by_block: bool) -> None:
         """Run a policy under a paired seed, beside a reference that is compiled likewise, and judge all again."""
-        runner, ledger = self._runner, self._ledger
+        ledger = self._ledger
         plan = replace(record, kind="finalist", tags=("finalist",), seed=seed)
-        began = time.time(), time.monotonic()
-        with runner.threads(runner.final_workers, "finalist") as threads:
-            running = threads.submit(runner.run, runner.spec(plan.policy, by_block=by_block), seed)
-            try:
-                reference = self._reference(seed, whole=runner.by_block.active and not by_block)
-            except AutoPrecError as failed:
-                ledger.note(f"paired seed {seed} could not be used: {failed.what}")
-                self._unusable[seed] = failed.what  # nothing that is held against the policy
-                running.result()
-                return
-            result = running.result()
-        if result.status == OUT_OF_TIME:
-            self._is_over = True
-            ledger.cut(f"the time budget ended paired seed {seed} of {record.name}: {result.reason}")
+        done = self._seeds.measure(plan, self._error(record), by_block=by_block)
+        if done is None:
             return
-        done = scored(self._setup, ledger, plan, result, reference, self._error(record), began)
-        done = replace(done, number=ledger.store.next_number())
-        ledger.store.add(done)  # stored as soon as it is known, so that a killed search repeats as little as possible
-        count = sum(r.kind == "finalist" for r in ledger.store.records)
+        if done.status == OUT_OF_TIME:
+            self._is_over = True
+            ledger.cut(f"the time budget ended paired seed {seed} of {record.name}: {done.reason}")
+            return
+        # stored as soon as it is known, so that a killed search repeats as little as possible
+        self._book(done, 1 + sum(r.kind == "finalist" for r in ledger.store.records))
+
+    def _book(self, done: Run, count: int) -> None:
+        """Store a run, judge all again, and tell of it, the ``count``-th of its kind."""
+        done = replace(done, number=self._ledger.store.next_number())
+        self._ledger.store.add(done)
         self.update()
-        ledger.listener.trial(done, count, 0, leader(self._setup, ledger), self.seconds_left())
-
-    def _reference(self, seed: int, *, whole: bool = False) -> Reference:
-        """Return the reference of a paired seed; where runs compile blocks, the one that is compiled ``whole``.
-
-        Raises:
-            AutoPrecError: it could not be run.
-        """
-        references = self._ledger.whole if whole else self._ledger.references
-        if seed not in references:
-            by_block = self._runner.by_block.wanted and not whole
-            result = self._runner.run(self._runner.spec(self._setup.reference_policy(), by_block=by_block), seed)
-            if not result.ok:
-                raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
-            own = self._ledger.reference
-            references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
-            if own.baseline.reach > self._setup.limits.divergence and not whole:
-                self._perturb(seed)
-        return references[seed]
+        self._ledger.listener.trial(done, count, 0, leader(self._setup, self._ledger), self.seconds_left())
 
     def _perturb_all(self) -> bool:
         """Run the benign perturbation under every seed so far where gaps beyond the budget are held against all.
@@ -230,18 +202,11 @@ class Race:
         """
         budget = self._setup.limits.divergence
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
-        if self._benign or all(run["divergence"] <= budget for run in runs) or self._must_end():
+        if self._seeds.benign or all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
         for seed in [seed for seed in self._ledger.references if seed]:
-            self._perturb(seed)
-        return bool(self._benign)
-
-    def _perturb(self, seed: int) -> None:
-        """Run the benign perturbation under a paired seed: what the gaps of policies are compared with."""
-        result = self._runner.run(self._runner.spec(self._setup.reference_policy(), perturb="bf16"), seed)
-        if result.ok:
-            losses = self._ledger.references[seed].losses
-            self._benign[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
+            self._seeds.perturb(seed)
+        return bool(self._seeds.benign)
 
     def _confirm(self) -> None:
         """Measure the gradient error of the best that is accepted by a predicted one, and judge it again."""
@@ -270,14 +235,10 @@ class Race:
         return self._ledger.measured_errors.get(record.name, record["gradient_error"])
 
     # --- judging ----------------------------------------------------------------------------------------------------
-    def _baseline(self) -> Baseline:
-        """Return what candidates are compared with: benign gaps under further seeds, too, where they were measured."""
-        return self._ledger.reference.baseline.over_seeds(list(self._benign.values()))
-
     def _rules(self) -> Rules:
         return Rules(
             self._setup.limits.divergence,
-            self._baseline(),
+            self._seeds.baseline,
             max_gradient=self._ledger.gradient_limit(),
             max_memory=self._setup.limits.memory,
             gradient_noise=self._ledger.gradient_noise,
@@ -431,12 +392,8 @@ class Race:
         plan = safer_policy(setup, ledger, self.expectation, decision, self._tried)
         if plan is None or ledger.table is None:
             return False
-        began, predicted = (time.time(), time.monotonic()), ledger.table.predict(setup.problem, plan.params)
-        result = self._runner.run(self._runner.spec(plan.policy))
-        done = scored(setup, ledger, plan, result, ledger.reference, predicted, began)
-        ledger.store.add(done)
-        self.update()
-        ledger.listener.trial(done, len(ledger.store.learned()), 0, leader(setup, ledger), self.seconds_left())
+        done = first_run(setup, self._runner, ledger, plan, ledger.table.predict(setup.problem, plan.params))
+        self._book(done, 1 + len(ledger.store.learned()))
         if done.ok:
             self._measure_error(done)
         return done.ok

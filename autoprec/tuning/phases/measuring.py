@@ -1,4 +1,7 @@
-"""One policy under one paired seed: what is known of it before, the run, and its scored record."""
+"""One policy under one paired seed: what is known of it before, the run, and its scored record.
+
+A search and a verification measure alike: :class:`PairedSeeds` runs each policy beside the reference of its seed.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from autoprec.errors import AutoPrecError
 from autoprec.policy.schema import LayerPlan
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.decide.metrics import Reference, score
-from autoprec.tuning.decide.noise import uninformative
+from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap
+from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior, build_prior
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.study.run import BY_BLOCK, Metric, Run, pooled
@@ -58,6 +64,83 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
         timed=setup.measured,
     )
+
+
+def first_run(setup: Setup, runner: PairedRunner, ledger: Ledger, plan: Run, error: float, **changes: Any) -> Run:
+    """Run a policy under the script's own seed, and return its scored record.
+
+    Args:
+        error: the policy's gradient error, as predicted.
+        changes: of the runner's spec.
+    """
+    began = time.time(), time.monotonic()
+    result = runner.run(runner.spec(plan.policy, **changes))
+    # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
+    reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written
+    return scored(setup, ledger, plan, result, reference, error, began)
+
+
+class PairedSeeds:
+    """Measures policies under paired seeds, each beside the reference of that seed.
+
+    Attributes:
+        benign: (divergence, signed gap) of the benign perturbation by seed, where it was run.
+        unusable: why the reference could not be run, by seed.
+    """
+
+    def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
+        self._setup, self._runner, self._ledger = setup, runner, ledger
+        self.benign: dict[int, tuple[float, float]] = {}
+        self.unusable: dict[int, str] = {}
+
+    @property
+    def baseline(self) -> Baseline:
+        """What policies are compared with: benign gaps under further seeds, too, where they were measured."""
+        return self._ledger.reference.baseline.over_seeds(list(self.benign.values()))
+
+    def measure(self, plan: Run, error: float, *, by_block: bool) -> Run | None:
+        """Run a policy under the seed of its plan, and return its record; None where that seed cannot be used.
+
+        Args:
+            error: the policy's gradient error, as predicted or measured.
+            by_block: whether it compiles blocks, and so is compared with a reference that does.
+        """
+        runner, began = self._runner, (time.time(), time.monotonic())
+        with runner.threads(runner.final_workers, "finalist") as threads:
+            running = threads.submit(runner.run, runner.spec(plan.policy, by_block=by_block), plan.seed)
+            try:
+                reference = self.reference(plan.seed, whole=runner.by_block.active and not by_block)
+            except AutoPrecError as failed:
+                self._ledger.note(f"paired seed {plan.seed} could not be used: {failed.what}")
+                self.unusable[plan.seed] = failed.what  # nothing that is held against the policy
+                running.result()
+                return None
+            return scored(self._setup, self._ledger, plan, running.result(), reference, error, began)
+
+    def reference(self, seed: int, *, whole: bool = False) -> Reference:
+        """Return the reference of a paired seed; where runs compile blocks, the one that is compiled ``whole``.
+
+        Raises:
+            AutoPrecError: it could not be run.
+        """
+        references = self._ledger.whole if whole else self._ledger.references
+        if seed not in references:
+            by_block = self._runner.by_block.wanted and not whole
+            result = self._runner.run(self._runner.spec(self._setup.reference_policy(), by_block=by_block), seed)
+            if not result.ok:
+                raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
+            own = self._ledger.reference
+            references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
+            if own.baseline.reach > self._setup.limits.divergence and not whole:
+                self.perturb(seed)
+        return references[seed]
+
+    def perturb(self, seed: int) -> None:
+        """Run the benign perturbation under a paired seed: what the gaps of policies are compared with."""
+        result = self._runner.run(self._runner.spec(self._setup.reference_policy(), perturb="bf16"), seed)
+        if result.ok:
+            losses = self._ledger.references[seed].losses
+            self.benign[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
 
 
 def scored(

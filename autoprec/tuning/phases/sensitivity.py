@@ -116,15 +116,26 @@ def measure_errors(
     setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]]
 ) -> dict[str, float]:
     """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
-    probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
     began = time.monotonic()
     try:
-        payload = _probe(setup, runner, ledger, probes)
+        payload = probe_policies(setup, runner, ledger, policies)
     except NothingAcceptableError as error:
         ledger.note(f"the finalists' gradient errors could not be measured: {error.what}")
         return {}
     ledger.timings["error_run_s"] = time.monotonic() - began
     return errors_of(payload)
+
+
+def probe_policies(
+    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]], seed: int = 0
+) -> dict[str, Any]:
+    """Compare the gradients of whole policies on one state and batch, and return what the scan says of each.
+
+    Raises:
+        NothingAcceptableError: it could not be run.
+    """
+    probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
+    return _probe(setup, runner, ledger, probes, seed=seed)
 
 
 def errors_of(payload: Mapping[str, Any]) -> dict[str, float]:
@@ -157,8 +168,9 @@ def _probe(
     later: int = 0,
     *,
     within_s: float | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Ask on the batch ``later`` steps after the scan's first."""
+    """Ask on the batch ``later`` steps after the scan's first, under a paired seed."""
     one_run_s = ledger.timings.get("reference_run_s", 30.0)
     result = runner.run(
         runner.spec(
@@ -172,7 +184,8 @@ def _probe(
             side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
             anneal=False,
-        )
+        ),
+        seed,
     )
     if not result.ok:
         raise NothingAcceptableError(

@@ -6,7 +6,6 @@ It ends when nothing is expected to gain enough to be worth a run; ``--trials`` 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -28,10 +27,10 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.finalists import Race
-from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
+from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import by_hand, first_presets
-from autoprec.tuning.study.run import BY_BLOCK, Run
+from autoprec.tuning.study.run import Run
 
 #: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
 #: target that cannot run FP8 fails one recipe after the other.
@@ -110,14 +109,9 @@ class _Loop:
         setup, ledger = self.setup, self.ledger
         policy = setup.problem.policy(params).to_dict()
         plan = Run(number, "preset" if "preset" in tags else "search", name, params, policy, status="", tags=tags)
-        predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
         limit = hopeless_gap(setup, ledger) if setup.host.world_size == 1 else None
         seen = {"reference_losses": ledger.reference.losses, "stop_gap": limit}
-        spec = self.runner.spec(policy, **seen)
-        result = self.runner.run(spec)
-        # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
-        reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written
-        return scored(setup, ledger, plan, result, reference, predicted, began)
+        return first_run(setup, self.runner, ledger, plan, self.table.predict(setup.problem, params), **seen)
 
     def finish(self, trial: optuna.Trial, record: Run) -> None:
         """Book one finished trial.

@@ -29,20 +29,22 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def info(self, seed: int) -> HostInfo:
+        def info(self, seed: int = 0) -> HostInfo:
             return HostInfo("fork", {}, (), (), "cpu")
 
     def run(verdict: str, *words: str) -> Any:
-        def done(_pool: Any, policies: dict[str, Any], spec: Any, **options: Any) -> Verification:
+        def done(_pool: Any, asked: Any, policies: dict[str, Any], _folder: Path, **options: Any) -> Verification:
             options["tell"]("seed 0: measured")
             values = {"speedup": 1.5, "divergence": 0.001, "memory_bytes": 2**30, "step_time_ms": 5.0}
             runs = [Run(0, "finalist", "", {}, {}, "ok", metrics=metrics_of(values), seed=seed) for seed in (0, 1)]
             rows = tuple(judge(Rules(), name, [replace(run, name=name) for run in runs]) for name in policies)
             why = Reason("cost_model", {"text": "why it is so"})
             return Verification(
-                verdict, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"], options["first_seed"]
+                verdict, why, rows, asked.seeds, asked.steps, 0.0004, options["timed"], options["first_seed"]
             )
 
+        monkeypatch.setattr("autoprec.tuning.verify.setup_of", lambda _policy, _pool, options: options)
+        monkeypatch.setattr("autoprec.tuning.verify.contenders", lambda policy, *_: {"policy": policy.to_dict()})
         monkeypatch.setattr("autoprec.tuning.verify.verify", done)
         monkeypatch.setattr("autoprec.tuning.workers.local.HostPool", Pool)
         (tmp_path / "train.py").touch()

@@ -391,7 +391,7 @@ def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_pre
 def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> None:
     race: Any = object.__new__(Race)
     race._setup = SimpleNamespace(limits=Limits(0.0025, 0.12))
-    race._benign, race._ledger = {}, SimpleNamespace(references={0: None, 1: None})
+    race._seeds, race._ledger = SimpleNamespace(benign={}), SimpleNamespace(references={0: None, 1: None})
     race._rows = {
         1: [replace(row(seed, 1.2, by_block=False), metrics=metrics_of({"divergence": 0.001})) for seed in (0, 1)]
     }
