@@ -101,7 +101,7 @@ def _run(
         if not options.track:
             engine = Search(options, command, Listeners(*listeners), started=began)
             return replace(engine.run(), _address=options.storage)
-        from autoprec.tracking.beside import TrackingListener
+        from autoprec.tracking.listener import TrackingListener
 
         tracker = TrackingListener(options.runs_dir)
         stack.callback(tracker.close)

@@ -36,7 +36,6 @@ ENTRANCES = (
     "autoprec.cli",
     "autoprec.graph",
     "autoprec.cost.calibrate.cpu_probe",
-    "autoprec.tracking.__main__",
     "autoprec.trial.driver.execute",
     "autoprec.trial.inside._inject.sitecustomize",
     "autoprec.integrations.lightning",

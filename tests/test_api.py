@@ -53,7 +53,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     monkeypatch.setattr("autoprec.tuning.engine.Search", FakeEngine)
-    monkeypatch.setattr("autoprec.tracking.beside.TrackingListener", FakeTracker)
+    monkeypatch.setattr("autoprec.tracking.listener.TrackingListener", FakeTracker)
     monkeypatch.setattr(FakeEngine, "failure", None)
     monkeypatch.setattr(FakeTracker, "closed", 0)
 

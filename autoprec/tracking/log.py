@@ -7,6 +7,7 @@ import fcntl
 import os
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,18 +19,18 @@ from autoprec.support.text import visible
 from autoprec.tracking.rows import trial_runs
 from autoprec.tracking.study import TrackedStudy, default_uri, named_uri
 
-#: What MLflow is set to in our processes: no telemetry, and no minutes of retries when a server is gone.
-ENVIRONMENT = {
+#: What MLflow is set to while we log: no telemetry, no log lines, and no minutes of retries when a server is gone.
+_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
     "MLFLOW_TRACKING_INSECURE_TLS_WARNINGS": "false",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
     "GIT_PYTHON_REFRESH": "quiet",
-    "OMP_NUM_THREADS": "1",
 }
-#: How long to wait for the process of a search that has just ended.
+#: How long to wait for another process that logs the same study.
 _PATIENCE_S = 40.0
 _UNNAMED = (
     "an address of a server is not taken from a study's folder, which may be anybody's: if you trust it, set "
@@ -102,15 +103,27 @@ def log_study(
         return Logged(about.study, about.tracking_uri, reason=why)
     uri = named or about.tracking_uri or default_uri(study.path.resolve().parent)
     done = Logged(about.study, redact_uri(uri))
-    os.environ.update(ENVIRONMENT)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_environment())
             _hold(stack, study.own / "lock")
             at_work = is_at_work(study.path) if running is None else running
             return _write(study, uri, experiment or about.experiment, storage, at_work, done)
     except Exception as error:  # whatever a server or a database does must not be the search's problem
         why = redact_text(error.what if isinstance(error, StudyError) else f"{type(error).__name__}: {error}")[:2000]
         return replace(done, reason=why or "it failed")
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Set what MLflow reads, but for what a person has set; a process that goes on has its own settings again."""
+    ours = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def _hold(stack: contextlib.ExitStack, path: Path) -> None:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError, StudyError
 from autoprec.support.optional import installed_version
-from autoprec.tracking.beside import child_environment
 from autoprec.tracking.log import is_at_work, reachable
 from autoprec.tracking.page import STORE
 from autoprec.tracking.study import TrackedStudy
@@ -86,10 +85,12 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     base = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-P", "-m", "autoprec.tracking.page", str(port)]
     # by the environment: everybody on the machine can read a command line, and the address may hold a password
-    environment = child_environment() | {STORE: uri}
+    package = str(Path(__file__).resolve().parents[2])  # -P: a file called mlflow.py here is not MLflow
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    ours = {STORE: uri, "PYTHONPATH": paths, "MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=os.environ | ours, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
             _wait(process, base, timeout_s, log)

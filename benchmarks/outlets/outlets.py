@@ -14,9 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.report.html import html_report
-from autoprec.tracking.beside import TrackingListener
+from autoprec.tracking.listener import TrackingListener
 from tests.tracking.conftest import make_records, make_result, make_study
-from tests.tracking.test_beside import INFO
+from tests.tracking.test_listener import INFO
 
 
 def report() -> None:

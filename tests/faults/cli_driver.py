@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a process of its own: it finds the tests
 
 from autoprec.cli import cli
-from autoprec.tracking.beside import TrackingListener
+from autoprec.tracking.listener import TrackingListener
 from autoprec.tuning import engine
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 

@@ -11,7 +11,7 @@ import pytest
 
 from autoprec.support import redact
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_text, remember
-from autoprec.tracking.beside import TrackingListener
+from autoprec.tracking.listener import TrackingListener
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
@@ -67,7 +67,7 @@ def test_no_ordinary_argument_of_300_real_command_lines_is_hidden() -> None:
 def test_a_search_stores_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Study, tracking, results and reports of one search whose script is given every secret in every way."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(TrackingListener, "_start", lambda *_: None)  # MLflow is sent what is in the study
+    monkeypatch.setattr(TrackingListener, "_tell", lambda *_: None)  # MLflow is sent what is in the study
     Path("train.py").touch()
     ways, secrets = planted()
     words = ("train.py", *(word for way in ways for word in way))

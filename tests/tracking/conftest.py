@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autoprec.support.redact import redact_arguments
-from autoprec.tracking.beside import TrackingListener
+from autoprec.tracking.listener import TrackingListener
 from autoprec.tracking.study import About, TrackedStudy, default_uri
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
@@ -109,7 +109,7 @@ def make_study(
 
 @pytest.fixture(scope="session")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A study tracked to its end through the process beside a search, into its default store."""
+    """A study tracked to its end through a search's listener, into its default store."""
     runs = tmp_path_factory.mktemp("autoprec-runs")
     policy = runs / "policy.yaml"
     policy.write_text("schema: autoprec.policy/1\n", encoding="utf-8")
@@ -133,6 +133,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
         make_study(runs / "demo", records)
+        warnings.simplefilter("ignore")  # of MLflow, in the listener's thread
         listener = TrackingListener(runs)
         listener.started(replace(info, script=" ".join(redact_arguments(script))))
         for record in records:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.tracking import log_study
+from autoprec.tracking.log import log_study
 from autoprec.tracking.store import _without_stray_folder, safe_key
 from autoprec.tracking.study import About
 from tests.tracking.conftest import make_records, make_result, make_study, tracked_runs

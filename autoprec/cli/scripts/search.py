@@ -74,7 +74,7 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
     """
     from autoprec.cli.console import command_began
     from autoprec.cli.progress import TerminalProgress
-    from autoprec.tracking.beside import TrackingListener
+    from autoprec.tracking.listener import TrackingListener
     from autoprec.trial.command import ScriptCommand
     from autoprec.tuning.engine import Search
     from autoprec.tuning.events import Listener, Listeners

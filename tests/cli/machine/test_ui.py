@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from autoprec.cli.machine.ui import ui
 from autoprec.errors import FileError
-from autoprec.tracking import Logged
+from autoprec.tracking.log import Logged
 from tests.cli.helpers import autoprec
 from tests.tracking.conftest import make_study
 

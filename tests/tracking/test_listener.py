@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import autoprec
-from autoprec.tracking.beside import TrackingListener, commit_of, versions
+from autoprec.tracking.listener import TrackingListener, commit_of, versions
 from autoprec.tracking.log import log_study
 from autoprec.tracking.notes import parent_params
 from autoprec.tracking.study import TrackedStudy
@@ -25,8 +25,8 @@ INFO = SearchInfo("demo", "", "sqlite://", "train.py", "cpu", "measured", "fork"
 
 
 @pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.tracking.beside.TrackingListener._start", lambda self, study: None)
+def no_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrackingListener, "_tell", lambda self: None)
 
 
 def _started(tmp_path: Path, **named: str) -> TrackingListener:
@@ -35,9 +35,9 @@ def _started(tmp_path: Path, **named: str) -> TrackingListener:
     return listener
 
 
-@pytest.mark.usefixtures("no_process")
+@pytest.mark.usefixtures("no_writer")
 def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.tracking.beside.commit_of", lambda folder: {"git_commit": f"of {folder}"})
+    monkeypatch.setattr("autoprec.tracking.listener.commit_of", lambda folder: {"git_commit": f"of {folder}"})
     listener = TrackingListener(tmp_path)
     options = {
         "steps": 20,
@@ -59,7 +59,7 @@ def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monk
     assert not {"max_memory", "space", "folder", "options"} & set(params)
 
 
-@pytest.mark.usefixtures("no_process")
+@pytest.mark.usefixtures("no_writer")
 def test_the_environment_names_store_and_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
@@ -69,7 +69,7 @@ def test_the_environment_names_store_and_experiment(tmp_path: Path, monkeypatch:
     assert listener.reference()["tracking_uri"] == "http://[hidden]@127.0.0.1:9"
 
 
-@pytest.mark.usefixtures("no_process")
+@pytest.mark.usefixtures("no_writer")
 def test_the_outcome_and_the_end_are_noted(tmp_path: Path, records: list[Run], result: SearchResult) -> None:
     make_study(tmp_path / "demo", records)
     listener = _started(tmp_path)
@@ -109,10 +109,7 @@ def test_a_bad_server_costs_less_than_two_seconds_and_loses_nothing(
         attached = listener.attach(result, tmp_path / "demo")
         listener.close()
         assert time.monotonic() - began < 2.0
-        process = listener._process
-        assert process is not None
-        process.kill()  # it would go on trying for a while
-        process.wait()
+    listener._writer.join(30)
     assert attached.mlflow["run_id"] is None
     assert len(folder.records()) == len(records)
     assert not log_study(folder.path, uri).ok

@@ -1,18 +1,17 @@
-"""A search's side of tracking: a process of its own writes to MLflow, and the search never waits for it.
+"""A search's side of tracking: one thread of it writes to MLflow, and the search never waits for it.
 
-Two pipes are all there is between them. A line into the process says that the study has one more run, the end of the
-pipe (also that of a search that was killed) that the search is over; each line back is a :class:`.log.Logged`.
-Nothing here raises for what a server does; a moment's waiting at the end is all that a search spends on it.
+The thread knows nothing but that the study has changed: it has :func:`.log.log_study` bring MLflow up to date, once
+more when the search is over. What it could not send by then (a server that is dead or slow, a search that was killed)
+is in the study, from which ``autoprec ui`` sends it. Nothing here raises for what a server does; a moment's waiting at
+the end is all that a search spends on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from autoprec._version import __version__
 from autoprec.report.html import write_charts
 from autoprec.support.optional import installed_version
 from autoprec.support.redact import redact, redact_uri
-from autoprec.tracking.log import ENVIRONMENT, Logged
+from autoprec.tracking.log import Logged, log_study
 from autoprec.tracking.study import About, TrackedStudy, default_uri, named_uri
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
@@ -34,18 +33,12 @@ from autoprec.tuning.study.study import default_storage
 
 #: All the waiting one search does for its store, in total: a server that does not answer must cost < 2 s.
 _REMOTE_PATIENCE_S, _LOCAL_PATIENCE_S = 1.0, 20.0
-#: ... and where the search was interrupted: the process beside it writes the rest.
-_INTERRUPTED_S = 1.0
+#: ... and where the search was interrupted: somebody wants it to end.
+_INTERRUPTED_S = 3.0
+#: Until a store that failed is tried again.
+_RETRY_S = 10.0
 #: What changes numerics, times or proposals; optional packages only where they are installed.
 _PACKAGES = ("torch", "optuna", "mlflow-skinny", "numpy", "torchao", "transformer_engine", "transformers", "accelerate")
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment of a process of ours: it finds AutoPrec where this one did, and is not a trial."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {key: value for key, value in os.environ.items() if key != "AUTOPREC_SPEC"}
-    return inherited | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def versions() -> dict[str, str]:
@@ -85,7 +78,8 @@ class TrackingListener:
         self._patience_s = _REMOTE_PATIENCE_S if remote else _LOCAL_PATIENCE_S
         self._study: TrackedStudy | None = None
         self._storage = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._news, self._over = threading.Event(), threading.Event()
+        self._writer = threading.Thread(target=self._write, name="autoprec-tracking", daemon=True)
         self._logged = Logged("", redact_uri(self._uri))
         self._finished = False
 
@@ -114,7 +108,8 @@ class TrackingListener:
 
     def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:  # noqa: ARG002
         """Say that the study has one more record."""
-        self._tell()
+        if self._study is not None:
+            self._tell()
 
     def attach(self, result: SearchResult, study_dir: Path | str) -> SearchResult:
         """Record the outcome and return it with its ``mlflow`` part filled in; never raises."""
@@ -145,59 +140,39 @@ class TrackingListener:
             timeout_s: how long to wait for the store; default: what is left of 20 s for a local one, of 1 s for a
                 server. One that is known not to answer is not waited for.
         """
-        if self._study is None:
+        if self._study is None or self._over.is_set():
             return
+        self._over.set()
         self._tell()
-        self._study = None
-        with contextlib.suppress(Exception):
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()
-            patience = self._patience_s if self._finished else _INTERRUPTED_S
-            self._wait(patience if timeout_s is None else timeout_s, lambda: False)
+        patience = self._patience_s if self._finished else min(self._patience_s, _INTERRUPTED_S)
+        self._wait(patience if timeout_s is None else timeout_s, lambda: False)
 
     def _wait(self, limit_s: float, done: Callable[[], bool]) -> None:
-        """Wait until something is done, the store is known to fail, the process has ended, or patience is used up."""
+        """Wait until something is done, the store is known to fail, the thread has ended, or patience is used up."""
         start = time.monotonic()
-        while not done() and self._logged.ok and self._process is not None and self._process.poll() is None:
+        while not done() and self._logged.ok and self._writer.is_alive():
             if time.monotonic() - start >= limit_s:
                 break
             time.sleep(0.05)
         self._patience_s = max(0.0, self._patience_s - (time.monotonic() - start))
 
     def _tell(self) -> None:
-        """Say that there is something new, to a process that is started where none runs; never waits, never raises."""
-        if self._study is None:
-            return
-        with contextlib.suppress(OSError):  # a full pipe has news enough
-            if self._process is None or self._process.poll() is not None:
-                self._start(self._study)
-            if self._process is not None and self._process.stdin is not None:
-                os.write(self._process.stdin.fileno(), b"\n")
+        """Have the thread look at the study; it begins with the first news. Never waits, never raises."""
+        self._news.set()
+        if self._writer.ident is None:
+            with contextlib.suppress(RuntimeError):  # no thread can be started here: `autoprec ui` sends all of it
+                self._writer.start()
 
-    def _start(self, study: TrackedStudy) -> None:
-        addresses = {"AUTOPREC_TRACKING_STORE": self._uri, "AUTOPREC_TRACKING_STUDY": self._storage}
-        # -P: a file called mlflow.py beside the user's script must not be imported in place of MLflow
-        command = [sys.executable, "-P", "-m", "autoprec.tracking", str(study.path)]
-        with (study.own / "writer.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                env=child_environment() | addresses | {"PYTHONWARNINGS": "ignore"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                cwd=str(study.own),
-                bufsize=0,
-            )
-        if self._process.stdin is not None:
-            os.set_blocking(self._process.stdin.fileno(), False)
-        threading.Thread(target=self._listen, args=(self._process,), name="autoprec-tracking", daemon=True).start()
-
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Keep what the process says last, and reap it: it may outlive this object."""
-        if process.stdout is not None:
-            with process.stdout as lines:
-                for line in lines:
-                    with contextlib.suppress(ValueError, TypeError):
-                        self._logged = Logged(**json.loads(line))
-        process.wait()
+    def _write(self) -> None:
+        """Bring MLflow up to date whenever the study has changed, and once more when the search is over."""
+        with contextlib.suppress(OSError):  # the trials are being timed on the same cores
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        over = False
+        while self._study is not None and not over:
+            self._news.wait()
+            self._news.clear()
+            over = self._over.is_set()
+            self._logged = log_study(self._study.path, self._uri, storage=self._storage, running=not over)
+            if not self._logged.ok:
+                self._over.wait(_RETRY_S)
+                self._news.set()
