@@ -14,7 +14,7 @@ from typing import Any
 from autoprec.errors import UsageError
 from autoprec.support.amounts import check_share, parse_share
 from autoprec.trial.protocol import STEPS
-from autoprec.tuning.options import OPTIONS, SearchOptions
+from autoprec.tuning.options import OPTIONS, RUNS, SearchOptions
 from autoprec.tuning.study.records import SearchResult
 
 __all__ = ["SearchResult", "search"]
@@ -47,7 +47,6 @@ def search(
     force: bool = False,
     seeds: int = 4,
     backend: str = "auto",
-    runs_dir: str = "autoprec-runs",
     track: bool = True,
     progress: bool = False,
 ) -> SearchResult:
@@ -88,7 +87,7 @@ def _run(
 
     began = time.monotonic()
     checked = _checked(asked)
-    options = SearchOptions(command=_tokens(script, Path(checked["runs_dir"])), **checked)
+    options = SearchOptions(command=_tokens(script), **checked)
     command = ScriptCommand.parse(options.command)
     listeners: list[Listener] = []
     with contextlib.ExitStack() as stack:
@@ -103,14 +102,14 @@ def _run(
             return replace(engine.run(), _address=options.storage)
         from autoprec.tracking.listener import TrackingListener
 
-        tracker = TrackingListener(options.runs_dir)
+        tracker = TrackingListener(RUNS)
         stack.callback(tracker.close)
         engine = Search(options, command, Listeners(*listeners, tracker), started=began)
         result = engine.timed(tracker.attach(engine.run(), engine.study_dir))
         return replace(result, _address=options.storage)
 
 
-def _tokens(script: Any, runs_dir: Path) -> tuple[str, ...]:
+def _tokens(script: Any) -> tuple[str, ...]:
     """Return the command line of a script, or of the one that a function is written as.
 
     Raises:
@@ -124,7 +123,7 @@ def _tokens(script: Any, runs_dir: Path) -> tuple[str, ...]:
         return tuple(map(os.fspath, script))
     from autoprec.trial.function_script import function_script
 
-    return (str(function_script(script, runs_dir / "functions")),)
+    return (str(function_script(script, Path(RUNS) / "functions")),)
 
 
 #: What a Python type accepts, by the first word of an option's annotation, and what that is called.

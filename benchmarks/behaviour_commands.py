@@ -184,7 +184,7 @@ def exits(cwd: Path) -> Iterator[tuple[str, str]]:
         diff good.yaml same.yaml; diff good.yaml other.yaml; diff good.yaml missing.yaml
         export good.yaml --to python -o out; export good.yaml --to nowhere; export good.yaml --to deepspeed -o lossy
         export good.yaml --to torchao --layers layers.txt -o ao; export missing.yaml --to python
-        import good.yaml --from nowhere; schema policy; schema nowhere; targets; targets b200; targets nowhere
+        import good.yaml; schema policy; schema nowhere; targets; targets b200; targets nowhere
         estimate --target nowhere llama3-70b; estimate --target b200 llama3-80b; estimate missing.py
         estimate --target b200 raises.py; estimate --target b200 --batch 0 llama3-70b; inspect missing.py
         inspect fails.py; run fails.py; run missing.py; run --policy missing.yaml fails.py
@@ -192,7 +192,7 @@ def exits(cwd: Path) -> Iterator[tuple[str, str]]:
         search; search missing.py; search --target b200 --no-mlflow raises.py; search --trials 0 raises.py
         search --target nowhere raises.py; search --space nowhere raises.py; search --frobnicate raises.py
         search --sampler nowhere raises.py; search --budget soon raises.py; verify raises.py; ui --frobnicate
-        transfer good.yaml --to nowhere; transfer missing.yaml --to llama3-70b; calibrate --device nowhere
+        transfer good.yaml --to nowhere; transfer missing.yaml --to llama3-70b; calibrate --target nowhere
     """
     for line in (part.strip() for row in lines.splitlines() for part in row.split(";")):
         if line:

@@ -102,7 +102,7 @@ def is_saved_step(text: str) -> bool:
     from autoprec.support.files import read_document
 
     is_file = text.endswith(".json") and text not in PRESETS
-    return is_file and "operators" in read_document(text, most_bytes=MAX_GRAPH_BYTES)
+    return is_file and "coverage" in read_document(text, most_bytes=MAX_GRAPH_BYTES)
 
 
 def described_step(text: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:

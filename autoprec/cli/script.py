@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import click
 
 from autoprec.cli.echo import echo
-from autoprec.errors import UsageError
-from autoprec.support.removed import FOLLOW
 
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
 OURS_ALONE = frozenset(
@@ -21,19 +19,6 @@ OURS_ALONE = frozenset(
         *("--max-divergence", "--max-gradient-error", "--max-memory", "--passes", "--policy", "--budget"),
     }
 )
-
-#: Options that earlier versions had, and what to do instead.
-REMOVED_OPTIONS = {
-    "--follow": FOLLOW,
-    "--graph": "name the saved step in the script's place",
-    "--config": "name the preset or the config.json in the script's place",
-    "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
-    "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
-    "--phases": "write `phases:` into the policy (docs/long_run.md)",
-    "--run-steps": "write `phases:` into the policy (docs/long_run.md); `autoprec run --run-steps` stays",
-    "--rules": "leave it out: it changed the printed table, and no search",
-    "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
-}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,9 +92,6 @@ class TakesScript(click.Command):
         try:
             return super().parse_args(ctx, [*own, "--", *script])
         except click.NoSuchOption as error:
-            if error.option_name in REMOVED_OPTIONS:
-                fix = REMOVED_OPTIONS[error.option_name]
-                raise UsageError(f"the option {error.option_name} was removed", fix=fix) from None
             message = f"{error.message} Arguments of the script itself come after the script's name."
             raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
 

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from autoprec.errors import FileError, UnknownNameError
+from autoprec.errors import FileError
 from autoprec.policy import Policy, escape, policy_from_dict
 from autoprec.policy.levels import level
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
@@ -61,26 +61,20 @@ def detect(document: Mapping[str, Any]) -> str:
     )
 
 
-def import_policy(
-    document: Mapping[str, Any], source: str = "auto", *, layers: Sequence[str] = (), flags: Sequence[str] = ()
-) -> Imported:
+def import_policy(document: Mapping[str, Any], *, layers: Sequence[str] = (), flags: Sequence[str] = ()) -> Imported:
     """Read another stack's configuration as a policy.
 
     Args:
         document: the parsed YAML or JSON.
-        source: ``accelerate``, ``megatron`` or ``te``; or ``auto``.
         layers: names of the model's linear layers; accelerate keeps the first and last in high precision.
         flags: words of Megatron's command line: layers may inherit the recipe that it names.
 
     Raises:
         FileError: a value that the stack itself would refuse, or that means nothing any more.
-        UnknownNameError: no such source.
     """
-    found = detect(document) if source == "auto" else source
+    found = detect(document)
     readers: dict[str, Callable[..., dict[str, Any]]]
     readers = {"accelerate": _accelerate, "megatron": partial(_megatron, flags=flags), "te": _te}
-    if found not in readers:
-        raise UnknownNameError("import source", found, readers)
     notes: list[str] = []
     body = readers[found](document, layers, notes)
     policy: Policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")

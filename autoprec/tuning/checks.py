@@ -9,7 +9,7 @@ from autoprec.errors import UnknownNameError, UsageError
 from autoprec.policy import check_replaceable
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
-from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.options import RUNS, SearchOptions
 from autoprec.tuning.workers.slots import visible_gpus
 
 
@@ -24,7 +24,7 @@ def check_early(options: SearchOptions) -> None:
     name = options.study
     if name and (name in (".", "..") or not name.isprintable() or any(char in name for char in "/\\")):
         raise UsageError(
-            f"--study {name!r} cannot be a folder below {options.runs_dir}",
+            f"--study {name!r} cannot be a folder below {RUNS}",
             fix="e.g. --study first-try",
         )
     if options.target != "auto":

@@ -199,7 +199,7 @@ class Search:
             if (answered := self._answered(store)) is not None:
                 return answered
         self.listener.phase("script", self.command.label)
-        if self._unnamed and is_numbered(self.options.study, self.options.runs_dir):
+        if self._unnamed and is_numbered(self.options.study):
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
         pool.prepare(0)
         probe = self._probe_cpu()

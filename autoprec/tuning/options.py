@@ -24,6 +24,8 @@ from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 from autoprec.trial.protocol import STEPS
 
+#: The folder of all studies, in the working directory.
+RUNS = "autoprec-runs"
 #: Fewer timed steps than these have no median and no second half.
 FEWEST_STEPS = 4
 
@@ -156,7 +158,6 @@ class SearchOptions:
         least=1,
         hidden=True,
     )
-    runs_dir: str = option("autoprec-runs", "Folder of all studies.", RARE, metavar="DIR", hidden=True)
 
     def __post_init__(self) -> None:
         for name, about in OPTIONS.items():
@@ -220,7 +221,7 @@ class SearchOptions:
         return replace(self, budget_s=max(self.budget_s, 60.0 * math.ceil(1.5 * needed_s / 60)))
 
     def study_dir(self) -> Path:
-        return Path(self.runs_dir) / self.study
+        return Path(RUNS) / self.study
 
 
 #: The table of options: field -> what it says about itself, in the order of ``--help``.

@@ -69,7 +69,7 @@ def calibration_of(options: SearchOptions, device: str = "") -> dict[str, Any] |
         raise UsageError(
             "--calibration has no effect on the CPU, whose rates are measured on this machine and cached",
             where=path,
-            fix="leave --calibration out; `autoprec calibrate --device cpu` measures again",
+            fix="leave --calibration out; `autoprec calibrate --target cpu` measures again",
         )
     if here and not options.cost_scale and not document.get("linears"):
         raise UsageError(

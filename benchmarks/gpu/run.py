@@ -109,7 +109,7 @@ def _rehearsed(found: dict[str, list[str]], limit: float) -> dict[str, list[str]
     """Return the commands with stand-ins, for a CPU."""
     tiny = ["--steps", "6", "--trials", "2", "--budget", f"{limit / 12:.0f}"]  # the later count holds
     found["conformance"] += ["-k", "TestNative and fp8_rowwise"]
-    found["calibrate"] = [*found["calibrate"][:4], "--device", "cpu"]  # whose rates have their place
+    found["calibrate"] = [*found["calibrate"][:4], "--target", "cpu"]  # whose rates have their place
     found["products"].append("--tiny")
     found["blocks"] += ["--tiny", "--names", "bf16,native-fp8_rowwise,torchao-rowwise"]
     found["other_blocks"] += ["--tiny", "--names", "bf16,native-fp8_tensorwise"]

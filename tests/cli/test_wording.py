@@ -31,7 +31,7 @@ TYPICAL: dict[str, list[str]] = {
     "export": ["export policy.yaml --to torchao", "export policy.yaml --to nemo"],
     "doctor": ["doctor --targets h100", "doctor h100", "targets"],
     "transfer": ["transfer policy.yaml", "transfer policy.yaml --to llama3-8b"],
-    "ui": ["ui --no-open", "ui --sync"],
+    "ui": ["ui", "ui --sync"],
 }
 FILES = {
     "policy.yaml": POLICY,

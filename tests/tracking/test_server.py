@@ -56,8 +56,10 @@ def served(tracked: dict[str, Any]) -> Iterator[str]:
     """Start ``autoprec ui`` on the tracked study and yield the address it prints; the server ends with the command."""
     code = "from autoprec.cli import cli; cli.main()"
     port = free_port(0)
-    command = [sys.executable, "-W", "ignore", "-c", code, "ui", str(tracked["runs"]), "--no-open", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command = [sys.executable, "-W", "ignore", "-c", code, "ui", str(tracked["runs"]), "--port", str(port)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "BROWSER": "none"}
+    )
     try:
         assert process.stdout is not None
         yield process.stdout.readline().decode().strip()

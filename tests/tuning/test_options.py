@@ -48,7 +48,7 @@ def test_the_resume_command_repeats_every_option_that_was_changed() -> None:
 
 
 def test_the_resume_command_of_a_search_that_tracks_nothing_or_from_python_is_one_that_the_command_takes() -> None:
-    asked = SearchOptions(command=("train.py",), study="s", track=False, runs_dir="elsewhere")
+    asked = SearchOptions(command=("train.py",), study="s", track=False)
     words = shlex.split(asked.resume_command())[2:]
     assert "--no-mlflow" in words
     known = {name for option in search.params for name in option.opts}

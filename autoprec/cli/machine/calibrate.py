@@ -9,18 +9,14 @@ from typing import Any
 
 import click
 
-from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError, UnsupportedError, UsageError
 
 
-def _cpu(as_json: bool) -> int:
+def _cpu() -> int:
     from autoprec.cost.calibrate.cpu import cache_file, cpu_rates
 
     rates, label = cpu_rates(refresh=True)
-    if as_json:
-        print_json({"device": "cpu", "label": label, "file": str(cache_file()), "rates": rates})
-        return 0
     fast, slow = (1e-9 / rates["gemm"][form]["fprop"][0] for form in ("bf16", "fp32"))
     echo(f"{label}; cached in {cache_file()}")
     echo(f"large GEMMs on one thread: fp32 {slow:.0f} GFLOP/s, bf16 {fast:.0f} GFLOP/s ({fast / slow:.1f}x)")
@@ -48,7 +44,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     if not _has_gpu():
         raise UnsupportedError(
             "torch sees no CUDA or ROCm device here",
-            fix="run it on the GPU machine and pass the file on with --calibration; `--device cpu` measures the CPU",
+            fix="run it on the GPU machine and pass the file on with --calibration; `--target cpu` measures the CPU",
         )
     device = torch.cuda.get_device_name()
     found = target(name) if name else by_device_name(device)
@@ -67,31 +63,23 @@ def _check_output(path: Path) -> Path:
 
 
 @click.command("calibrate")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "cpu"]),
-    default="auto",
-    show_default=True,
-    help="Which device is measured; auto: the GPU, without one the CPU.",
-)
-@click.option("--target", default="", metavar="NAME", help="The device's entry in the hardware table, if not obvious.")
+@click.option("--target", default="", metavar="NAME",
+              help="cpu, or the GPU's entry in the hardware table; default: the GPU, without one the CPU.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
-@click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")
-def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> int:
+def calibrate(target: str, output: Path | None) -> int:
     """Measure whole linears by every backend on this device, a copy and launches, for the cost model and for `auto`."""
     from autoprec.support.files import write_json
 
-    if device == "auto" and not (target or output or _has_gpu()):
-        echo("torch sees no CUDA or ROCm device here: the CPU is measured, as with --device cpu", err=True)
-        device = "cpu"
-    if device == "cpu":
-        given = [name for name, value in (("--target", target), ("--output", output)) if value]
-        if given:
+    if not (target or output or _has_gpu()):
+        echo("torch sees no CUDA or ROCm device here: the CPU is measured, as with --target cpu", err=True)
+        target = "cpu"
+    if target == "cpu":
+        if output:
             raise UsageError(
-                f"{given[0]} has no place with --device cpu, whose rates are cached for every later estimate",
-                fix=f"leave {given[0]} out",
+                "--output has no place with --target cpu, whose rates are cached for every later estimate",
+                fix="leave --output out",
             )
-        return _cpu(as_json)
+        return _cpu()
     if output is not None:
         _check_output(output)
     bench, found, name = _bench(target)
@@ -113,9 +101,6 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
         write_json(kept_file(name), document)
     except (FileError, OSError) as error:
         here = f"searches on this device will not find it by themselves: {error}"
-    if as_json:
-        print_json(document)
-        return 0
     timed = sum(1 for row in document["linears"] if row["seconds"])
     echo(f"{name}: {len(document['points'])} points, {timed} linears in {document['seconds']} s, written to {path}")
     for line in chosen_backends(document):

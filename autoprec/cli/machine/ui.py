@@ -17,7 +17,9 @@ from autoprec.errors import FileError
 
 def _has_browser() -> bool:
     """Say whether a browser could open: without a display, xdg-open tries six programs and complains about each."""
-    if os.environ.get("BROWSER") or sys.platform in ("darwin", "win32"):
+    if named := os.environ.get("BROWSER"):
+        return named != "none"
+    if sys.platform in ("darwin", "win32"):
         return True
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
@@ -27,13 +29,12 @@ def _has_browser() -> bool:
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True,
               help="Port on 127.0.0.1; another free one if it is taken.")  # fmt: skip
 @click.option("--sync", is_flag=True, help="Open nothing: send to MLflow what its server missed.")
-@click.option("--no-open", is_flag=True, help="Print the address without opening a browser.")
-def ui(runs: Path, port: int, sync: bool, no_open: bool) -> int:
+def ui(runs: Path, port: int, sync: bool) -> int:
     """Serve the studies under RUNS on this machine and open the newest one's trials, fastest first.
 
     RUNS is autoprec-runs, or the folder of one study in it. The store is MLFLOW_TRACKING_URI, else the study's own.
-    The server listens on 127.0.0.1 only and ends with Ctrl-C. With --sync the exit code is 1 when a store cannot be
-    reached.
+    The server listens on 127.0.0.1 only and ends with Ctrl-C; BROWSER=none opens nothing. With --sync the exit code
+    is 1 when a store cannot be reached.
     """
     if sync:
         return _sync(runs)
@@ -56,17 +57,17 @@ def ui(runs: Path, port: int, sync: bool, no_open: bool) -> int:
             known = outcome[0].mlflow.get("experiment_id") if outcome else ""
             experiment = logged.experiment_id or known or "0"
             url, charts = (trials_url(base, experiment, chosen.uid, charts=charts) for charts in (False, True))
-            _show(url, charts, no_open)
+            _show(url, charts)
     return 0
 
 
-def _show(url: str, charts: str, no_open: bool) -> None:
+def _show(url: str, charts: str) -> None:
     """Print the addresses, open the first in a browser where there is one, and wait for Ctrl-C."""
     echo(url)
     echo(f"charts: {charts}", err=True)
-    if not no_open and _has_browser():
+    if _has_browser():
         click.launch(url)
-    elif not no_open:
+    else:
         echo("no browser here: open the address above, over ssh with -L", err=True)
     echo("Ctrl-C ends it", err=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -12,13 +12,12 @@ from autoprec.cli.echo import echo
 
 @click.command("import", short_help="Read another stack's configuration as a policy.")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--from", "source", default="auto", show_default=True, help="accelerate, megatron, te, or auto.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("policy.yaml"), show_default=True,
               help="Where the policy goes.")  # fmt: skip
 @click.option("--as-space", is_flag=True, help="Write a search space with the configuration as a preset instead.")
 @options.layers
 @options.force
-def import_(file: Path, source: str, output: Path, layers: Path | None, as_space: bool, force: bool) -> int:
+def import_(file: Path, output: Path, layers: Path | None, as_space: bool, force: bool) -> int:
     """Read FILE (accelerate fp8_config, Megatron --te-precision-config-file, or TE recipe keys) as a policy.
 
     Megatron's flags are read from megatron_flags.txt beside FILE. Settings that their library ignores are translated or
@@ -33,7 +32,7 @@ def import_(file: Path, source: str, output: Path, layers: Path | None, as_space
     beside = file.with_name("megatron_flags.txt")  # as `autoprec export` writes them
     words = read_text(beside).split() if beside.is_file() else []
     names = layer_names(layers) if layers else ()
-    done = importers.import_policy(read_document(file), source, layers=names, flags=words)
+    done = importers.import_policy(read_document(file), layers=names, flags=words)
     if as_space:
         echo(str(write_atomic(output, dump_yaml(importers.as_space(done.policy, file.stem)))))
     else:

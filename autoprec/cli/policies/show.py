@@ -11,6 +11,7 @@ from autoprec.cli import options
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.policies.diff import print_differences
+from autoprec.cli.recording import is_saved_step
 from autoprec.errors import PolicyError, UsageError, nearest
 from autoprec.support.units import memory_text
 
@@ -117,23 +118,20 @@ def _load(path: Path) -> Policy:
 @click.command("show", short_help="Print a policy with its evidence, or what two differ in.")
 @click.argument("policy", required=False, type=click.Path(path_type=Path))
 @click.argument("other", required=False, type=click.Path(path_type=Path))
-@click.option("--graph", type=click.Path(path_type=Path), help="Layer by layer, of a step saved by `inspect --save`.")
 @click.option("--schema", type=click.Choice(["policy", "space"]), help="The JSON Schema of such files instead.")
 @click.option("--lean", is_flag=True, help="As YAML to commit: what runs, and little of the evidence.")
 @options.as_json("The policy, the plan of each layer, or the differences")
-def show(
-    policy: Path | None, other: Path | None, graph: Path | None, schema: str | None, lean: bool, as_json: bool
-) -> int:
+def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool, as_json: bool) -> int:
     """Print POLICY as a table: what each layer runs, what surrounds the layers, and why.
 
     With --lean: the file to commit. With OTHER: what changed from the first to the second, and exit code 1 if that is
-    anything that would run.
+    anything that would run. With a step saved by `autoprec inspect --save` in OTHER's place: layer by layer.
     """
     from autoprec.graph.report import load_report
     from autoprec.policy import document, resolve
 
-    if (policy is None) == (schema is None) or (other is not None and graph is not None):
-        fix = "autoprec show policy.yaml [--graph step.json | OTHER.yaml]"
+    if (policy is None) == (schema is None):
+        fix = "autoprec show policy.yaml [step.json | OTHER.yaml]"
         raise UsageError("give a policy, two policies to compare, or --schema", fix=fix)
     if schema is not None:
         print_json(_schema(schema), indent=2)
@@ -142,7 +140,8 @@ def show(
     if lean:
         echo(document.yaml_text(document.lean(loaded)).rstrip())
         return 0
-    if other is not None:
+    graph = other if other is not None and is_saved_step(str(other)) else None
+    if other is not None and graph is None:
         return print_differences(loaded, _load(other), as_json=as_json)
     report = load_report(graph) if graph else None
     if not as_json:

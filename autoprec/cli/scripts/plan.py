@@ -14,6 +14,7 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, run_failed, running, tunable
 from autoprec.support.units import counted, memory_text
+from autoprec.tuning.options import RUNS
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -224,6 +225,6 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"          about {duration(plan.total_s)} if nothing converges: reference {duration(plan.setup_s)}, "
         f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "
         f"further seeds {duration(plan.finalists_s)}, the answer {duration(plan.closing_s)}{limit}",
-        f"writes    {plan.output} and {asked.runs_dir}/ when it is run without --dry-run",
+        f"writes    {plan.output} and {RUNS}/ when it is run without --dry-run",
     ]
     echo("\n".join(lines))

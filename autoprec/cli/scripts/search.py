@@ -15,7 +15,7 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
-from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.options import RUNS, SearchOptions
 
 if TYPE_CHECKING:
     from autoprec.tuning.engine import Search
@@ -82,7 +82,7 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
     command = ScriptCommand.parse(asked.command)
     progress = TerminalProgress(verbosity)
     listeners: list[Listener] = [progress]
-    tracker = TrackingListener(asked.runs_dir) if asked.track else None
+    tracker = TrackingListener(RUNS) if asked.track else None
     if tracker is not None:
         listeners.append(tracker)
     engine = Search(asked, command, Listeners(*listeners), started=command_began())

@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from autoprec.tuning.transfer.proxy import Proxy
 
 
-def _big(
-    script: tuple[str, ...], config: str, layers: Path | None, *, batch: int, seq: int
-) -> tuple[GraphReport, bool]:
+def _big(script: tuple[str, ...], config: str, *, batch: int, seq: int) -> tuple[GraphReport, bool]:
     """Return the step of the big model, and whether its shapes are known (not from a list of names)."""
-    if layers is not None:
-        return _named_layers(layers), False
+    if config.endswith(".txt"):
+        return _named_layers(Path(config)), False
     with Phases() as phases:
         if config:
             return described_step(config, phases, batch=batch, seq=seq), True
@@ -215,7 +213,7 @@ class _TakesTarget(click.Command):
 def _is_config(text: str) -> bool:
     from autoprec.cost.transformer import PRESETS
 
-    return text in PRESETS or Path(text).suffix in (".json", ".yaml", ".yml")
+    return text in PRESETS or Path(text).suffix in (".json", ".yaml", ".yml", ".txt")
 
 
 @click.command("transfer", cls=_TakesTarget)
@@ -225,10 +223,9 @@ def _is_config(text: str) -> bool:
     "--to",
     "config",
     default="",
-    metavar="SCRIPT|CONFIG|STEP",
-    help="The big model: its script, config.json, preset, or a saved step.",
+    metavar="MODEL",
+    help="The big model: its script, config.json, preset, a saved step, or its layer names alone, one per line.",
 )
-@click.option("--layers", type=click.Path(path_type=Path), help="The big model's layer names alone, one per line.")
 @click.option(
     "--from",
     "proxy",
@@ -247,7 +244,6 @@ def _is_config(text: str) -> bool:
 )
 @click.option("--batch", default=1, show_default=True, metavar="N", help="With a config: sequences per device.")
 @click.option("--seq", default=8192, show_default=True, metavar="N", help="With a config: tokens per sequence.")
-@click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X", help="Share of the gradient noise.")
 @click.option(
     "-o", "--output", default="transferred.yaml", show_default=True, metavar="FILE", help="Where to write it."
 )
@@ -257,14 +253,12 @@ def transfer(
     policy: Path,
     script: tuple[str, ...],
     config: str,
-    layers: Path | None,
     proxy: Path | None,
     spot: Path | None,
     roles: tuple[str, ...],
     target: str,
     batch: int,
     seq: int,
-    max_gradient_error: float,
     output: str,
     force: bool,
     as_json: bool,
@@ -282,10 +276,13 @@ def transfer(
     from autoprec.tuning.transfer.plan import transfer as carry
     from autoprec.tuning.transfer.proxy import load_proxy
     from autoprec.tuning.transfer.roles import parse_hints
+    from autoprec.tuning.verify import limits_of
 
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
     hints = parse_hints(roles)
-    _check_one({"a script": script, "a config": config, "--layers": layers})
+    if bool(script) == bool(config):
+        what = f"{config} takes no arguments: found {script[0]}" if config else "the big model is missing"
+        raise UsageError(what, fix="autoprec transfer policy.yaml --to train_big.py [script args]")
     options.check_absent(Path(output), force=force)
     check_writable(output)
     small: Policy = load_policy(policy)
@@ -293,11 +290,10 @@ def transfer(
     step = proxy if found_at is None else None
     origin = load_proxy(small, found_at, _step_of(step, batch, seq))
     device = _target(target, small)
-    report, shaped = _big(script, config, layers, batch=batch, seq=seq)
+    report, shaped = _big(script, config, batch=batch, seq=seq)
     cost = CostModel(report, device) if shaped else None
-    result = carry(
-        small, origin, report, cost, hints=hints, max_gradient_error=max_gradient_error, correction=found_there
-    )
+    limit = limits_of(small, None, None)["max_gradient_error"]
+    result = carry(small, origin, report, cost, hints=hints, max_gradient_error=limit, correction=found_there)
     study_name = found_at.resolve().name if found_at is not None else ""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     save_policy(with_evidence(result, small, origin, report, device.name, study=study_name, date=today), output)
@@ -309,17 +305,6 @@ def transfer(
     echo(f"wrote     {output}; a few passes on the big model tell whether it holds:")
     echo(f"          autoprec check --policy {output} --sensitivity 8 SCRIPT")
     return 0
-
-
-def _check_one(given: dict[str, object]) -> None:
-    """Refuse what does not name the big model in one way."""
-    named = [name for name, value in given.items() if value]
-    if len(named) != 1:
-        raise UsageError(
-            f"the big model is given by one of --to SCRIPT, --to CONFIG, --layers: found "
-            f"{' and '.join(named) or 'none of them'}",
-            fix="autoprec transfer policy.yaml --to train_big.py [script args]",
-        )
 
 
 def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:

@@ -31,7 +31,7 @@ _ENDED = ("converged", "exhausted")
 #: what says only how or where it is run or kept.
 _MAXIMA = ("trials",)
 _ELSEWHERE = (
-    *("command", "output", "study", "storage", "resume", "runs_dir", "track"),
+    *("command", "output", "study", "storage", "resume", "track"),
     *("workers", "engine"),
 )
 #: What is reported of a search anew, from the options of the one that resumes it.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoprec.errors import StudyError, nearest
 from autoprec.trial.command import ScriptCommand
-from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.options import RUNS, SearchOptions
 
 
 def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[str] = ()) -> str:
@@ -26,7 +26,7 @@ def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[s
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "study"
     if options.target not in ("auto", "cpu"):
         stem += f"-{re.sub(r'[^A-Za-z0-9_.-]+', '-', options.target)}"
-    runs = Path(options.runs_dir)
+    runs = Path(RUNS)
     if options.resume:
         numbered = re.compile(re.escape(stem) + r"(-\d+)?")
         existing = [p for p in runs.glob(f"{stem}*/study.db") if numbered.fullmatch(p.parent.name)]
@@ -46,7 +46,7 @@ def check_named(options: SearchOptions) -> None:
     Raises:
         StudyError: with the names of those that are.
     """
-    runs = Path(options.runs_dir)
+    runs = Path(RUNS)
     if not options.resume or not options.study or options.storage or (runs / options.study / "study.db").exists():
         return
     there = sorted(path.parent.name for path in runs.glob("*/study.db"))
@@ -55,7 +55,7 @@ def check_named(options: SearchOptions) -> None:
     raise StudyError(f"no study named '{options.study}' was found to resume", where=str(runs), fix=hint)
 
 
-def is_numbered(name: str, runs_dir: str) -> bool:
+def is_numbered(name: str) -> bool:
     """Say whether a free name got its number because the plain one is taken."""
     plain, _, number = name.rpartition("-")
-    return number.isdigit() and (Path(runs_dir) / plain / "study.db").exists()
+    return number.isdigit() and (Path(RUNS) / plain / "study.db").exists()

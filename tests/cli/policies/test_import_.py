@@ -20,7 +20,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_a_configuration_becomes_a_policy_that_loads(config: Path, tmp_path: Path) -> None:
-    found = autoprec("import", config, "--from", "accelerate", "-o", tmp_path / "p.yaml")
+    found = autoprec("import", config, "-o", tmp_path / "p.yaml")
     assert found.code == 0, found.err
     assert load_policy(tmp_path / "p.yaml").activations == "bf16"
 
@@ -28,11 +28,11 @@ def test_a_configuration_becomes_a_policy_that_loads(config: Path, tmp_path: Pat
 def test_a_policy_that_is_there_is_not_overwritten(config: Path, tmp_path: Path) -> None:
     target = tmp_path / "p.yaml"
     target.write_text("mine", encoding="utf-8")
-    found = autoprec("import", config, "--from", "accelerate", "-o", target)
+    found = autoprec("import", config, "-o", target)
     assert found.code == 2
     assert "--force" in found.err
     assert target.read_text() == "mine"
-    assert autoprec("import", config, "--from", "accelerate", "--force", "-o", target).code == 0
+    assert autoprec("import", config, "--force", "-o", target).code == 0
 
 
 def test_what_is_not_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_spot_check_of_the_big_model_corrects_what_is_predicted(found: Path, t
 def test_a_list_of_names_and_a_saved_step(found: Path, tmp_path: Path) -> None:
     layers = llama(layers=8).layers
     (tmp_path / "names.txt").write_text("\n".join(layer.name for layer in layers))
-    outcome = autoprec("transfer", found, "--layers", "names.txt", "-o", "a.yaml")
+    outcome = autoprec("transfer", found, "-o", "a.yaml", "--to", "names.txt")
     assert (outcome.code, "a list of names has no shapes" in outcome.out) == (0, True)
     (tmp_path / "step.json").write_text(json.dumps(llama(layers=8).to_json()))
     outcome = autoprec("transfer", found, "--to", "step.json", "-o", "b.yaml", "--json")
@@ -123,8 +123,8 @@ def refused(*args: str | Path) -> Outcome:
 
 
 def test_what_is_missing_is_said(found: Path, tmp_path: Path) -> None:
-    assert "found none of them" in refused(found).err
-    assert "a config and --layers" in refused(found, "--layers", "x.txt", "--to", "llama3-8b").err
+    assert "the big model is missing" in refused(found).err
+    assert "llama3-8b takes no arguments" in refused(found, "--to", "llama3-8b", "x.txt").err
     lonely = tmp_path / "elsewhere" / "policy.yaml"
     lonely.parent.mkdir()
     lonely.write_text("schema: autoprec.policy/1\n")
@@ -135,6 +135,6 @@ def test_what_is_missing_is_said(found: Path, tmp_path: Path) -> None:
 
 def test_another_kind_of_model_is_refused_and_nothing_is_written(found: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("\n".join(f"z.{i}.alpha" for i in range(3)))
-    outcome = refused(found, "--layers", "names.txt", "-o", "big.yaml")
+    outcome = refused(found, "-o", "big.yaml", "--to", "names.txt")
     assert (outcome.code, "have no counterpart" in outcome.err) == (1, True)
     assert not (tmp_path / "big.yaml").exists()
