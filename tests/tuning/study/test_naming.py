@@ -62,9 +62,9 @@ def test_taken_names_are_numbered(command: ScriptCommand) -> None:
     assert name(command) == f"{first}-2"
     taken(f"{first}-2")
     assert name(command) == f"{first}-3"
-    assert is_numbered(f"{first}-3", "autoprec-runs")
-    assert not is_numbered(first, "autoprec-runs")
-    assert not is_numbered("gpt-2", "autoprec-runs")  # a script of that name
+    assert is_numbered(f"{first}-3")
+    assert not is_numbered(first)
+    assert not is_numbered("gpt-2")  # a script of that name
 
 
 def test_resume_takes_the_latest(command: ScriptCommand) -> None:
