@@ -28,6 +28,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
+from autoprec.support.living import uncollected
 
 _SKIPPED = frozenset({"prim", "profiler"})
 _NAMED_FUNCTIONS: dict[Any, str] = {
@@ -161,6 +162,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages.release()
         self._known.clear()
 
+    @uncollected()
     def report(self) -> GraphReport:
         """Interpret the record: classes, layers, groups, FLOPs and memory."""
         from autoprec.graph.analysis.interpret import interpret

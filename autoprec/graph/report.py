@@ -12,6 +12,7 @@ from typing import Any
 
 from autoprec.errors import FileError
 from autoprec.support.files import read_text
+from autoprec.support.living import uncollected
 from autoprec.support.plain import shallow
 
 #: A recorded step of the largest model that was seen is a hundredth of it.
@@ -166,6 +167,7 @@ class GraphReport:
                 return layer
         raise KeyError(name)
 
+    @uncollected()
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``autoprec inspect --json`` (normative keys first, more beside them)."""
         return {
@@ -184,6 +186,7 @@ class GraphReport:
         }
 
     @classmethod
+    @uncollected()
     def from_json(cls, document: dict[str, Any]) -> GraphReport:
         """Rebuild a report from :meth:`to_json`."""
         layers = tuple(

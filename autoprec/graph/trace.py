@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,13 @@ def dtype_name(dtype: object) -> str:
     """Return the short name of a torch dtype: fp32, bf16, e4m3, int64, ..."""
     text = str(dtype)
     return _DTYPES.get(text) or text.removeprefix("torch.")
+
+
+@functools.cache
+def bare_name(op: str) -> str:
+    """Return an operator's name without namespace and in-place underscore: ``mul`` of ``aten::mul_``."""
+    bare = op.rpartition("::")[2]
+    return bare[:-1] if bare.endswith("_") and not bare.endswith("__") else bare
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class Call:
     ``node`` is the autograd node that ran it (backward only); ``function`` the torch function it came from, where that
     is one of those that hide what they do (einsum, scaled_dot_product_attention); ``differentiable`` is true in a
     backward pass that is itself differentiated (``create_graph=True``), and ``made`` is then the sequence number of the
-    autograd node that the call left for the second backward pass (-1 elsewhere).
+    autograd node that the call left for the second backward pass (-1 elsewhere); ``name`` is :func:`bare_name`'s.
     """
 
     index: int
@@ -83,12 +91,10 @@ class Call:
     function: str = ""
     differentiable: bool = False
     made: int = -1
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The operator's name without namespace and in-place underscore."""
-        bare = self.op.rpartition("::")[2]
-        return bare[:-1] if bare.endswith("_") and not bare.endswith("__") else bare
+    def __post_init__(self) -> None:
+        self.name = bare_name(self.op)
 
 
 @dataclass(slots=True)
@@ -111,6 +117,7 @@ class Trace:
     notes: list[str] = field(default_factory=list)
     guesses: int = 0
     source: str = "real"
+    _consumers: dict[int, list[Call]] = field(default_factory=dict, repr=False)
 
     def inputs(self, call: Call) -> list[Value]:
         return [self.values[index] for index in call.ins]
@@ -131,11 +138,12 @@ class Trace:
         return argument.value if isinstance(argument, Ref) else None
 
     def consumers(self) -> dict[int, list[Call]]:
-        out: dict[int, list[Call]] = {}
-        for call in self.calls:
-            for value in set(call.ins):
-                out.setdefault(value, []).append(call)
-        return out
+        """Return the calls that read each value; of a whole step, as what is found once is kept."""
+        if not self._consumers:
+            for call in self.calls:
+                for value in set(call.ins):
+                    self._consumers.setdefault(value, []).append(call)
+        return self._consumers
 
     def in_phase(self, *phases: str) -> Iterator[Call]:
         return (call for call in self.calls if call.phase in phases)

@@ -1,9 +1,10 @@
-"""The objects of a class that are alive in this process, found through the garbage collector."""
+"""The garbage collector asked for the objects of a class that are alive, or told to wait while many are made."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +28,18 @@ def living(base: type[T]) -> list[T]:
         found.extend(new)
     every = referrers(classes.values()) if len(classes) <= _FEW else _thawed(gc.get_objects)
     return [each for each in every if id(type(each)) in classes]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the collector from walking, over and over, a million objects that are made here and all stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def referrers(objects: Iterable[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,7 +18,12 @@ def or_null(values: Iterable[float]) -> list[float | None]:
 
 def shallow(value: Any) -> dict[str, Any]:
     """Return a dataclass as a dictionary that shares its values, which ``asdict`` copies one by one."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: getattr(value, name) for name in _names(value.__class__)}
+
+
+@cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 def rebuild(cls: type[T], document: Mapping[str, Any]) -> T:

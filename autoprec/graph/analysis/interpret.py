@@ -54,6 +54,7 @@ def _operators(
         role, weight = roles.get(call.index, ("", ""))
         pattern = part_of.get(call.index, "")
         written = f" (part of a hand-written {pattern})" if pattern and cls != "attention" else ""
+        inputs, outputs = trace.inputs(call), trace.outputs(call)
         if call.index in heads:
             pattern, written = "output", "; its result is the model's output, kept in fp32 first of all"
         rows.append(
@@ -65,18 +66,18 @@ def _operators(
                 cls=cls,
                 precision=about.precision,
                 reason=about.reason + written,
-                shapes=tuple(value.shape for value in trace.inputs(call)),
-                dtypes=tuple(value.dtype for value in trace.inputs(call)),
+                shapes=tuple(value.shape for value in inputs),
+                dtypes=tuple(value.dtype for value in inputs),
                 flops=call_flops(trace, call, cls),
                 bytes=_bytes(trace, call, cls),
                 weight=weight,
                 role=role,
-                out_shapes=tuple(value.shape for value in trace.outputs(call)),
-                out_dtypes=tuple(value.dtype for value in trace.outputs(call)),
-                inputs=tuple(dict.fromkeys(v.producer for v in trace.inputs(call) if v.producer >= 0)),
+                out_shapes=tuple(value.shape for value in outputs),
+                out_dtypes=tuple(value.dtype for value in outputs),
+                inputs=tuple(dict.fromkeys(value.producer for value in inputs if value.producer >= 0)),
                 pattern=pattern,
-                sources=tuple(value.producer for value in trace.inputs(call)),
-                out_saved=tuple(saved.pop(value.storage, 0) for value in trace.outputs(call)),
+                sources=tuple(value.producer for value in inputs),
+                out_saved=tuple(saved.pop(value.storage, 0) for value in outputs),
             )
         )
     return rows

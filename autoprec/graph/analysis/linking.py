@@ -137,7 +137,9 @@ def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
     """Classify every call, find the parameter behind every tensor and the forward call behind every backward call."""
     classes = [classify(call, rules) for call in trace.calls]
     parameter_of, constant = _parameters(trace, classes)
-    links = Links(classes, parameter_of, foreign=_parameters(trace, classes, "foreign")[0], constant=constant)
+    others = any(value.origin == "foreign" for value in trace.values)
+    foreign = _parameters(trace, classes, "foreign")[0] if others else [""] * len(trace.values)
+    links = Links(classes, parameter_of, foreign=foreign, constant=constant)
     table = _forward_table(trace)
     twice = _differentiated(trace)
     made: dict[int, Product] = {}

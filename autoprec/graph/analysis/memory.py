@@ -28,37 +28,37 @@ def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
                 yield value
 
 
-def _step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadows: list[torch.nn.Parameter]) -> int:
-    """Run one step of a copy of the optimizer on stand-ins for a group's parameters; return the state it makes."""
+def _step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadow: torch.nn.Parameter) -> int:
+    """Run one step of a copy of the optimizer on a stand-in for a group's parameters; return the state it makes."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.state = defaultdict(dict)
     rest = {key: copy.copy(value) for key, value in group.items() if key != "params"}
-    twin.param_groups = [{**rest, "params": shadows, "foreach": False, "fused": False}]
+    twin.param_groups = [{**rest, "params": [shadow], "foreach": False, "fused": False}]
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(twin)  # unwrapped: the script's step hooks must not see this
     return _bytes(_state_tensors(twin.state))
 
 
-def _shadow(parameter: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
-    shadow = torch.nn.Parameter(torch.zeros(on_this_rank(parameter).shape, dtype=parameter.dtype, device=device))
+def _shadow(shape: torch.Size, dtype: torch.dtype, device: str) -> torch.nn.Parameter:
+    shadow = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     shadow.grad = torch.zeros_like(shadow)
     return shadow
 
 
 def _predicted(optimizer: torch.optim.Optimizer) -> int:
-    """Predict on the meta device (shapes, no data); an optimizer that reads values gets zeros, a shape at a time."""
+    """Predict, shape by shape, on the meta device (no data); an optimizer that reads values gets zeros."""
     total = 0
     for group in optimizer.param_groups:
-        trained = [p for p in group["params"] if p.requires_grad]
-        try:
-            total += _step_of_twin(optimizer, group, [_shadow(p, "meta") for p in trained])
-        except RuntimeError:  # NotImplementedError is one of them
-            for (shape, dtype), count in Counter((on_this_rank(p).shape, p.dtype) for p in trained).items():
+        shapes = Counter((on_this_rank(p).shape, p.dtype) for p in group["params"] if p.requires_grad)
+        for (shape, dtype), count in shapes.items():
+            try:
+                size = _step_of_twin(optimizer, group, _shadow(shape, dtype, "meta"))
+            except RuntimeError:  # NotImplementedError is one of them
                 if shape.numel() > _MOST_VALUES:
                     raise
-                zeros = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-                total += count * _step_of_twin(optimizer, group, [_shadow(zeros, "cpu")])
+                size = _step_of_twin(optimizer, group, _shadow(shape, dtype, "cpu"))
+            total += count * size
     return total
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from autoprec.graph.trace import bare_name
 from autoprec.support.files import read_document
 
 #: What makes a name of the table a pattern; most are names, and need no expression compiled.
@@ -43,7 +44,7 @@ class Rules:
 
     def _search(self, operator: str) -> str:
         namespace, _, name = operator.rpartition("::")
-        bare = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+        bare = bare_name(operator)
         for pattern, cls in self.patterns:
             wanted_namespace, _, wanted = pattern.rpartition("::")
             if wanted_namespace and wanted_namespace != namespace:

@@ -9,9 +9,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from autoprec.support.living import uncollected
 from autoprec.trial.protocol import TrialResult
 
 
+@uncollected()
 def load_result(path: Path) -> TrialResult | None:
     """Return what a trial wrote, and remove it; None where it is not there, or not whole."""
     try:

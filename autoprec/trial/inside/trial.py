@@ -304,8 +304,9 @@ class Trial:
 
     def _end_record(self) -> None:
         self._recorder.__exit__(None, None, None)
-        self._payload["graph"] = self._recorder.report().to_json()
+        report = self._recorder.report()
         self._recorder = None  # of a large step half the memory is the record
+        self._payload["graph"] = report.to_json()
         if self.spec.kind == "record":
             self.finish("ok")
 
