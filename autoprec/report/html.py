@@ -19,7 +19,7 @@ from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.rows import headings, note_of, number, percent, row_cells, shown, source_of
+from autoprec.tuning.study.rows import note_of, number, percent, shown, source_of
 from autoprec.tuning.study.run import Run
 
 if TYPE_CHECKING:
@@ -108,13 +108,13 @@ def _usage(result: SearchResult, records: Sequence[Run]) -> str:
     )
 
 
-def _trials(records: Sequence[Run]) -> str:
+def _trials(result: SearchResult, records: Sequence[Run]) -> str:
+    titles, shown_runs = result.comparison([{**record.figures, "name": record.name} for record in records])
     rows = []
-    for record in records:
-        row = {**record.figures, "name": record.name}
+    for record, (_, cells) in zip(records, shown_runs, strict=True):
         status = record.status if not record.reason else f"{record.status}: {record.reason}"
-        rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), str(record.seed or ""), status)))
-    titles = ("#", "kind", "name", *headings(over_16bit=False)[1:], "seed", "ended")
+        rows.append((record.kind, (str(record.number), record.kind, *cells, str(record.seed or ""), status)))
+    titles = ("#", "kind", "name", *titles[1:], "seed", "ended")
     summary = f"{len(rows)} runs: references, trials, and the finalists once per paired seed"
     return f"<details><summary>{summary}</summary>{_table(titles, rows)}</details>" if rows else ""
 
@@ -169,7 +169,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
         _section("Use it", "", _usage(result, records)),
         _section("Notes", "", _list(result.notes)),
         _section("Trials that failed", "", _list(failed)),
-        _section("All trials", "", _trials(records)),
+        _section("All trials", "", _trials(result, records)),
         _section("Words", "", f"<dl>{_words(result)}</dl>"),
     ]  # fmt: skip
     return (

@@ -11,7 +11,6 @@ from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.rows import headings, row_cells
 from autoprec.tuning.study.run import Run
 
 
@@ -58,8 +57,9 @@ def markdown(result: SearchResult, records: Sequence[Run]) -> str:
         lines += _table(("layers", "precision"), [(f"`{k}`", v) for k, v in summary.assignment.items()])
     lines += why(result)
     if result.front:
-        rows = [(str(row.get("name", "?")), *row_cells(row)[1:]) for row in result.front]
-        lines += ["", "## The front", "", *_table(("what", *headings(over_16bit=False)[1:]), rows)]
+        titles, rows = result.comparison(result.front)
+        named = [(str(row.get("name", "?")), *cells[1:]) for row, cells in rows]
+        lines += ["", "## The front", "", *_table(("what", *titles[1:]), named)]
     lines += ["", "## Cost", "", cost_text(summary)]
     if summary.failures:
         lines += [

@@ -28,6 +28,9 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Run
 def test_on_a_gpu_the_gain_over_the_16bit_run_is_the_first_column() -> None:
     text = markdown(*rehearsal())
     assert "| the policy | 1.31x | 14.29x |" in text
+    before, front = text.split("## The front")
+    assert "| what | over 16-bit | over the script" in before
+    assert "| what | over 16-bit | over the script" in front.split("## Cost")[0]
     assert re.search(r"The policy saves .* \(modelled for another machine", text)
 
 

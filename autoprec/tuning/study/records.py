@@ -158,11 +158,11 @@ class SearchResult(Shown):
         """Whether gains over 16 bit are known: a GPU is the target."""
         return over_16bit(self.rows())
 
-    def comparison(self) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
-        """Return the headings of the comparison, and each of :meth:`rows` with its cells."""
+    def comparison(self, rows: Sequence[Row] | None = None) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
+        """Return the headings of the comparison, and each row (default: each of :meth:`rows`) with its cells."""
         over, written = self.over_16bit, str(self.budget.get("written", ""))
         titles = headings(over_16bit=over, written=written)
-        return titles, [(row, row_cells(row, over_16bit=over)) for row in self.rows()]
+        return titles, [(row, row_cells(row, over_16bit=over)) for row in (self.rows() if rows is None else rows)]
 
     def table(self) -> Table:
         """Return the policy, the script as written and the presets, with the verdict below."""

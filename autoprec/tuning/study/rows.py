@@ -70,7 +70,7 @@ def headings(*, over_16bit: bool, written: str = "") -> tuple[str, ...]:
     return ("", over, f"{script} ({written})" if written else script, *labels) if over_16bit else ("", "speed", *labels)
 
 
-def row_cells(row: Row, *, over_16bit: bool = False) -> tuple[str, ...]:
+def row_cells(row: Row, *, over_16bit: bool) -> tuple[str, ...]:
     """Return the cells of a row: name, speed-ups, step time, memory, divergence, gradient error."""
     seeds = int(number(row.get("seeds")) or 0)
     name = str(row.get("name", "?"))
