@@ -5,6 +5,7 @@ The report, the tracker, ``--json`` and :func:`autoprec.search` read nothing els
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -158,7 +159,9 @@ class SearchResult(Shown):
         """Whether gains over 16 bit are known: a GPU is the target."""
         return over_16bit(self.rows())
 
-    def comparison(self, rows: Sequence[Row] | None = None) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
+    def comparison(
+        self, rows: Iterable[Row] | None = None
+    ) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
         """Return the headings of the comparison, and each row (default: each of :meth:`rows`) with its cells."""
         over, written = self.over_16bit, str(self.budget.get("written", ""))
         titles = headings(over_16bit=over, written=written)
