@@ -79,11 +79,9 @@ class TrialSpec:
     stop_gap: float | None = None
     backend: str = "auto"
     probes: tuple[Probe, ...] = ()
-    batches: int = 1
     within_s: float | None = None
     precision: float = 0.01
     side_by_side: int = 1
-    threads: int = 1
     timeout_s: float = 600.0
     by_block: bool = False
     record_graph: bool = False

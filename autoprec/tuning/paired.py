@@ -150,7 +150,8 @@ class PairedRunner:
         ):
             self._ledger.add_seconds(name, seconds)
         # what the answer costs in forward and backward passes, wherever and however fast it is found
-        passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + spec.batches
+        batches = int(result.payload.get("noise_batches", 1))
+        passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + batches
         self._ledger.add_seconds("passes", float(passes))
         return result
 

@@ -177,7 +177,7 @@ def measure(name: str, seeds: int, steps: int) -> Row:
                     pair = divergence(result.losses, reference), signed_gap(result.losses, reference)
                     runs[label].append(pair)
             probes = tuple(Probe(n, p) for n, p in policies.items())
-            scan = TrialSpec(kind="sensitivity", warmup=10, steps=1, probes=probes, batches=2, backend="emulated")
+            scan = TrialSpec(kind="sensitivity", warmup=10, steps=1, probes=probes, backend="emulated")
             payload = pool.run(scan, 0).payload
         finally:
             pool.close()

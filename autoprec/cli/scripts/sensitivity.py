@@ -40,7 +40,6 @@ def _measure(script: tuple[str, ...], target: str, space: str, passes: int) -> S
         spec = TrialSpec(
             kind="sensitivity",
             steps=1,
-            batches=2,
             seed=None if host.launch == "fork" else 0,
             backend="auto" if timed else "emulated",
             side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),

@@ -43,7 +43,6 @@ def ask(
         kind="sensitivity",
         steps=1,
         warmup=0,
-        batches=2,
         seed=None if host.launch == "fork" else 0,
         backend=backend,
         probes=tuple(probes),

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,12 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver import failures
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.classify import classify, describe_exit, last_lines
-from autoprec.trial.driver.launcher import Launcher, ZygoteProcess
+from autoprec.trial.driver.forks import ForkedProcess, Forks
+from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
-from autoprec.trial.driver.results import load_result, over_ranks
+from autoprec.trial.driver.results import over_ranks
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
-from autoprec.trial.messages import listen, receive_messages, send_message
+from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
@@ -37,10 +37,10 @@ from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpe
 _RETRIES, _MAX_LOST = 2, 3
 #: How many models a script may train for a few steps each before the one that it is about.
 _MAX_PASSED_OVER = 5
-#: What a host is given to end a trial that hangs (s), before it is taken to hang itself.
-_HOST_GRACE_S = 30.0
 
 
+#: What a trial that hangs is given to end after SIGTERM (s).
+_GRACE_S = 2.0
 #: Progress callback: completed steps.
 Progress = Callable[[int], None] | None
 
@@ -57,7 +57,6 @@ class TrialRunner(Runner):
         run_dir: where logs go; results and sockets live in a private temporary directory that :meth:`close` removes.
         seed_offset: added to every seed the script sets: a further paired seed is a further runner.
         launch: ``auto`` takes the cheapest launch mode that is safe; ``fork``, ``zygote`` or ``process`` asks for one.
-        threads: OpenMP threads of plain processes (a host that is forked always has one).
         setup_timeout_s: how long the script may take to reach its first training forward.
         log: the host's output; default ``run_dir/host-<seed_offset>.log``.
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
@@ -71,7 +70,6 @@ class TrialRunner(Runner):
         run_dir: Path,
         seed_offset: int = 0,
         launch: str = "auto",
-        threads: int = 1,
         setup_timeout_s: float = 600,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -79,18 +77,16 @@ class TrialRunner(Runner):
     ) -> None:
         self.command, self.run_dir = command, Path(run_dir)
         self._environment, self._weights = dict(environment or {}), weights
-        self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
+        self._seed_offset, self._launch = seed_offset, launch
         self._setup_timeout = setup_timeout_s
         self._log = log or self.run_dir / f"host-{seed_offset}.log"
         self._launcher = Launcher.join(command)
         self._mark = self._launcher.new_mark()
         self._private: Path | None = None
         self._host: ProcessTree | None = None
-        self._control: socket.socket | None = None
+        self._forks: Forks | None = None  # of the host
         self._info: HostInfo | None = None
         self._lock = threading.RLock()
-        self._waiting: dict[int, Future[dict[str, Any]]] = {}
-        self._next = 0
         self._starts = self._lost = 0
         self._running: set[ProcessTree] = set()
         self._closed = self._left = False
@@ -162,21 +158,19 @@ class TrialRunner(Runner):
     def _try_steps(self, info: HostInfo) -> TrialResult:
         spec = TrialSpec(kind="try", steps=30, warmup=0, timeout_s=self._setup_timeout)
         self._info = info
-        if info.launch == "fork":
-            try:
-                return self._run_fork(spec)
-            except _HostLostError:
-                return self._host_lost("")
-        if info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL:
+        forked = info.launch == "fork"
+        if not forked and (info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL):
             return TrialResult("ok")  # another start of the whole script is too much for a mere suspicion
-        result = self._run_process(spec)
-        return result if result.payload.get("passed_over") else TrialResult("ok")
+        try:
+            result = self._run_once(spec)
+        except _HostLostError:
+            return self._host_lost("")
+        return result if forked or result.payload.get("passed_over") else TrialResult("ok")
 
     def _end_host(self) -> None:
         if self._host is not None:
             self._host.end()
-        with self._lock:
-            self._control = None
+        self._forks = None
 
     def _start_host(self) -> HostInfo:
         if self._private is None:
@@ -205,8 +199,7 @@ class TrialRunner(Runner):
             self._host.end()
             raise failures.nothing_tunable(self.command, str(info.model.get("class", "")))
         if info.launch == "fork":
-            self._control = control
-            threading.Thread(target=self._listen, args=(control, messages), name="autoprec-host", daemon=True).start()
+            self._forks = Forks(control, messages)
         else:  # this host only said what the script is: every trial is a process of its own
             control.close()
             self._host.wait(5.0)
@@ -296,11 +289,10 @@ class TrialRunner(Runner):
         return result
 
     def _run(self, spec: TrialSpec, progress: Progress) -> TrialResult:
-        if self.start().launch != "fork":
-            return self._run_process(spec, progress)
+        self.start()
         for _ in range(1 + _RETRIES):
             with contextlib.suppress(_HostLostError):
-                return self._run_fork(spec, progress)
+                return self._run_once(spec, progress)
         return self._host_lost(f" {1 + _RETRIES} times while this trial ran; see {self._log}")
 
     def _host_lost(self, when: str) -> TrialResult:
@@ -309,107 +301,19 @@ class TrialRunner(Runner):
         tail = last_lines(self._host.tail) if self._host is not None else ""
         return TrialResult("oom" if code == -9 else "crashed", f"the host process {ended}{when}", tail=tail)
 
-    def _run_fork(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
+    def _run_once(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
         began = time.monotonic()
-        future: Future[dict[str, Any]] = Future()
-        with self._lock:
-            if self._control is None:
-                self._restart()
-            self._next += 1
-            number = self._next
-            self._waiting[number] = future
-            control, private = self._control, self._private
-        if control is None or private is None:
-            raise _HostLostError
-        path = private / f"result-{number}.json"
-        request = {
-            "id": number,
-            "spec": spec.to_json(),
-            "result": str(path),
-            "asked": began,
-            "timeout_s": spec.timeout_s,
-        }
-        try:
-            with self._lock:  # a message is one line: those of two threads must not mix
-                send_message(control, op="run", **request)
-            deadline = Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path), progress)
-            answer = self._await(future, deadline)
-        except OSError as error:
-            raise _HostLostError from error
-        finally:
-            self._waiting.pop(number, None)
-            steps_file(path).unlink(missing_ok=True)
-            remove_folder(private / f"overlay-{number}")
-        written = load_result(path)
-        if answer.get("lost") and written is None:
-            if self._closed:
-                return TrialResult("crashed", "this runner was closed")
-            raise _HostLostError
-        self._lost = 0  # only hosts that are lost in a row count: the machine can run this script
-        result = classify(
-            written,
-            os.waitstatus_to_exitcode(int(answer["wait_status"])),
-            timed_out=bool(answer["timed_out"]),
-            timeout_s=spec.timeout_s,
-            tail=str(answer["tail"]),
-        )
-        return replace(result, wall_s=time.monotonic() - began)
-
-    def _await(self, future: Future[dict[str, Any]], deadline: Deadline) -> dict[str, Any]:
-        """Wait for the host's answer; it ends a trial that hangs, and is ended itself when it does not."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return future.result(timeout=1.0)
-            if deadline.passed():  # the next trial gets another host
-                if self._host is not None:
-                    self._host.end()
-                return {"wait_status": 9, "timed_out": True, "tail": ""}
-
-    def _restart(self) -> None:
-        """The host has died (for instance killed for memory): start another, unless none ever lives long enough."""
-        if self._closed or self._lost > _MAX_LOST:
-            raise ScriptError(
-                "the host process has died too often" if self._lost else "this runner is closed",
-                where=self.command.label,
-                fix=f"its last output is in {self._log}; is there enough memory for two copies of the script?",
-            )
-        if self._host is not None:
-            self._host.end()
-        self._info = None
-        self._info = self._start_host()
-
-    def _listen(self, control: socket.socket, messages: Iterator[dict[str, Any]]) -> None:
-        for answer in messages:
-            future = self._waiting.get(int(answer["id"]))
-            if future is not None and not future.done():
-                future.set_result(answer)
-        self._answer_lost()  # before the lock: a thread that waits for an answer may hold it (see start)
-        with self._lock:
-            if self._control is control:
-                self._control = None
-                self._lost += 1
-            control.close()
-        self._answer_lost()
-
-    def _answer_lost(self) -> None:
-        answer = {"wait_status": 9, "timed_out": False, "tail": "the host process ended", "lost": True}
-        for future in [f for f in self._waiting.values() if not f.done()]:
-            future.set_result(answer)
-
-    def _run_process(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
-        began = time.monotonic()
-        private = self._private
-        if private is None:
-            return TrialResult("crashed", "this runner is closed")
-        path = private / f"result-{uuid.uuid4().hex[:12]}.json"
-        config = self._config(mode="trial", launch=self._launch, result=str(path), spec=spec.to_json(), asked=began)
-        on_gpu = self._info is not None and self._info.device != "cpu"
-        threads = 0 if on_gpu else max(spec.threads, self._threads)
-        process = self._launch_process(config, f"{self._mark}{path.stem}", threads=threads, log=None)
+        config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), asked=began)
+        private, name = Path(config["private"]), f"result-{uuid.uuid4().hex[:12]}"
+        path = private / f"{name}.json"
+        config["result"] = str(path)
+        forked = self._info is not None and self._info.launch == "fork"
+        process = (self._fork_host if forked else self._start_trial)(config, f"{self._mark}{name}")
         self._running.add(process)
         timed_out = False
         try:
-            deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path), progress)
+            allowance_s = 0.0 if forked else self._setup_allowance()
+            deadline = Deadline(spec.timeout_s + allowance_s, process.pid, steps_file(path), progress)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
@@ -421,17 +325,55 @@ class TrialRunner(Runner):
                     break
                 process.wait(0.02)
             code = process.poll()
-            process.end(grace_s=2.0 if timed_out else 0.0)
+            process.end(grace_s=_GRACE_S if timed_out else 0.0)
         finally:
             self._running.discard(process)
             steps_file(path).unlink(missing_ok=True)
+            remove_folder(private / f"overlay-{process.pid}")
         written = over_ranks(path)
-        if written is None and code and not timed_out and not deadline.steps and isinstance(process, ZygoteProcess):
+        if written is None and self._closed:
+            return TrialResult("crashed", "this runner was closed")
+        if written is None and isinstance(process, ForkedProcess) and process.lost:
+            raise _HostLostError
+        from_zygote = not forked and isinstance(process, ForkedProcess)
+        if written is None and code and not timed_out and not deadline.steps and from_zygote:
             self._launcher.fork_no_more()  # the host has trained: CUDA, say, cannot be used in such a fork
-            return self._run_process(spec, progress)
+            return self._run_once(spec, progress)
+        self._lost = 0  # only hosts that are lost in a row count: the machine can run this script
         code = code if code is not None else -9
         result = classify(written, code, timed_out=timed_out, timeout_s=spec.timeout_s, tail=process.tail)
         return replace(result, wall_s=time.monotonic() - began)
+
+    def _fork_host(self, config: dict[str, Any], mark: str) -> ProcessTree:
+        """Fork the host; where it was lost, another takes its place."""
+        with self._lock:
+            if self._forks is None or not self._forks.alive:
+                self._restart()
+            forks = self._forks
+        found = None if forks is None else forks.fork(config, {MARK_VARIABLE: mark}, mark, None)
+        if found is None:
+            if forks is not None and forks.alive and self._host is not None:
+                self._host.end()  # it hangs; the next trial gets another
+            raise _HostLostError
+        return found
+
+    def _start_trial(self, config: dict[str, Any], mark: str) -> ProcessTree:
+        on_gpu = self._info is not None and self._info.device != "cpu"
+        return self._launch_process(config, mark, threads=0 if on_gpu else 1, log=None)
+
+    def _restart(self) -> None:
+        """The host has died (for instance killed for memory): start another, unless none ever lives long enough."""
+        self._lost += 1
+        if self._closed or self._lost > _MAX_LOST:
+            raise ScriptError(
+                "this runner is closed" if self._closed else "the host process has died too often",
+                where=self.command.label,
+                fix=f"its last output is in {self._log}; is there enough memory for two copies of the script?",
+            )
+        if self._host is not None:
+            self._host.end()
+        self._info = None
+        self._info = self._start_host()
 
     def _setup_allowance(self) -> float:
         """A plain process pays the script's set-up again; the deadline of the trial itself starts after it."""
@@ -442,18 +384,14 @@ class TrialRunner(Runner):
         """End every process this runner started and remove its private files."""
         self._closed = True
         with self._lock:
-            control, self._control = self._control, None
-        if control is not None:
-            with contextlib.suppress(OSError):
-                send_message(control, op="exit")
-                control.shutdown(socket.SHUT_WR)
+            forks, self._forks = self._forks, None
+        if forks is not None:
+            forks.end()
         if self._host is not None:
             self._host.wait(1.0)
             self._host.end()
         for process in list(self._running):
             process.end()
-        if control is not None:
-            control.close()
         if self._private is not None:
             remove_folder(self._private)
             self._private = None

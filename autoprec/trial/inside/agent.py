@@ -36,7 +36,7 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.policy_run import PolicyRun, claim
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed
-from autoprec.trial.processes import watch_driver
+from autoprec.trial.processes import prefer_as_oom_victim, watch_driver
 from autoprec.trial.protocol import TrialSpec
 
 _agent: Agent | None = None
@@ -165,20 +165,18 @@ class Agent:
         self.hooks.events = Events()
         self._reached = True
         if self.mode == "host":
-            request = host.serve(
+            self.config = host.serve(
                 self.config,
                 found,
                 setup_s=time.monotonic() - self._started,
                 loading=self._loading,
                 heard=self._watching,
             )
-            add_layer(self._overlay, Path(self.config["private"]) / f"overlay-{request.id}")
-            spec, asked, result = TrialSpec.from_json(request.spec), request.asked, Path(request.result)
-            if spec.threads > 1:
-                torch.set_num_threads(spec.threads)  # safe: this process has never run a parallel region
-        else:
-            result = Path(self.config["result"])
-            spec, asked = TrialSpec.from_json(self.config["spec"]), float(self.config["asked"])
+            self.mode = str(self.config["mode"])
+            add_layer(self._overlay, Path(self.config["private"]) / f"overlay-{os.getpid()}")
+        prefer_as_oom_victim()
+        result = Path(self.config["result"])
+        spec, asked = TrialSpec.from_json(self.config["spec"]), float(self.config["asked"])
         self._pid = os.getpid()
         may_fork = self.config.get("launch") != "process" and not host.fork_obstacle(found)
         self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork)

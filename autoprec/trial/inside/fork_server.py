@@ -1,9 +1,10 @@
-"""The fork server: a training process stopped at its first training forward, forked once per trial.
+"""The fork server: a process that has come to a certain point stays there, and is forked once for each request.
 
-The host, one running copy of the script, is that process. It talks to the driver over one stream socket, a JSON
-document per line (:mod:`autoprec.trial.messages`). Requests: ``{"op": "run", "id", "spec",
-"result", "asked", "timeout_s"}`` and ``{"op": "exit"}``. Answers: ``{"op": "done", "id", "wait_status", "timed_out",
-"tail"}``. The output of every child goes through a pipe of which only the tail is kept, so endless output is harmless.
+Two processes are one: the host, which waits at the script's first training forward and is forked once per trial, and
+the zygote (:mod:`autoprec.trial.inside.zygote`), which waits where the imports are done. The driver speaks to it over
+one stream socket, a JSON document per line (:mod:`autoprec.trial.messages`). Requests: ``{"op": "fork", "id", "config",
+"environment"}``, each with the descriptor that the fork's output goes to, and ``{"op": "exit"}``. Answers: ``{"op":
+"forked", "id", "pid"}``, ``{"op": "ended", "id", "wait_status"}``. How long a fork may take is the driver's affair.
 """
 
 from __future__ import annotations
@@ -15,51 +16,19 @@ import select
 import signal
 import socket
 import sys
-import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.messages import Lines, send_message
-from autoprec.trial.processes import (
-    adopt_orphans,
-    die_with_parent,
-    end_group,
-    end_orphans,
-    prefer_as_oom_victim,
-    reaps_children,
-    sweep,
-)
-from autoprec.trial.progress import Deadline, steps_file
+from autoprec.trial.processes import adopt_orphans, die_with_parent, end_group, end_orphans, reaps_children, sweep
 
-TAIL_BYTES = 16_384
-_GRACE_S = 2.0
-
-
-@dataclass(slots=True)
-class Request:
-    """What a forked child was asked to do."""
-
-    id: int
-    spec: dict[str, Any]
-    result: str
-    asked: float
-    timeout_s: float
-
-
-@dataclass(slots=True)
-class _Child:
-    request: Request
-    pid: int
-    output: int
-    deadline: Deadline
-    kill_at: float = 0.0
-    tail: bytearray = field(default_factory=bytearray)
-    timed_out: bool = False
-    killed: bool = False
-    open: bool = True
+#: Seconds between two looks at whether a fork has ended.
+_LOOK_S = 0.01
+#: A server that was not used for this long does what the caller gives it to do meanwhile.
+_IDLE_S = 1.5
 
 
 def settle() -> None:
@@ -70,23 +39,36 @@ def settle() -> None:
     flush_streams()
 
 
-def serve_forks(control: socket.socket, mark: str) -> Request:
+def flush_streams() -> None:
+    """Write out what the script printed before the fork, so that no child prints it again."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def serve_forks(control: socket.socket, mark: str = "", when_idle: Callable[[], None] | None = None) -> dict[str, Any]:
     """Fork a child per request until the driver says exit or goes away.
 
-    Returns only in a child, with its request; in the server itself the process ends here.
+    Returns only in a child, with its configuration; in the server itself the process ends here.
+
+    Args:
+        control: the connection to the driver.
+        mark: at the end what carries this mark is ended as well; empty for nothing but the forks.
+        when_idle: called once, while nothing is asked.
     """
-    server = _ForkServer(control, mark)
+    server = _ForkServer(control, mark, when_idle)
     while True:
-        request = server.turn()
-        if request is not None:
-            return request
+        config = server.turn()
+        if config is not None:
+            return config
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket, mark: str) -> None:
-        self._control, self._mark = control, mark
+    def __init__(self, control: socket.socket, mark: str, when_idle: Callable[[], None] | None) -> None:
+        self._control, self._mark, self._when_idle = control, mark, when_idle
         self._lines = Lines()
-        self._children: dict[int, _Child] = {}
+        self._outputs: deque[int] = deque()  # of requests that are not complete yet
+        self._children: dict[int, int] = {}
         self._own = adopt_orphans()  # what the script itself had started before
         self._handlers = {
             signal.SIGTERM: signal.SIG_DFL,
@@ -94,129 +76,71 @@ class _ForkServer:
             signal.SIGCHLD: reaps_children(),
         }
 
-    def turn(self) -> Request | None:
-        """Handle what has happened; returns a request only in a child made for it."""
-        watched: list[Any] = [self._control, *(c.output for c in self._children.values() if c.open)]
-        ready, _, _ = select.select(watched, [], [], self._patience())
-        for source in ready:
-            if source is self._control:
-                continue
-            self._drain(source)
-        self._enforce()
+    def turn(self) -> dict[str, Any] | None:
+        """Handle what has happened; returns a configuration only in a child made for it."""
+        patience = _LOOK_S if self._children else None if self._when_idle is None else _IDLE_S
+        ready, _, _ = select.select([self._control], [], [], patience)
         self._reap()
-        if self._control in ready:
-            for message in self._lines.feed(self._receive()):
-                if message.pop("op") == "exit":
-                    self._end()
-                request = Request(**message)
-                if self._fork(request):
-                    return request
+        if not ready and not self._children and self._when_idle is not None:
+            self._when_idle()
+            self._when_idle = None
+        for request in self._lines.feed(self._receive()) if ready else ():
+            if request["op"] == "exit":
+                self._end()
+            if self._fork(request):
+                return dict(request["config"])
         return None
-
-    def _patience(self) -> float | None:
-        if not self._children:
-            return None
-        return 0.02 if all(child.open for child in self._children.values()) else 0.001
 
     def _receive(self) -> bytes:
         try:
-            chunk = self._control.recv(1 << 20)
+            chunk, descriptors, _, _ = socket.recv_fds(self._control, 1 << 20, 16)
         except OSError:
-            chunk = b""
+            chunk, descriptors = b"", []
+        self._outputs += descriptors
         if not chunk:
             self._end()
         return chunk
 
     def _end(self) -> None:
-        for child in self._children.values():
-            end_group(child.pid)
-        sweep(self._mark, [c.pid for c in self._children.values()], patience_s=1.0)
+        for pid in self._children:
+            end_group(pid)
+        sweep(self._mark, self._children, patience_s=1.0)
         end_orphans(self._own)  # among its own is the zygote, which tells the driver of other hosts' ends
         os._exit(0)
 
-    # ---------------------------------------------------------------- children
-    def _fork(self, request: Request) -> bool:
+    def _fork(self, request: dict[str, Any]) -> bool:
         """Fork; True in the child."""
-        reader, writer = os.pipe()
+        output = self._outputs.popleft()
         pid = fork()
         if pid:
-            os.close(writer)
-            os.set_blocking(reader, False)
-            self._children[pid] = _Child(
-                request, pid, reader, Deadline(request.timeout_s, pid, steps_file(request.result))
-            )
+            os.close(output)
+            self._children[pid] = int(request["id"])
+            self._tell(op="forked", id=request["id"], pid=pid)
             return False
         os.setsid()
         die_with_parent()
-        prefer_as_oom_victim()
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        for descriptor in (reader, writer, *(c.output for c in self._children.values())):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for descriptor in (output, *self._outputs):
+            os.close(descriptor)
         self._control.close()
-        self._children.clear()
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.environ[MARK_VARIABLE] = f"{self._mark}.{request.id}"
+        signal.set_wakeup_fd(-1)
+        os.environ |= request["environment"]
         for number, handler in self._handlers.items():
-            with contextlib.suppress(
-                ValueError, TypeError
-            ):  # not in the main thread; a handler that Python cannot name
+            with contextlib.suppress(ValueError, TypeError):  # not in the main thread; one that Python cannot name
                 signal.signal(number, handler)
         return True
 
-    def _drain(self, descriptor: int) -> None:
-        child = next(c for c in self._children.values() if c.output == descriptor)
-        for _ in range(64):  # a child that never stops printing must not keep us here
-            try:
-                chunk = os.read(descriptor, 65536)
-            except BlockingIOError:
-                return
-            if not chunk:
-                child.open = False
-                return
-            child.tail += chunk[-TAIL_BYTES:]
-            del child.tail[:-TAIL_BYTES]
-
-    def _enforce(self) -> None:
-        now = time.monotonic()
-        for child in self._children.values():
-            if not child.timed_out:
-                if child.deadline.passed():
-                    child.timed_out, child.kill_at = True, now + _GRACE_S
-                    end_group(child.pid, signal.SIGTERM)
-            elif not child.killed and now >= child.kill_at:
-                child.killed = True
-                end_group(child.pid)
-
     def _reap(self) -> None:
-        for pid, child in list(self._children.items()):
+        for pid, number in list(self._children.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
-            if not done:
-                continue
-            if child.open:
-                self._drain(child.output)
-            os.close(child.output)
-            del self._children[pid]
-            end_group(pid)  # what it started and left behind ...
-            with contextlib.suppress(OSError):
-                send_message(
-                    self._control,
-                    op="done",
-                    id=child.request.id,
-                    wait_status=status,
-                    timed_out=child.timed_out,
-                    tail=child.tail.decode("utf-8", "replace"),
-                )
-            if status:  # also in sessions of its own; after a good end this can wait for the end of the launcher
-                sweep(f"{self._mark}.{child.request.id}\0", [pid], patience_s=1.0)
-            if not self._children:  # then every orphan is of a trial that has ended
-                end_orphans(self._own)
+            if done:
+                del self._children[pid]
+                end_group(pid)  # what it started and left behind
+                self._tell(op="ended", id=number, wait_status=status)
+                if not self._children:  # then every orphan is of a fork that has ended
+                    end_orphans(self._own)
 
-
-def flush_streams() -> None:
-    """Write out what the script printed before the fork, so that no child prints it again."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    def _tell(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):
+            send_message(self._control, **message)

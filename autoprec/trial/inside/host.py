@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autoprec.numerics.sharded import rank, world_size
-from autoprec.trial.inside.fork_server import Request, serve_forks, settle
+from autoprec.trial.inside.fork_server import serve_forks, settle
 from autoprec.trial.inside.forking import can_train_after_fork
 from autoprec.trial.inside.isolate.isolation import programs
 from autoprec.trial.inside.isolate.seeding import clock_seeds
@@ -35,8 +35,10 @@ _LOADER_NOTE = (
 _STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 
 
-def serve(config: dict[str, Any], found: Found, *, setup_s: float, loading: Any, heard: threading.Event) -> Request:
-    """Report what the script is, and serve forks; returns in a fork only, with what it is asked to do.
+def serve(
+    config: dict[str, Any], found: Found, *, setup_s: float, loading: Any, heard: threading.Event
+) -> dict[str, Any]:
+    """Report what the script is, and serve forks; returns in a fork only, with its configuration: that of a trial.
 
     Args:
         config: the configuration of this process: ``socket``, ``mark``, ``launch``.

@@ -3,19 +3,16 @@
 The first process of a command leaves two copies behind: one right after torch was imported, and one at the script's
 first seeding call, when usually everything is imported and nothing random has happened; the second replaces the first.
 A fork of the copy is the script itself at that moment, so it goes on exactly as a plain process would, with another
-configuration (another seed, another trial), and pays only for the script's own set-up.
+configuration (another seed, another trial), and pays only for the script's own set-up. A copy that is not used imports
+ahead for its forks meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import random
-import select
-import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -23,15 +20,13 @@ from typing import Any
 
 import torch
 
+from autoprec.trial.inside.fork_server import flush_streams, serve_forks
 from autoprec.trial.inside.forking import can_use_cuda_after_fork, holds_in_fork
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.messages import connect, send_message
-from autoprec.trial.processes import die_with_parent, end_group, reaps_children
 
-#: A copy that has been neither replaced nor used for this long imports ahead for its forks.
-_IDLE_S = 1.5
 _NEEDED = (
     "torch._dynamo",
     "autoprec.applying.policy",
@@ -82,9 +77,7 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part
     """
     if not _may_be_copied():
         return False
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    flush_streams()
     before_forks()
     if fork():
         part()
@@ -98,58 +91,17 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    config = _serve(control)
+    config = serve_forks(control, when_idle=_import_ahead)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal():  # nothing has run in parallel before the fork, so that more threads may start now
+        torch.set_num_threads(int(threads))
     configure(config)
     return True
 
 
-def _serve(control: socket.socket) -> dict[str, Any]:
-    """Fork per request; returns only in a fork, with its configuration."""
-    children: dict[int, int] = {}
-    warm, of_script = False, reaps_children()
-    while True:
-        ready, _, _ = select.select([control], [], [], 0.02 if children else (None if warm else _IDLE_S))
-        if not ready and not children and not warm:
-            warm = True
-            preload()
-            preload_compiler()
-        for pid in list(children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                with contextlib.suppress(OSError):
-                    send_message(control, op="ended", id=children.pop(pid), wait_status=status)
-        if not ready:
-            continue
-        try:
-            data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
-        except OSError:
-            data, descriptors = b"", []
-        if not data or b'"exit"' in data:
-            for pid in children:
-                end_group(pid)
-            os._exit(0)
-        request = json.loads(data)
-        pid = fork()
-        if pid:
-            children[pid] = int(request["id"])
-            for descriptor in descriptors:
-                os.close(descriptor)
-            send_message(control, op="forked", id=request["id"], pid=pid)
-            continue
-        os.setsid()
-        die_with_parent()
-        with contextlib.suppress(ValueError, TypeError):
-            signal.signal(signal.SIGCHLD, of_script)
-        control.close()
-        os.dup2(descriptors[0], 1)
-        os.dup2(descriptors[0], 2)
-        os.close(descriptors[0])
-        signal.set_wakeup_fd(-1)
-        os.environ |= request["environment"]
-        threads = request["environment"].get("OMP_NUM_THREADS", "")
-        if threads.isdecimal():  # nothing has run in parallel before the fork, so that more threads may start now
-            torch.set_num_threads(int(threads))
-        return dict(request["config"])
+def _import_ahead() -> None:
+    preload()
+    preload_compiler()
 
 
 def leave_zygote_at_first_seed(

@@ -179,7 +179,6 @@ def _probe(
             warmup=scan_warmup(setup.options.steps) + later,
             steps=1,
             probes=tuple(probes),
-            batches=2,
             within_s=within_s,
             side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),

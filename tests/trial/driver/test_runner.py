@@ -20,7 +20,8 @@ import torch
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.runner import TrialRunner, load_result
+from autoprec.trial.driver.results import load_result
+from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.inside import first_step
 from autoprec.trial.messages import connect, listen, send_message
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
@@ -127,17 +128,22 @@ def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureReque
 
 @pytest.mark.slow
 def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: Path) -> None:
-    """A real interpreter: injection, the zygote mode with a module, and a second seed."""
+    """A real interpreter, once: injection, a module, a second seed and the zygote mode, both forked from the first."""
     plain = run_forked([SCRIPTS / "plain.py", "--steps", "6"], tmp_path)
     own = [float(x) for x in re.findall(r"loss ([\d.]+)", plain.stdout)]
-    with host("plain.py", real=True) as runner, host("plain.py", real=True, seed_offset=1) as third:
+    (tmp_path / "user").mkdir()
+    shutil.copy(SCRIPTS / "plain.py", tmp_path / "user" / "my_train.py")
+    module = ("-m", "my_train")
+    with (
+        host(*module, real=True) as runner,
+        host(*module, real=True, seed_offset=1) as third,
+        host(*module, real=True, launch="zygote") as second,
+    ):
         info = runner.start()
         forked = runner.run(TrialSpec(steps=5, warmup=1))
         other = third.run(TrialSpec(steps=5, warmup=1))
-        shutil.copy(SCRIPTS / "plain.py", tmp_path / "user" / "my_train.py")
-        with host("-m", "my_train", real=True, launch="zygote") as second:
-            assert second.start().launch == "zygote"
-            zygote = second.run(TrialSpec(steps=5, warmup=1))
+        assert second.start().launch == "zygote"
+        zygote = second.run(TrialSpec(steps=5, warmup=1))
         for each in (runner, third):  # the zygote that the third was forked from is a child of the first
             began = time.monotonic()
             each.close()
@@ -172,7 +178,6 @@ for _ in range(10):
 """
 
 
-@pytest.mark.slow
 def test_no_seed_sees_what_another_wrote_and_a_database_can_be_written(host: Any, tmp_path: Path) -> None:
     """One database is the user's, from before; the other is the script's own."""
     user = tmp_path / "user"
@@ -181,10 +186,8 @@ def test_no_seed_sees_what_another_wrote_and_a_database_can_be_written(host: Any
     with contextlib.closing(sqlite3.connect(user / "earlier.db")) as database:
         database.execute("create table losses (value)")
     before = {path.name: path.read_bytes() for path in user.iterdir()}
-    with (
-        host("-m", "fresh_train", real=True) as first,
-        host("-m", "fresh_train", real=True, seed_offset=1) as second,
-    ):
+    script = str(user / "fresh_train.py")
+    with host(script) as first, host(script, seed_offset=1) as second:
         results = [runner.run(TrialSpec(steps=3, warmup=0)) for runner in (first, second)]
     assert [result.status for result in results] == ["ok", "ok"], [result.reason for result in results]
     assert {path.name: path.read_bytes() for path in user.iterdir()} == before
@@ -459,8 +462,7 @@ for _ in range(20):
 def test_what_autoprec_warned_of_in_a_trial_that_ends_well_is_in_its_audit(host: Any, tmp_path: Path) -> None:
     script = tmp_path / "warns.py"
     script.write_text(WARNS)
-    with host(str(script), real=True) as runner:
-        runner.start()
+    with host(str(script)) as runner:
         result = runner.run(TrialSpec(steps=2, warmup=0, policy=uniform("bf16")))
     assert result.ok, result.tail
     assert result.audit is not None

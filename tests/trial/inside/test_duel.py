@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoprec.policy import Policy
-from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
@@ -29,19 +28,19 @@ for step in range(int(sys.argv[1])):
 """
 
 
-def duel(folder: Path, steps: int, launch: str = "auto", **changes: object) -> TrialResult:
+def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResult:
     path = folder / "train.py"
     path.write_text(SCRIPT)
     probes = (Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8")))
-    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=5.0, timeout_s=60.0)
-    command = ScriptCommand("script", str(path), (str(steps),), folder)
-    with TrialRunner(command, run_dir=folder / "runs", launch=launch) as runner:
-        return runner.run(spec)
+    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=2.0, timeout_s=60.0)
+    with host(str(path), str(steps), launch=launch) as runner:
+        result: TrialResult = runner.run(spec)
+    return result
 
 
 @pytest.mark.parametrize("launch", ["auto", "process"])
-def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(tmp_path: Path, launch: str) -> None:
-    result = duel(tmp_path, 100_000, launch)
+def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path, launch: str) -> None:
+    result = duel(host, tmp_path, 100_000, launch)
     assert result.ok, result.reason
     rounds = result.payload["duel"]["rounds"]
     _, _, slow = median_interval(ratios_of(rounds, "emulated"))
@@ -51,7 +50,7 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(tmp_path
     assert 0.85 < middle < 1.15
 
 
-def test_a_script_that_ends_gives_the_rounds_it_had(tmp_path: Path) -> None:
-    result = duel(tmp_path, 40)
+def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -> None:
+    result = duel(host, tmp_path, 40)
     assert result.ok
     assert result.payload["duel"]["steps"] == 40

@@ -35,7 +35,7 @@ from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
 
-#: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
+#: Mini-batch gradients are compared over this many batches.
 NOISE_BATCHES = 4
 #: A layer whose weight has less than this share of the squared gradient that an even split over the layers would give
 #: it: what it runs in cannot show yet.
@@ -128,7 +128,7 @@ class Scan:
         beat: Callable[[], None],
     ) -> None:
         self._spec, self._found, self._hooks, self._on_exit = spec, found, hooks, on_exit
-        self._batches = max(NOISE_BATCHES, spec.batches)
+        self._batches = NOISE_BATCHES
         self._gradients = Gradients(found.root_parameters, self._batches)
         self._beat, self._began = beat, time.monotonic()
 
