@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import UsageError
 from autoprec.support.amounts import check_share, parse_share
 from autoprec.trial.protocol import STEPS
 from autoprec.tuning.options import OPTIONS, RUNS, SearchOptions
 from autoprec.tuning.study.records import SearchResult
+
+if TYPE_CHECKING:
+    from autoprec.tuning.events import Listener
 
 __all__ = ["SearchResult", "search"]
 
@@ -81,31 +84,18 @@ def _run(
     *,
     progress: bool,
 ) -> SearchResult:
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.tuning.engine import Search
-    from autoprec.tuning.events import Listener, Listeners
+    from autoprec.tracking.listener import tracked
 
     began = time.monotonic()
     checked = _checked(asked)
     options = SearchOptions(command=_tokens(script), **checked)
-    command = ScriptCommand.parse(options.command)
-    listeners: list[Listener] = []
     with contextlib.ExitStack() as stack:
+        listeners: list[Listener] = []
         if progress:
             from autoprec.cli.progress import TerminalProgress
 
-            terminal = TerminalProgress()
-            stack.callback(terminal.close)
-            listeners.append(terminal)
-        if not options.track:
-            engine = Search(options, command, Listeners(*listeners), started=began)
-            return replace(engine.run(), _address=options.storage)
-        from autoprec.tracking.listener import TrackingListener
-
-        tracker = TrackingListener(RUNS)
-        stack.callback(tracker.close)
-        engine = Search(options, command, Listeners(*listeners, tracker), started=began)
-        result = engine.timed(tracker.attach(engine.run(), engine.study_dir))
+            listeners.append(stack.enter_context(contextlib.closing(TerminalProgress())))
+        _, result = stack.enter_context(tracked(options, *listeners, started=began))
         return replace(result, _address=options.storage)
 
 

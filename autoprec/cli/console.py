@@ -43,9 +43,9 @@ def stderr_console() -> Console:
     return _Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
 
 
-def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> RenderableType:
     """Return a table of plain text; the first column, a name, is never folded."""
-    return Table(tuple(headings), tuple(map(tuple, rows))).rich()
+    return Table(tuple(headings), tuple(map(tuple, rows)), title).rich()
 
 
 def print_json(document: Any, *, indent: int | None = None) -> None:

@@ -101,8 +101,10 @@ def is_saved_step(text: str) -> bool:
     from autoprec.graph.report import MAX_GRAPH_BYTES
     from autoprec.support.files import read_document
 
-    is_file = text.endswith(".json") and text not in PRESETS
-    return is_file and "coverage" in read_document(text, most_bytes=MAX_GRAPH_BYTES)
+    if not text.endswith(".json") or text in PRESETS:
+        return False
+    found = read_document(text, most_bytes=MAX_GRAPH_BYTES)
+    return "operators" in found and "schema" not in found  # a policy has both
 
 
 def described_step(text: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:

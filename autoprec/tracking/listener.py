@@ -14,10 +14,10 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from autoprec._version import __version__
@@ -26,10 +26,14 @@ from autoprec.support.optional import installed_version
 from autoprec.support.redact import redact, redact_uri
 from autoprec.tracking.log import Logged, log_study
 from autoprec.tracking.study import About, TrackedStudy, default_uri, named_uri
-from autoprec.tuning.events import SearchInfo
+from autoprec.tuning.events import Listener, SearchInfo
+from autoprec.tuning.options import RUNS, SearchOptions
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.study import default_storage
+
+if TYPE_CHECKING:
+    from autoprec.tuning.engine import Search
 
 #: All the waiting one search does for its store, in total: a server that does not answer must cost < 2 s.
 _REMOTE_PATIENCE_S, _LOCAL_PATIENCE_S = 1.0, 20.0
@@ -59,6 +63,35 @@ def commit_of(folder: str) -> dict[str, str]:
         commit = git("rev-parse", "HEAD")
         return {"git_commit": commit, "git_changes": "uncommitted" if git("status", "--porcelain", "-uno") else "none"}
     return {}
+
+
+@contextlib.contextmanager
+def tracked(options: SearchOptions, *listeners: Listener, started: float) -> Iterator[tuple[Search, SearchResult]]:
+    """Search, and yield the engine with its result; what is written until the block ends goes to MLflow as well.
+
+    Args:
+        started: ``time.monotonic()`` at which the time of the search begins to count.
+
+    Raises:
+        AutoPrecError: as :meth:`autoprec.tuning.engine.Search.run`.
+    """
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.tuning import engine as engines
+    from autoprec.tuning.events import Listeners
+
+    command = ScriptCommand.parse(options.command)
+    tracker = TrackingListener(RUNS) if options.track else None
+    heard = Listeners(*listeners, *([tracker] if tracker is not None else []))
+    engine = engines.Search(options, command, heard, started=started)
+    try:
+        result = engine.run()
+        if tracker is not None:
+            heard.phase("tracking")
+            result = tracker.attach(result, engine.study_dir)
+        yield engine, engine.timed(result)
+    finally:
+        if tracker is not None:
+            tracker.close()
 
 
 class TrackingListener:

@@ -6,6 +6,7 @@ of the target, which costs what a trial costs. Everything else is counted. No st
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialSpec
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.schedule import Pace
+    from autoprec.tuning.schedule import Pace, Schedule
     from autoprec.tuning.setup import Setup
 
+#: Options that say what is acceptable, and when a search ends.
+LIMITS = ("max_divergence", "max_gradient_error", "max_memory", "budget_s", "trials", "objective")
 #: Steps of the runs that are timed: they need not last as long as a trial.
 _TIMED_STEPS = 5
 
@@ -32,9 +35,9 @@ _TIMED_STEPS = 5
 class Plan:
     """What a search would do; times in seconds, each ``*_s`` an estimate from the runs that were timed.
 
-    ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``. ``usual_s`` is
-    what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers;
-    ``gpu_terms`` what a run on a GPU takes besides its steps, empty elsewhere.
+    ``expected`` is of a search that never converges: a search ends when nothing left is worth a trial, and after
+    ``--budget``. ``usual_s`` is what searches take that end as they usually do; ``limited`` says why less would be
+    tried than the space offers; ``gpu_terms`` what a run on a GPU takes besides its steps, empty elsewhere.
     """
 
     target: str
@@ -47,16 +50,10 @@ class Plan:
     presets: tuple[str, ...]
     bound: str
     limited: str
-    trials: int
-    finalist_runs: int
+    expected: Schedule
     reference_s: float
     trial_s: float
-    setup_s: float
     gpu_terms: str
-    scan_s: float
-    trials_s: float
-    finalists_s: float
-    closing_s: float
     usual_s: float
     output: str
     budget_s: float | None
@@ -65,11 +62,14 @@ class Plan:
     @property
     def total_s(self) -> float:
         """Return the seconds of a search that never converges, cut to the budget where there is one."""
-        total = self.setup_s + self.scan_s + self.trials_s + self.finalists_s + self.closing_s
-        return min(total, self.budget_s) if self.budget_s else total
+        return min(self.expected.total_s, self.budget_s or math.inf)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"total_s": self.total_s}
+        out, expected = asdict(self), self.expected
+        del out["expected"]
+        counts = {"trials": expected.trials, "finalist_runs": expected.runs, "setup_s": expected.reference_s}
+        parts = {name: getattr(expected, name) for name in ("scan_s", "trials_s", "finalists_s", "closing_s")}
+        return out | counts | parts | {"total_s": self.total_s}
 
 
 def _timed(runner: TrialRunner, spec: TrialSpec, label: str, policy: str = "") -> float:
@@ -129,27 +129,14 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         presets=tuple(names)[: asked.trials],
         bound=bound,
         limited=limited,
-        trials=expected.trials,
-        finalist_runs=expected.runs,
+        expected=expected,
         reference_s=reference_s,
         trial_s=trial_s,
-        setup_s=expected.reference_s,
         gpu_terms=GPU_TERMS if on_gpu else "",
-        scan_s=expected.scan_s,
-        trials_s=expected.trials_s,
-        finalists_s=expected.finalists_s,
-        closing_s=expected.closing_s,
         usual_s=min(usual.total_s, asked.budget_s or usual.total_s),
         output=asked.output,
         budget_s=asked.budget_s,
-        limits={
-            "max_divergence": asked.max_divergence,
-            "max_gradient_error": asked.max_gradient_error,
-            "max_memory": asked.max_memory,
-            "budget_s": asked.budget_s,
-            "trials": asked.trials,
-            "objective": asked.objective,
-        },
+        limits={name: getattr(asked, name) for name in LIMITS},
     )
 
 
@@ -207,7 +194,7 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(plan.to_json())
         return
-    size = _policies(plan.policies)
+    size, expected = _policies(plan.policies), plan.expected
     shown = "; ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
     limit = f", cut short by --budget {duration(plan.budget_s)}" if plan.budget_s else ""
     lines = [
@@ -218,13 +205,13 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"limits    {_limits(plan)}",
         f"choices   {', '.join(plan.choices)}: {size}",
         f"presets   {shown}",
-        f"trials    at most {plan.trials}, then {counted(plan.finalist_runs, 'run')} under further paired seeds",
+        f"trials    at most {expected.trials}, then {counted(expected.runs, 'run')} under further paired seeds",
         f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
         *([f"          with {plan.gpu_terms}"] if plan.gpu_terms else []),
         f"duration  usually about {duration(plan.usual_s)}, as a search ends when nothing left is worth a run",
-        f"          about {duration(plan.total_s)} if nothing converges: reference {duration(plan.setup_s)}, "
-        f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "
-        f"further seeds {duration(plan.finalists_s)}, the answer {duration(plan.closing_s)}{limit}",
+        f"          about {duration(plan.total_s)} if nothing converges: reference {duration(expected.reference_s)}, "
+        f"gradient errors {duration(expected.scan_s)}, trials {duration(expected.trials_s)}, "
+        f"further seeds {duration(expected.finalists_s)}, the answer {duration(expected.closing_s)}{limit}",
         f"writes    {plan.output} and {RUNS}/ when it is run without --dry-run",
     ]
     echo("\n".join(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
-from autoprec.tuning.options import RUNS, SearchOptions
+from autoprec.tuning.options import SearchOptions
 
 if TYPE_CHECKING:
     from autoprec.tuning.engine import Search
@@ -74,29 +75,13 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
     """
     from autoprec.cli.console import command_began
     from autoprec.cli.progress import TerminalProgress
-    from autoprec.tracking.listener import TrackingListener
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.tuning.engine import Search
-    from autoprec.tuning.events import Listener, Listeners
+    from autoprec.tracking.listener import tracked
 
-    command = ScriptCommand.parse(asked.command)
-    progress = TerminalProgress(verbosity)
-    listeners: list[Listener] = [progress]
-    tracker = TrackingListener(RUNS) if asked.track else None
-    if tracker is not None:
-        listeners.append(tracker)
-    engine = Search(asked, command, Listeners(*listeners), started=command_began())
-    try:
-        result = engine.run()
-        if tracker is not None:
-            progress.phase("tracking")
-            result = tracker.attach(result, engine.study_dir)
-        result = engine.timed(result)
+    with (
+        contextlib.closing(TerminalProgress(verbosity)) as progress,
+        tracked(asked, progress, started=command_began()) as (engine, result),
+    ):
         return engine, result, write_reports(engine, result)
-    finally:
-        if tracker is not None:
-            tracker.close()
-        progress.close()
 
 
 def write_reports(engine: Search, result: SearchResult) -> Files:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoprec.cli import options
-from autoprec.cli.console import print_json, stdout_console
+from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError
@@ -90,33 +91,28 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 
 
 def _print(result: Verification, searched: str) -> None:
-    from rich.table import Table
-
     from autoprec.tuning.study.run import error_text
 
     limits = result.limits
     noise, limit = limits.get("gradient_noise"), limits.get("gradient_error")
     budget = [f"divergence {limits['divergence']:.3%}"] if limits.get("divergence") else []
     budget += [f"gradient error {error_text(limit, noise)}"] if limit is not None else []
-    table = Table(title=f"{counted(result.seeds, 'paired seed')}, {counted(result.steps, 'step')} each",
-                  caption=f"limits: {', '.join(budget)}" if budget else None)  # fmt: skip
-    for name in ("", "speed-up", "range", "divergence", "gradient error", "memory"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")
+    rows = [("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")]
     for row in result.rows:
         one = row.standing
-        spread = "{:.2f}-{:.2f}x".format(*row.range) if row.measured else ""
+        spread = "{:.2f}-{:.2f}x".format(*row.range) if row.measured and result.timed else ""
         speed = f"{one.speedup:.2f}x" if result.timed else "not judged"
         gap = f"{row.divergence:.3%}" if row.measured else "; ".join(row.failures)[:60]
         error = error_text(one.gradient_error, noise) if one.gradient_error is not None else "-"
-        table.add_row(row.name, speed, spread if result.timed else "", gap, error, memory_text(int(one.memory_bytes)))
-    console = stdout_console()
-    console.print(table)
+        rows.append((row.name, speed, spread, gap, error, memory_text(int(one.memory_bytes))))
     told = {"holds": "holds", "fails": "does not hold"}.get(result.verdict, result.verdict)
-    console.print(f"{told}: {result.why}", markup=False, soft_wrap=True)
+    notes = [f"limits: {', '.join(budget)}" if budget else "", f"{told}: {result.why}"]
     if result.first_seed:
-        console.print(
+        notes.append(
             f"these seeds are new: the search measured the policy under {counted(result.first_seed, 'other one')}"
         )
-    if searched:
-        console.print(f"its search found: {searched}", markup=False, soft_wrap=True)
+    notes.append(f"its search found: {searched}" if searched else "")
+    headings = ("", "speed-up", "range", "divergence", "gradient error", "memory")
+    title = f"{counted(result.seeds, 'paired seed')}, {counted(result.steps, 'step')} each"
+    stdout_console().print(plain_table(headings, rows, title))
+    echo("\n".join(filter(None, notes)))

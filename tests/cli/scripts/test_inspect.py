@@ -88,8 +88,6 @@ def test_of_a_model_of_many_layers_as_many_are_printed_as_can_be_read(saved, tmp
         (["llama3-8b", "train.py"], UsageError),
         (["no-such-file.json"], FileError),
         (["--save", ".", "train.py"], FileError),
-        (["--html", "page.html", "train.py"], UsageError),
-        (["--rules", "rules.yaml", "train.py"], UsageError),
         (["no_such_train.py"], UsageError),
     ],
 )
