@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoprec.support.redact import redact_text
-from autoprec.tuning.limits import Limits
+from autoprec.tuning.decide.decision import Rules
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import BY_BLOCK, METRICS, Run, pooled
 
@@ -135,10 +135,10 @@ def _marks(records: Sequence[Run], result: SearchResult, info: Mapping[str, Any]
     """Return, by index, the tags that are known only with the answer: best, on the front, infeasible, and why not."""
     front, best = {row.get("name") for row in result.front}, result.best.get("name")
     known = pooled(records)
-    limits = Limits(
+    rules = Rules(
         float(info.get("max_divergence") or result.budget.get("max_divergence") or math.inf),
-        math.inf,
-        info.get("max_memory"),
+        max_gradient=result.budget.get("gradient_limit"),
+        max_memory=info.get("max_memory"),
     )
     out = {}
     for index, record in enumerate(records):
@@ -146,7 +146,7 @@ def _marks(records: Sequence[Run], result: SearchResult, info: Mapping[str, Any]
             continue
         name, broken = record.name, ""
         if record.ok and name != best:
-            broken = result.rejected.get(name) or _broken(known[name], limits, result.budget)
+            broken = result.rejected.get(name) or _broken(known[name], rules)
         why = broken or result.not_taken.get(name, "") or ("" if record.ok else f"{record.status}: {record.reason}")
         marks = {
             "best": name == best and record.ok,
@@ -161,18 +161,17 @@ def _marks(records: Sequence[Run], result: SearchResult, info: Mapping[str, Any]
     return out
 
 
-def _broken(record: Run, limits: Limits, budget: Mapping[str, Any]) -> str:
+def _broken(record: Run, rules: Rules) -> str:
     """Say which limits a policy's figures break, each with its value; empty where they break none."""
-    metrics, most = {"noise_floor": 0.0, **record.figures}, budget.get("gradient_limit")
+    metrics = {"noise_floor": 0.0, **record.figures}
     if not {"divergence", "gradient_error", "memory_bytes"} <= metrics.keys():
         return ""
-    bounds = limits.bounds(most)
 
     def said(name: str) -> str:
         about = METRICS[name]
-        return f"{about.label} {about.text(metrics[name])}, limit {about.text(bounds[name])}"
+        return f"{about.label} {about.text(metrics[name])}, limit {about.text(rules.bounds[name])}"
 
-    return "; ".join(map(said, limits.exceeded(metrics, most)))
+    return "; ".join(map(said, rules.exceeded(metrics)))
 
 
 def _known_at_end(records: Sequence[Run], result: SearchResult) -> dict[int, dict[str, Any]]:

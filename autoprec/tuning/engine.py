@@ -222,7 +222,7 @@ class Search:
         nothing = verdict.kind == "stay" and not self.options.force and narrow is None
         setup = narrow or setup
         self._sign(setup, store)
-        ledger = Ledger(store, self.listener, setup.limits, self.options.objective, self._started)
+        ledger = Ledger(store, self.listener, self.options, self._started)
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
         runner = PairedRunner(setup, pool, ledger)
         self._info = self._introduction(setup, store)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoprec.tuning.decide.decision import Rules, gradient_limit
 from autoprec.tuning.decide.metrics import Reference
-from autoprec.tuning.decide.noise import Baseline
+from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
-from autoprec.tuning.limits import Limits, rank
+from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.schedule import CLOSING_S
 from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.study import StudyStore
@@ -28,7 +30,7 @@ class Ledger:
     """The books of one search.
 
     Attributes:
-        limits, objective: what makes a trial acceptable, and better than another.
+        options: what makes a trial acceptable, and better than another.
         started: ``time.monotonic()`` when the search began.
         references: the reference run by paired seed; seed 0 is the script's own.
         whole: where runs compile blocks (:mod:`autoprec.tuning.by_block`), references as the script compiles them.
@@ -43,8 +45,7 @@ class Ledger:
 
     store: StudyStore
     listener: Listener
-    limits: Limits
-    objective: str
+    options: SearchOptions
     started: float
     references: dict[int, Reference] = field(default_factory=dict)
     whole: dict[int, Reference] = field(default_factory=dict)
@@ -112,18 +113,24 @@ class Ledger:
         """Mini-batch gradient noise, relative to the gradient's norm; None where it is unknown."""
         return self.table.noise if self.table is not None else None
 
+    def rules(self, baseline: Baseline | None = None) -> Rules:
+        """Return what makes a policy acceptable.
+
+        Args:
+            baseline: what its loss is compared with, where that is more than what one seed has told of the script.
+        """
+        own = self.references[0].baseline if self.references else Baseline(0.0)  # stopped before it was measured
+        asked, blank = self.options, uninformative(self.options.max_divergence, own) is not None
+        most = gradient_limit(self.gradient_noise, asked.max_gradient_error, uninformative=blank)
+        return Rules(asked.max_divergence, baseline or own, most, asked.max_memory, self.gradient_noise)
+
     def gradient_limit(self) -> float | None:
         """Return the largest acceptable relative gradient error, None for no limit."""
-        baseline = self.references[0].baseline if self.references else Baseline(0.0)  # stopped before it was measured
-        return self.limits.gradient(self.gradient_noise, baseline)
+        return self.rules().max_gradient
 
     def exceeded(self, record: Run) -> tuple[str, ...]:
         """Name the metrics of a run that are beyond their limits."""
-        return self.limits.exceeded(record.figures, self.gradient_limit())
-
-    def limit_of(self, name: str) -> float:
-        """Return the limit of a metric of :meth:`exceeded`; 0 where there is none."""
-        return self.limits.bounds(self.gradient_limit()).get(name, 0.0)
+        return self.rules().exceeded(record.figures)
 
     def acceptable(self, record: Run) -> bool:
         """Say whether a trial was measured, and is within every limit."""
@@ -131,7 +138,7 @@ class Ledger:
 
     def rank(self, record: Run) -> float:
         """Return what the objective minimises, of a run."""
-        return rank(record.figures, self.objective)
+        return rank(record.figures, self.options.objective)
 
     def acceptable_ones(self) -> list[Run]:
         """Return the acceptable trials so far, the best first."""
@@ -149,3 +156,12 @@ class Ledger:
             if (record.kind, record.name, record.seed) == (kind, name, seed) and record.ok:
                 return record
         return None
+
+
+def rank(metrics: Mapping[str, float], objective: str) -> float:
+    """Return what an objective minimises: milliseconds, bytes, or (``balanced``) their product."""
+    if objective == "memory":
+        return metrics["memory_bytes"]
+    if objective == "balanced":
+        return metrics["step_time_ms"] * metrics["memory_bytes"]
+    return metrics["step_time_ms"]

@@ -24,7 +24,6 @@ from autoprec.support.files import canonical_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import Backends, Problem
-from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
 
@@ -78,7 +77,6 @@ class Setup:
         target: the device the policy is for; ``measured`` when that is this machine and steps are timed.
         space, problem: what may be decided, as a file says it and as a table of groups and choices.
         steps: modelled step times.
-        limits: what an acceptable policy may cost.
     """
 
     options: SearchOptions
@@ -89,7 +87,6 @@ class Setup:
     space: SearchSpace
     problem: Problem
     steps: ModelledSteps
-    limits: Limits
 
     @classmethod
     def of(
@@ -128,7 +125,6 @@ class Setup:
             space=space,
             problem=problem,
             steps=ModelledSteps(cost, problem, options.reference),
-            limits=Limits(options.max_divergence, options.max_gradient_error, options.max_memory),
         )
 
     def restricted(self, space: SearchSpace) -> Setup:

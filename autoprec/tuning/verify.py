@@ -29,8 +29,8 @@ from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Rules, Standing
-from autoprec.tuning.decide.noise import error_over_limit
+from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
+from autoprec.tuning.decide.noise import error_over_limit, uninformative
 from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listeners
@@ -311,11 +311,11 @@ def verify(
         ScriptError, NothingAcceptableError: the reference could not be run under the first seed.
         PolicyMismatchError, UnsupportedError: the policy cannot be applied to this script's model.
     """
-    options, limits = setup.options, setup.limits
+    options = setup.options
     runs: dict[str, list[Run]] = {name: [] for name in policies}
     noises: list[float] = []
     with closing(StudyStore(default_storage(folder), "verify", ("step_time_ms",), resume=False)) as store:
-        ledger = Ledger(store, Listeners(), limits, options.objective, time.monotonic())
+        ledger = Ledger(store, Listeners(), options, time.monotonic())
         runner = PairedRunner(setup, pool, ledger, may_compile_blocks=False)
         measure_reference(setup, runner, ledger)
         paired = PairedSeeds(setup, runner, ledger)
@@ -337,8 +337,9 @@ def verify(
         for name, duel in duels.known().items():
             runs[name].append(duel)
     noise = statistics.geometric_mean(noises) if noises else None
-    limit = limits.gradient(noise, paired.baseline)
-    rules = Rules(limits.divergence, paired.baseline, max_gradient=limit, gradient_noise=noise)
+    blank = uninformative(options.max_divergence, paired.baseline) is not None
+    limit = gradient_limit(noise, options.max_gradient_error, uninformative=blank)
+    rules = Rules(options.max_divergence, paired.baseline, max_gradient=limit, gradient_noise=noise)
     rows = [judge(rules, name, own) for name, own in runs.items()]
     verdict, reason = decide(rows, rules, timed=timed, reference_memory=ledger.reference.memory_bytes)
     return Verification(
@@ -351,7 +352,7 @@ def verify(
         timed=timed,
         first_seed=first_seed,
         reference={"step_time_ms": statistics.median(one.step_ms for one in ledger.references.values())},
-        limits={"divergence": limits.divergence, "gradient_error": limit, "gradient_noise": noise},
+        limits={"divergence": options.max_divergence, "gradient_error": limit, "gradient_noise": noise},
     )
 
 

@@ -168,14 +168,14 @@ def searched(name: str, target: str, setting: str) -> dict[str, Any]:
         "passes": result.timings.get("passes", 0.0),
         "stopped": result.stopped,
         "divergence": script.divergence(chosen),
-        "within": script.divergence(chosen) <= search.setup.limits.divergence,
+        "within": script.divergence(chosen) <= search.setup.options.max_divergence,
         **truth(script, search.setup, float(result.best["step_time_ms"]), adopted=result.verdict == "adopt"),
     }
 
 
 def truth(script: Uneven, setup: Setup, step_ms: float, *, adopted: bool) -> dict[str, Any]:
     """Return what is really so: the best acceptable preset, the gain over it, and what is possible at all."""
-    problem, limits = setup.problem, setup.limits
+    problem, limits = setup.problem, setup.options
     largest = setup.options.max_gradient_error * NOISE
 
     timed_here = setup.measured and adopted
@@ -190,11 +190,11 @@ def truth(script: Uneven, setup: Setup, step_ms: float, *, adopted: bool) -> dic
     timed = []
     for preset, params in presets(problem):
         document = problem.policy(params).to_dict()
-        held = limits.memory is None or setup.steps.of(params).memory_bytes <= limits.memory
+        held = limits.max_memory is None or setup.steps.of(params).memory_bytes <= limits.max_memory
         if held and script.error(document) <= largest:
             timed.append((milliseconds(params), preset, script.divergence(document)))
-    fastest, name, _ = min((t for t in timed if t[2] <= SHOWN * limits.divergence), default=(math.nan, "none", 0.0))
-    oracle = min((t[0] for t in timed if t[2] <= limits.divergence), default=math.nan)
+    fastest, name, _ = min((t for t in timed if t[2] <= SHOWN * limits.max_divergence), default=(math.nan, "none", 0.0))
+    oracle = min((t[0] for t in timed if t[2] <= limits.max_divergence), default=math.nan)
     recipes = setup.space.recipes_with(problem.params_of(problem.baseline))
     work = {layer.name: layer.total_flops for layer in setup.graph.tunable}
 
@@ -207,7 +207,7 @@ def truth(script: Uneven, setup: Setup, step_ms: float, *, adopted: bool) -> dic
     plans = {choice: Choice.parse(choice).plan(recipes) for choice in problem.choice_names}
     times = problem.table(lambda g, c: sum(time_of(layer, plans[c]) for layer in g.layers))
     squares = problem.table(lambda g, c: sum(script.square(layer, plans[c]) for layer in g.layers))
-    index = solve(times, squares, min(largest, SHOWN * limits.divergence / PER_ERROR) ** 2)
+    index = solve(times, squares, min(largest, SHOWN * limits.max_divergence / PER_ERROR) ** 2)
     best = milliseconds(problem.from_indices(index, {})) if index is not None else math.nan
     if not adopted and best > step_ms:
         best, name = step_ms, "the script as written" if fastest >= step_ms else name

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from autoprec.tuning.decide.decision import Rules
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.limits import Limits
+from autoprec.tuning.ledger import Ledger, rank
+from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 
@@ -27,7 +29,7 @@ def record(number: int, step_ms: float, gap: float = 0.001, **fields: object) ->
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
     store = StudyStore(default_storage(tmp_path), "study", ("step_time_ms", "divergence"), resume=False)
-    return Ledger(store, Listeners(), Limits(0.0025, 0.12), "throughput", started=0.0)
+    return Ledger(store, Listeners(), SearchOptions(("train.py",)), started=0.0)
 
 
 def test_the_best_is_the_fastest_within_the_limits(ledger: Ledger) -> None:
@@ -37,11 +39,6 @@ def test_the_best_is_the_fastest_within_the_limits(ledger: Ledger) -> None:
     assert [r.number for r in ledger.acceptable_ones()] == [2, 0]
     assert ledger.best() == ledger.store.records[2]
     assert ledger.exceeded(ledger.store.records[1]) == ("divergence",)
-
-
-def test_a_limit_is_known_by_its_metric(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "gradient_limit", lambda _self: 0.1)
-    assert [ledger.limit_of(name) for name in ("gradient_error", "divergence", "memory_bytes")] == [0.1, 0.0025, 0.0]
 
 
 def test_a_run_costs_what_trials_took_and_before_them_what_the_reference_took(ledger: Ledger) -> None:
@@ -93,3 +90,35 @@ def test_the_best_is_not_one_that_is_known_to_break_a_limit(ledger: Ledger) -> N
     assert ledger.best() == ledger.store.records[2]
     ledger.accepted = frozenset({"trial 0"})
     assert ledger.best() == ledger.store.records[0]
+
+
+GOOD = {"divergence": 0.001, "noise_floor": 0.0005, "gradient_error": 0.05, "memory_bytes": 100.0, "step_time_ms": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "broken"),
+    [
+        ({}, ()),
+        ({"divergence": 0.003}, ("divergence",)),
+        ({"divergence": 0.003, "noise_floor": 0.004}, ()),  # noise explains it
+        ({"gradient_error": 0.07}, ("gradient_error",)),
+        ({"memory_bytes": 101.0}, ("memory_bytes",)),
+        (
+            {"divergence": 0.1, "gradient_error": 1.0, "memory_bytes": 1e9},
+            ("divergence", "gradient_error", "memory_bytes"),
+        ),
+    ],
+)
+def test_every_broken_limit_is_named(changed: dict[str, float], broken: tuple[str, ...]) -> None:
+    assert Rules(0.0025, max_gradient=0.06, max_memory=100).exceeded(GOOD | changed) == broken
+
+
+def test_without_a_known_noise_or_a_memory_limit_neither_forbids_anything(ledger: Ledger) -> None:
+    assert ledger.rules().exceeded(GOOD | {"gradient_error": 9.0, "memory_bytes": 1e15}) == ()
+    assert ledger.gradient_limit() is None
+    ledger.table = SimpleNamespace(noise=0.5)  # type: ignore[assignment]
+    assert ledger.gradient_limit() == pytest.approx(0.06)
+
+
+def test_each_objective_ranks_by_its_own_figure() -> None:
+    assert [rank(GOOD, name) for name in ("throughput", "memory", "balanced")] == [2.0, 100.0, 200.0]

@@ -31,6 +31,7 @@ from autoprec.tuning.decide.noise import (
     compare_gaps,
     confidence_bound,
     is_worse_than_benign,
+    screening_limit,
     uninformative,
 )
 from autoprec.tuning.decide.sentences import Reason, sentence
@@ -218,6 +219,19 @@ class Rules:
         """The largest gradient error, the stricter one where the loss is uninformative."""
         known = [] if self.max_gradient is None else [self.max_gradient]
         return min(known + [UNINFORMATIVE_GRADIENT_ERROR] * (self.uninformative is not None), default=None)
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The limits by the metrics that they are of, as far as there are any."""
+        known = {"gradient_error": self.max_gradient, "memory_bytes": self.max_memory}
+        return {"divergence": self.max_divergence} | {
+            name: float(limit) for name, limit in known.items() if limit is not None
+        }
+
+    def exceeded(self, figures: Mapping[str, float]) -> tuple[str, ...]:
+        """Name the metrics of one trial that are beyond their limits; a gap that noise explains does not count."""
+        bounds = self.bounds | {"divergence": screening_limit(self.max_divergence, figures["noise_floor"])}
+        return tuple(name for name, limit in bounds.items() if figures[name] > limit)
 
     def judge(self, one: Standing) -> Standing:
         """Return a policy with what rule 1 says of it; the script as written is always acceptable."""

@@ -23,8 +23,7 @@ from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.limits import rank
+from autoprec.tuning.ledger import Ledger, rank
 from autoprec.tuning.options import versions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
@@ -168,8 +167,8 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         "reference": setup.options.reference,
         "seeds": decision.seeds,
         "steps": setup.options.steps,
-        "max_divergence": setup.limits.divergence,
-        "max_gradient_error": setup.limits.gradient_error,  # in units of the noise
+        "max_divergence": setup.options.max_divergence,
+        "max_gradient_error": setup.options.max_gradient_error,  # in units of the noise
     }
     if ledger.gradient_noise:
         out["gradient_noise"] = _plain(ledger.gradient_noise)
@@ -297,8 +296,8 @@ def search_result(
         target=setup.target.name,
         script=" ".join(redact_arguments(setup.options.command)),
         budget={
-            "max_divergence": setup.limits.divergence,
-            "max_gradient_error": setup.limits.gradient_error,
+            "max_divergence": setup.options.max_divergence,
+            "max_gradient_error": setup.options.max_gradient_error,
             "gradient_noise": ledger.gradient_noise,
             "gradient_limit": ledger.gradient_limit(),
             "bound_speedup": bound_speedup,
@@ -346,6 +345,5 @@ def why_nothing(setup: Setup, ledger: Ledger) -> Reason:
         return Reason("seeds_missing", figures) if better else Reason("none_better", figures | {"tried": len(tried)})
     broken = Counter(name for record in tried for name in ledger.exceeded(record))
     worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
-    return Reason(
-        "none_within", {"tried": len(tried), "beyond": count, "limit": worst, "value": ledger.limit_of(worst)}
-    )
+    value = ledger.rules().bounds[worst]
+    return Reason("none_within", {"tried": len(tried), "beyond": count, "limit": worst, "value": value})

@@ -46,12 +46,8 @@ def asked(options: SearchOptions, command: ScriptCommand) -> dict[str, Any]:
     out["script"] = shlex.join(redact_arguments(options.command))
     files = {name: Path(name) for name in (options.space, options.calibration) if name}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
-    return out | {"sources": source_digests(command), "files": digests} | measured_here()
-
-
-def measured_here() -> dict[str, Any]:
-    """Return what every measurement is bound to: the versions, and the machine with its devices."""
-    return {"versions": versions(), "device": devices_here()}
+    out |= {"sources": source_digests(command), "files": digests}
+    return out | {"versions": versions(), "device": devices_here()}
 
 
 def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result: SearchResult, records: int) -> None:

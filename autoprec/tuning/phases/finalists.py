@@ -200,7 +200,7 @@ class Race:
         The noise floor is that of one seed. Under another, or near a loss of zero, the same rounding may move the loss
         much further: that is known before anything is rejected for such a gap.
         """
-        budget = self._setup.limits.divergence
+        budget = self._setup.options.max_divergence
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
         if self._seeds.benign or all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
@@ -236,13 +236,7 @@ class Race:
 
     # --- judging ----------------------------------------------------------------------------------------------------
     def _rules(self) -> Rules:
-        return Rules(
-            self._setup.limits.divergence,
-            self._seeds.baseline,
-            max_gradient=self._ledger.gradient_limit(),
-            max_memory=self._setup.limits.memory,
-            gradient_noise=self._ledger.gradient_noise,
-        )
+        return self._ledger.rules(self._seeds.baseline)
 
     def _standing(self, record: Run) -> Standing:
         runs, duel = self._rows[record.number], self._known.get(record.name)

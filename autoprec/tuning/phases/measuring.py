@@ -47,7 +47,7 @@ def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
         layer_time,
         step_cost,
         measured=setup.measured,
-        with_memory=setup.limits.memory is not None or setup.options.objective != "throughput",
+        with_memory=setup.options.max_memory is not None or setup.options.objective != "throughput",
     )
 
 
@@ -55,11 +55,11 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
     """Return what the search is for, in the units of the sampler's models."""
     reference, limit = ledger.reference, ledger.gradient_limit()
     return Goals(
-        max_divergence=setup.limits.divergence,
+        max_divergence=setup.options.max_divergence,
         max_gradient=None if limit is None else limit / table.misfit.ratio,
-        max_memory=setup.limits.memory,
+        max_memory=setup.options.max_memory,
         objective=setup.options.objective,
-        uninformative=uninformative(setup.limits.divergence, reference.baseline) is not None,
+        uninformative=uninformative(setup.options.max_divergence, reference.baseline) is not None,
         seeds=setup.options.seeds,
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
         timed=setup.measured,
@@ -131,7 +131,7 @@ class PairedSeeds:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._ledger.reference
             references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
-            if own.baseline.reach > self._setup.limits.divergence and not whole:
+            if own.baseline.reach > self._setup.options.max_divergence and not whole:
                 self.perturb(seed)
         return references[seed]
 

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
-from autoprec.errors import FileError, NothingAcceptableError, ScriptError
-from autoprec.support.files import finite, read_document, with_checksum, without_checksum, write_json
-from autoprec.support.plain import rebuild
+from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import OUT_OF_TIME, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
-from autoprec.tuning.decide.noise import Baseline, uninformative
+from autoprec.tuning.decide.noise import uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
-from autoprec.tuning.phases.concluded import measured_here
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import BY_BLOCK, Metric, Run
 
 #: Policies that are measured whatever the budget says, each under two seeds.
 FEWEST_RUNS = 2
-#: The reference beside the study, and how far its steps may be from what they took, to be as fast.
-_FILE, _AS_FAST = "reference.json", 0.05
-#: How far the losses of a script that does not repeat itself may be from those kept, over what its benign changes
-#: reach, and what is float32 rounding anyway.
-_ONE_RUN, _ROUNDING = 2.0, 1e-6
 
 
 def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
@@ -43,10 +33,6 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
         ScriptError: the reference itself fails in the script's own code.
         NothingAcceptableError: the script has fewer steps than asked for, or its loss is not finite.
     """
-    if setup.options.resume and (kept := _kept(setup, runner, ledger)) is not None:
-        ledger.references[0] = kept
-        _tell_uninformative(setup, ledger)
-        return kept
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
     blocks = runner.by_block.begin(runner.spec(setup.reference_policy()), whole) if whole is not None else None
@@ -57,7 +43,8 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     with runner.threads(runner.final_workers, "reference") as threads:
         again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "bf16"))
         second, known = again.result(), {"bf16": rounded.result()}
-    noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, setup.limits.divergence)
+    budget = setup.options.max_divergence
+    noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, budget)
     baseline = baseline_of(first, second, noisy)
     deterministic = first.losses == second.losses
     if not deterministic:
@@ -80,84 +67,20 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
             record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
             ledger.store.add(record)
             ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
-    if whole is None:  # what compiles is run as a whole and by block, and each must be known
-        _keep(setup, ledger, reference)
     _tell_uninformative(setup, ledger)
     return reference
 
 
 def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
     baseline = ledger.reference.baseline
-    why = uninformative(setup.limits.divergence, baseline)
+    why = uninformative(setup.options.max_divergence, baseline)
     if why is not None:
-        benign = " and by the gaps of benign changes" if baseline.reach > setup.limits.divergence else ""
+        benign = " and by the gaps of benign changes" if baseline.reach > setup.options.max_divergence else ""
         which = "policies are judged by their"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"
             why = replace(why, data=why.data | {"them": True})
         ledger.note(f"{which} gradient error{benign}: {why}")
-
-
-def _bound_to(setup: Setup, ledger: Ledger) -> dict[str, Any]:
-    """Return what a reference holds for: the study's setup, with the script's files, and this machine."""
-    return {"setup": ledger.store.signature, "device": setup.host.device} | {"here": measured_here()}
-
-
-def _keep(setup: Setup, ledger: Ledger, reference: Reference) -> None:
-    """Write the reference beside the study, for a session that resumes it."""
-    starts = max(ledger.timings.get("starts", 1.0), 1.0)
-    pace = {name: ledger.timings.get(name, 0.0) / starts for name in ("training_s", "start_s_sum")}
-    document = {
-        "bound_to": _bound_to(setup, ledger),
-        "reference": asdict(reference),
-        "timings": {"reference_run_s": ledger.timings["reference_run_s"], "starts": 1.0, **pace},
-    }
-    write_json(setup.study_dir / _FILE, with_checksum(finite(document)), indent=None)
-
-
-def _kept(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference | None:
-    """Return the reference of an earlier session; None where there is none, or it was measured elsewhere.
-
-    Where steps are timed, it is run once more, twice if it is slower: a machine that is as fast as it was keeps the
-    time that the study's trials were compared with.
-    """
-    path = setup.study_dir / _FILE
-    try:
-        document = without_checksum(read_document(path), where=str(path))
-        found = document["reference"]
-        kept = replace(rebuild(Reference, found), baseline=rebuild(Baseline, found["baseline"]))
-        timings = {name: float(value) for name, value in document["timings"].items()}
-    except (FileError, KeyError, TypeError, ValueError):  # not there, or damaged
-        return None
-    if document["bound_to"] != finite(_bound_to(setup, ledger)):
-        return None
-    if not setup.measured:
-        ledger.timings |= timings
-        ledger.note("the reference is that of the earlier session")
-        return kept
-    began = time.monotonic()
-    again = _run(setup, runner)
-    ledger.timings["reference_run_s"] = time.monotonic() - began
-    if not _repeats(kept, again.losses):
-        ledger.note("the script does not repeat the losses of the earlier session: its reference is measured again")
-        return None
-    now = step_time(again.step_ms, again.warmup)
-    if now > (1 + _AS_FAST) * kept.step_ms:  # it may have been disturbed: kept is the faster of two runs as well
-        second = _run(setup, runner)
-        now = min(now, step_time(second.step_ms, second.warmup))
-    same = abs(now / kept.step_ms - 1.0) <= _AS_FAST
-    told = ": run once more, it is as fast"
-    if not same:
-        told = f", but a step takes {now:.4g} ms now, where it took {kept.step_ms:.4g}"
-    ledger.note(f"the reference is that of the earlier session{told}")
-    return kept if same else replace(kept, step_ms=now)
-
-
-def _repeats(kept: Reference, losses: Sequence[float]) -> bool:
-    """Say whether losses are those of the kept reference, as far as the script repeats its own at all."""
-    if kept.deterministic:
-        return tuple(losses) == kept.losses
-    return divergence(losses, kept.losses) <= max(_ONE_RUN * kept.baseline.reach, _ROUNDING)
 
 
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:

@@ -49,7 +49,7 @@ def hopeless_gap(setup: Setup, ledger: Ledger) -> float:
     Single steps of a harmless FP8 run are off by up to ten times the usual budget; a mean of twenty times the budget,
     or of ten times the noise floor, over the last quarter is beyond recovery.
     """
-    return max(20.0 * setup.limits.divergence, 10.0 * ledger.reference.noise_floor)
+    return max(20.0 * setup.options.max_divergence, 10.0 * ledger.reference.noise_floor)
 
 
 def reserve(setup: Setup, race: Race, ledger: Ledger, began_s: float) -> float:

@@ -15,7 +15,7 @@ from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.limits import Limits
+from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.answer import (
     _plain,
     error_at,
@@ -30,7 +30,7 @@ from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 def ledger(tmp_path: Path) -> Ledger:
     store = StudyStore(default_storage(tmp_path), "study", ("step_time_ms", "divergence"), resume=False)
-    return Ledger(store, Listeners(), Limits(0.0025, 0.12), "throughput", started=0.0)
+    return Ledger(store, Listeners(), SearchOptions(("train.py",)), started=0.0)
 
 
 def test_an_answer_that_was_not_cut_short_stands(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
             assert row[name] == pytest.approx(known[row["name"]][name])
     assert evidence["trials"] == result.trials["complete"] <= 6
     assert result.reference["name"] == "script as written"
-    assert result.budget["max_divergence"] == made.setup.limits.divergence
+    assert result.budget["max_divergence"] == made.options.max_divergence
 
 
 def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -> None:  # noqa: F811

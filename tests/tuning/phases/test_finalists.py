@@ -18,7 +18,6 @@ from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.limits import Limits
 from autoprec.tuning.phases import finalists
 from autoprec.tuning.phases.duels import MODEL_RESOLUTION, timing_noise
 from autoprec.tuning.phases.finalists import Race
@@ -390,7 +389,7 @@ def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_pre
 
 def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> None:
     race: Any = object.__new__(Race)
-    race._setup = SimpleNamespace(limits=Limits(0.0025, 0.12))
+    race._setup = SimpleNamespace(options=SimpleNamespace(max_divergence=0.0025))
     race._seeds, race._ledger = SimpleNamespace(benign={}), SimpleNamespace(references={0: None, 1: None})
     race._rows = {
         1: [replace(row(seed, 1.2, by_block=False), metrics=metrics_of({"divergence": 0.001})) for seed in (0, 1)]

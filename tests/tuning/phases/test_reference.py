@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import NothingAcceptableError, ScriptError
-from autoprec.support.files import with_checksum
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
@@ -141,99 +139,3 @@ def test_passes_for_gradient_errors_of_a_rehearsal_do_not_compile(here: Path) ->
         assert scan, told
         seconds.append(int(scan[1]))
     assert seconds[1] <= seconds[0] + 2
-
-
-def references(simulated: SimulatedScript) -> int:
-    """How often the script ran without a policy."""
-    return sum(spec.kind == "train" and spec.policy is None for _, spec in simulated.calls)
-
-
-@pytest.mark.parametrize(("target", "runs"), [("auto", 1), ("b200", 0)])
-def test_a_resumed_study_keeps_its_reference(here: Path, target: str, runs: int) -> None:  # noqa: F811
-    """It was measured again: the script twice, and with its weights rounded."""
-    asked = options(study="mine", target=target, sampler="random", trials=2, seeds=1, resume=False)
-    first, before = search(first_script := script(), asked)[0], 0
-    before = references(first_script)
-    assert before >= 3
-    second_script = script()
-    second, result = search(second_script, replace(asked, trials=4, resume=True))
-    assert references(second_script) == runs
-    assert any("the reference is that of the earlier session" in note for note in result.notes)
-    assert first.ledger is not None
-    assert second.ledger is not None
-    assert second.ledger.reference == first.ledger.reference
-    assert second.ledger.timings["starts"] > 0
-
-
-def test_a_reference_of_another_machine_or_another_loss_curve_is_measured_again(
-    here: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = options(study="mine", sampler="random", trials=2, seeds=1)
-    search(script(), asked)
-    monkeypatch.setattr("autoprec.tuning.target.cpu_model", lambda: "another processor")
-    search(elsewhere := script(), replace(asked, trials=3, resume=True))
-    assert references(elsewhere) >= 3
-    changed = here / "autoprec-runs" / "mine" / "reference.json"
-    document = {key: value for key, value in json.loads(changed.read_text()).items() if key != "checksum"}
-    document["reference"]["losses"][3] += 0.001
-    changed.write_text(json.dumps(with_checksum(document)))
-    _, result = search(apart := script(), replace(asked, trials=4, resume=True))
-    assert references(apart) >= 4
-    assert any("does not repeat the losses" in note for note in result.notes)
-
-
-def test_a_machine_that_is_slower_now_times_its_reference_now(here: Path) -> None:  # noqa: F811
-    asked = options(study="mine", sampler="random", trials=2, seeds=1)
-    first, _ = search(script(), asked)
-    kept = here / "autoprec-runs" / "mine" / "reference.json"
-    document = {key: value for key, value in json.loads(kept.read_text()).items() if key != "checksum"}
-    document["reference"]["step_ms"] *= 0.8
-    kept.write_text(json.dumps(with_checksum(document)))
-    again, result = search(script(), replace(asked, trials=3, resume=True))
-    assert any("but a step takes" in note for note in result.notes)
-    assert first.ledger is not None
-    assert again.ledger is not None
-    assert again.ledger.reference.step_ms == pytest.approx(first.ledger.reference.step_ms, rel=0.05)
-
-
-@pytest.mark.parametrize(("moved", "measured"), [(1e-7, False), (0.05, True)])
-def test_a_script_that_does_not_repeat_itself_keeps_a_reference_of_the_same_losses_alone(
-    here: Path,  # noqa: F811
-    moved: float,
-    *,
-    measured: bool,
-) -> None:
-    """Its data changed between two sessions, and trials were compared with the losses of the old data."""
-    asked = options(study="mine", sampler="random", trials=2, seeds=1)
-    search(script(), asked)
-    kept = here / "autoprec-runs" / "mine" / "reference.json"
-    document = {key: value for key, value in json.loads(kept.read_text()).items() if key != "checksum"}
-    document["reference"]["deterministic"] = False
-    document["reference"]["losses"] = [loss * (1 + moved) for loss in document["reference"]["losses"]]
-    kept.write_text(json.dumps(with_checksum(document)))
-    search(again := script(), replace(asked, trials=3, resume=True))
-    assert (references(again) > 2) is measured
-
-
-class DisturbedOnce(SimulatedRunner):
-    """The first run takes 30 % longer."""
-
-    def run(self, spec: TrialSpec) -> TrialResult:
-        first = not any(asked.kind == "train" for _, asked in self.script.calls)
-        ran = super().run(spec)
-        slow = first and spec.kind == "train"
-        return replace(ran, step_ms=tuple(1.3 * ms for ms in ran.step_ms)) if slow else ran
-
-
-def test_a_disturbed_run_does_not_make_the_kept_reference_slower(here: Path) -> None:  # noqa: F811
-    """One run of the script decided: trials after it gained 30 % that nobody has."""
-    asked = options(study="mine", sampler="random", trials=2, seeds=1)
-    first, _ = search(script(), asked)
-    asked, simulated = replace(asked, trials=3, resume=True), script()
-    command = ScriptCommand.parse(asked.command)
-    again = Search(asked, command, Listeners(), lambda seed, _folder: DisturbedOnce(simulated, seed))
-    again.run()
-    assert first.ledger is not None
-    assert again.ledger is not None
-    assert again.ledger.reference == first.ledger.reference
