@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoprec.tracking.log import log_study
@@ -19,6 +19,7 @@ from tests.tracking.conftest import make_records, make_result, make_study, track
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=400))
 def test_every_name_becomes_one_that_mlflow_accepts(name: str) -> None:
     key = safe_key(name)

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from autoprec.backends import BACKENDS
-from autoprec.cli.machine.doctor import _choices, diagnose
+from autoprec.cli.machine import doctor
+from autoprec.cli.machine.doctor import _choices
 from autoprec.cost.calibrate import calibration
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -16,8 +18,16 @@ from tests.cli.helpers import autoprec
 from tests.documents import ROOT
 
 
-def test_everything_is_listed_and_every_no_has_a_reason() -> None:
-    found = autoprec("doctor", "--json").json()
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What it says in a process of its own: what a library prints while it is imported is printed once per process."""
+    command = [sys.executable, "-m", "autoprec", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT)
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_everything_is_listed_and_every_no_has_a_reason(found: Any) -> None:
     assert found["torch"] == torch.__version__
     assert found["devices"][0]["device"] == "cpu"
     assert {row["backend"] for row in found["backends"]} == set(BACKENDS)
@@ -31,15 +41,20 @@ def test_everything_is_listed_and_every_no_has_a_reason() -> None:
         assert row["ok"] or "pip install" in row["note"] or "build it: https://" in row["note"]
 
 
-def test_emulation_runs_everything_everywhere() -> None:
-    rows = [row for row in diagnose()["recipes"] if row["backend"] == "emulated"]
+def test_emulation_runs_everything_and_what_is_slow_here_is_said(found: Any) -> None:
+    rows = [row for row in found["recipes"] if row["backend"] == "emulated"]
     assert rows
     assert all(row["ok"] for row in rows)
+    assert found["here"]["bf16_ratio"] >= 0
+    assert found["here"]["means"]
 
 
-def test_settings_from_the_environment_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPTUNA_STORAGE", "sqlite:///x.db")
-    assert "OPTUNA_STORAGE=sqlite:///x.db" in autoprec("doctor").out
+def test_the_tables_say_what_the_document_says(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: found | {"environment": {"OPTUNA_STORAGE": "sqlite:///x.db"}})
+    out = autoprec("doctor").out
+    assert "OPTUNA_STORAGE=sqlite:///x.db" in out
+    assert torch.cuda.is_available() or "no GPU is usable" in out
+    assert found["here"]["means"] in out
 
 
 def test_who_runs_which_recipe_by_auto_is_said_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,18 +75,3 @@ def test_who_runs_which_recipe_by_auto_is_said_of_every_gpu(monkeypatch: pytest.
             "choice": "native runs every recipe: `autoprec calibrate` here times the other backends beside it",
         },
     ]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_machine_without_a_gpu_is_told_why() -> None:
-    assert "no GPU is usable" in autoprec("doctor").out
-
-
-def test_it_is_quiet_and_says_what_is_slow_here() -> None:
-    """In a process of its own, for what a library prints while it is imported is printed once per process."""
-    command = [sys.executable, "-m", "autoprec", "doctor", "--json"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT)
-    assert found.stderr == ""
-    here = json.loads(found.stdout)["here"]
-    assert here["bf16_ratio"] >= 0
-    assert here["means"]
