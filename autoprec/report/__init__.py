@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from autoprec.support.lazy import names_on_use
 
 if TYPE_CHECKING:
-    from autoprec.report.html import write_charts, write_html
+    from autoprec.report.html import write_html
     from autoprec.report.markdown import write_markdown
 
-__all__ = ["write_charts", "write_html", "write_markdown"]
+__all__ = ["write_html", "write_markdown"]
 
 __getattr__ = names_on_use(
     __name__,
-    {"write_charts": "html", "write_html": "html", "write_markdown": "markdown"},
+    {"write_html": "html", "write_markdown": "markdown"},
 )

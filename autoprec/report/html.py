@@ -13,7 +13,7 @@ from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.parallel import parallel_chart
 from autoprec.report.sensitivity import heat_map
-from autoprec.report.style import CSS, LIGHT
+from autoprec.report.style import CSS
 from autoprec.report.summary import Summary, important, summarise
 from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
@@ -179,20 +179,6 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
         f"<title>AutoPrec: {escape(result.study_name or 'study')}</title><style>{CSS}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
-
-
-def write_charts(folder: Path | str, result: SearchResult, records: Sequence[Run]) -> list[Path]:
-    """Write the Pareto plot, the loss gap and the sensitivity heat map as files of their own, e.g. for MLflow."""
-    summary = summarise(result, records)
-    out = []
-    for name, chart in (("pareto", pareto_chart(summary)), ("loss_gap", gap_chart(summary))):
-        if chart is not None:
-            out.append(write_atomic(Path(folder) / f"{name}.svg", visible(chart.standalone(LIGHT))))
-    table = heat_map(result.sensitivity)
-    if table:
-        page = f'<!doctype html><meta charset="utf-8"><title>sensitivity</title><style>{CSS}</style>{table}\n'
-        out.append(write_atomic(Path(folder) / "sensitivity.html", visible(page)))
-    return out
 
 
 def write_html(

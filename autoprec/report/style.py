@@ -55,14 +55,3 @@ code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summa
 .share span{position:relative;padding-left:6px}
 .heat td.h{color:#111;text-align:right;padding:3px 8px}
 """
-
-#: The charts' part of it with the light colours written out: image viewers know neither variables nor the page.
-LIGHT = """
-svg{font-family:sans-serif}text{fill:#62656c;font-size:12px}text.label{font-size:11px}
-text.label.best{fill:#0b7a5c;font-weight:600}text.note{font-size:11px}.base{stroke:#4b5563;stroke-dasharray:8 3}
-.grid{stroke:#e3e3df}.zero{stroke:#62656c}.limit{stroke:#b4432f;stroke-dasharray:6 4}
-.floor{stroke:#62656c;stroke-dasharray:2 4}.front{fill:none;stroke:#0b7a5c;stroke-width:1.5}
-.curve{fill:none;stroke-width:1.6}.curve.reference{stroke:#4b5563}.curve.best{stroke:#0b7a5c;stroke-width:2.2}
-.curve.preset{stroke:#c2883a}.curve.p1{stroke:#5b7bd5}.curve.p2{stroke:#b4432f}.curve.p3{stroke:#8a5fb8}.curve.p4{stroke:#2f9bb4}.curve.p5{stroke:#8f9a3c}.band{fill:#9aa3b2;opacity:.35}.dot.preset{fill:#c2883a}.dot.search{fill:#5b7bd5}
-.dot.finalist{fill:#b4432f}.dot.best{fill:#0b7a5c}
-"""

@@ -187,16 +187,6 @@ class Chart:
         )
         return out
 
-    def standalone(self, style: str) -> str:
-        """Return an SVG document with its style sheet and title inside, for a viewer that has no page around it."""
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" height="{self.height}"><title>{escape(self.title)}</title><style>{style}</style>'
-            f'<rect width="{self.width}" height="{self.height}" fill="white"/>'
-            + "".join([*self._axes(), *self._parts])
-            + "</svg>\n"
-        )
-
     def text(self) -> str:
         """Return the SVG element, with its legend as a line of HTML below it."""
         keys = "".join(f'<span class="key"><i class="{css}"></i>{escape(label)}</span>' for css, label in self._legend)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from autoprec._version import __version__
-from autoprec.report.html import write_charts
 from autoprec.support.optional import installed_version
 from autoprec.support.redact import redact, redact_uri
 from autoprec.tracking.log import Logged, log_study
@@ -150,7 +149,6 @@ class TrackingListener:
             return result
         with contextlib.suppress(Exception):  # an observer must never end a search
             self._study = TrackedStudy(Path(study_dir).resolve())
-            write_charts(self._study.path / "charts", result, self._study.records(self._storage))
             self._study.save_outcome(result)
             self._finished = True
             self._tell()

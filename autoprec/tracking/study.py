@@ -113,12 +113,11 @@ class TrackedStudy:
         return "RUNNING" if running else "FINISHED" if answered else "KILLED"
 
     def files(self) -> list[Path]:
-        """Return the artifacts of the study's own run: policy, charts, reports.
+        """Return the artifacts of the study's own run: policy, reports.
 
         A folder may be anybody's: a link in it that leads elsewhere is not followed.
         """
-        found = [*(self.own / "files").glob("*"), *(self.path / "charts").glob("*")]
-        found += [self.path / name for name in _REPORTS]
+        found = [*(self.own / "files").glob("*"), *(self.path / name for name in _REPORTS)]
         root = self.path.resolve()
         return sorted(p for p in found if p.is_file() and p.resolve().is_relative_to(root))
 

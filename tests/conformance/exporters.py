@@ -340,34 +340,28 @@ class ExporterSuite(ABC):
         """Layer by layer and GEMM by GEMM, and setting by setting, as the target itself reads the files."""
         for request in requests:
             self.check(request)
+        assert self.exporter.export(requests[0]) == self.exporter.export(requests[0])
 
     def check(self, request: Request) -> None:
-        """Assert that what the target runs is the policy less the listed losses, and that each of them is one."""
+        """Assert that what the target runs is the policy less the listed losses, and that each of them is one.
+
+        The files parse and hold no path of this machine; what is kept in FP32 beside the layers is either kept by
+        somebody who is named, or a listed loss.
+        """
         done = self.exporter.export(request)
+        assert check_files(done) == [], request.name
         try:
             executed, found = self.read(done, request), self.settings(done, request)
         except MissingDependencyError as error:
+            assert check_operators(request, done) == [], request.name
             pytest.skip(str(error))
         unlisted = differences(request, done, executed, found) + setting_differences(request, done, found)
         assert unlisted == [], request.name
         assert superfluous(request, done, executed, found) == [], request.name
+        assert check_operators(request, done) == [], request.name
 
-    @pytest.mark.parametrize("seed", range(40))
+    @pytest.mark.parametrize("seed", range(24))
     def test_it_loses_nothing_unlisted_of_a_random_policy(self, seed: int) -> None:
-        """The same of forty policies that nobody would write, each for one of the models."""
+        """The same of two dozen policies that nobody would write, each for one of the models."""
         model = [*MODELS][seed % len(MODELS)]
-        request = Request(random_policy(seed), MODELS[model], f"policy {seed}, {model}")
-        assert check_operators(request, self.exporter.export(request)) == [], request.name
-        self.check(request)
-
-    def test_its_files_are_whole(self, requests: list[Request]) -> None:
-        """They parse, hold no path of this machine, and two exports of one policy are the same."""
-        for request in requests:
-            done = self.exporter.export(request)
-            assert check_files(done) == [], request.name
-            assert self.exporter.export(request) == done, request.name
-
-    def test_it_speaks_of_every_operator_once(self, requests: list[Request]) -> None:
-        """What is kept in FP32 beside the layers is either kept by somebody who is named, or a listed loss."""
-        for request in requests:
-            assert check_operators(request, self.exporter.export(request)) == [], request.name
+        self.check(Request(random_policy(seed), MODELS[model], f"policy {seed}, {model}"))

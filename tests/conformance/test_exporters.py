@@ -103,9 +103,8 @@ def test_the_suite_catches_an_exporter_that_lies() -> None:
     liar, rowwise = Liar(), POLICIES["rowwise but the ends"]
     with pytest.raises(AssertionError, match="the policy says fp8 row current"):
         liar.test_what_it_lists_as_lost_is_what_is_lost([Request(rowwise, MODELS["vit"])])
-    liar.test_what_it_lists_as_lost_is_what_is_lost([Request(POLICIES["bf16"], MODELS["vit"])])
     with pytest.raises(AssertionError, match=r"operators.softmax: fp32 is spoken of 0 times"):
-        liar.test_it_speaks_of_every_operator_once([Request(rowwise, MODELS["vit"])])
+        liar.test_what_it_lists_as_lost_is_what_is_lost([Request(POLICIES["bf16"], MODELS["vit"])])
 
 
 def test_a_listed_loss_excuses_its_rule_alone() -> None:

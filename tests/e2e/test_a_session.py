@@ -36,7 +36,7 @@ if __name__ == "__main__":
         print(f"step {step} loss {loss.item():.9f}", flush=True)
     torch.save(model.state_dict(), "weights.pt")
 """
-OPTIONS = ("-q", "--trials", "4", "--steps", "6", "--seeds", "2", "--force")
+OPTIONS = ("-q", "--trials", "3", "--steps", "6", "--seeds", "2", "--force")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_the_search_answers_on_stdout_and_writes_only_what_it_says(searched: Out
     keys = "verdict reason policy best reference presets front trials study storage mlflow seconds".split()  # noqa: SIM905
     assert set(keys) <= set(result)
     assert result["verdict"] in ("adopt", "stay")
-    assert 1 <= result["trials"]["complete"] <= 4
+    assert 1 <= result["trials"]["complete"] <= 3
     assert {path.name for path in folder.iterdir()} <= {"train.py", "policy.yaml", "autoprec-runs", "__pycache__"}
     assert result["best"]["divergence"] <= 0.0025
 
@@ -111,12 +111,15 @@ def test_an_empty_policy_changes_no_bit_and_the_script_may_save(folder: Path, pl
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
-def test_the_policy_trains_like_the_script_within_the_budget(plain: str) -> None:
+@pytest.mark.usefixtures("warm")
+def test_the_policy_trains_like_the_script_within_the_budget(plain: str, capfd: pytest.CaptureFixture[str]) -> None:
     def losses(text: str) -> list[float]:
         return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step")]
 
     reference = losses(plain)
-    found = losses(run("-m", "autoprec", "run", "--policy", "policy.yaml", "train.py").stdout)
+    ran = autoprec("run", "--policy", "policy.yaml", "train.py")
+    assert ran.code == 0, ran.err
+    found = losses(capfd.readouterr().out)
     assert len(found) == len(reference) == 40
     gaps = [abs(a - b) / abs(b) for a, b in zip(found[20:], reference[20:], strict=True)]
     assert sum(gaps) / len(gaps) <= 0.005
@@ -152,6 +155,14 @@ def test_a_resumed_search_repeats_nothing(searched: Outcome) -> None:
     assert before["complete"] <= after["complete"] <= before["complete"] + (0 if ended else 1)
     assert any("nothing was run" in note for note in again.json()["notes"]) == ended
     assert (after["failed"], after["pruned"]) == (before["failed"], before["pruned"])
+
+
+def test_a_study_that_exists_is_continued_only_when_asked_and_as_it_was_begun(searched: Outcome) -> None:
+    study = searched.json()["study"]
+    again = autoprec("search", *OPTIONS, "--study", study, "train.py")
+    assert (again.code, "--resume" in again.err) == (5, True), again.err
+    changed = autoprec("search", *OPTIONS, "--steps", "8", "--resume", "--study", study, "train.py")
+    assert (changed.code, "steps" in changed.err) == (5, True), changed.err
 
 
 def test_the_study_lies_beside_the_script(searched: Outcome, folder: Path) -> None:

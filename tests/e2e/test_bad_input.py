@@ -157,18 +157,6 @@ def test_an_existing_policy_survives_a_search_that_fails() -> None:
     assert Path("policy.yaml").read_text(encoding="utf-8") == mine
 
 
-def test_a_study_that_exists_is_continued_only_when_asked() -> None:
-    path = script(LOOP)
-    first = search("--study", "s", "--trials", "1", "--steps", "4", "--seeds", "1", "--force", path)
-    assert first.code == 0, first.err
-    again = search("--study", "s", "--trials", "1", "--steps", "4", path)
-    assert again.code == 5
-    assert "--resume" in again.err
-    changed = search("--study", "s", "--resume", "--trials", "1", "--steps", "8", path)
-    assert changed.code == 5
-    assert "steps" in changed.err
-
-
 # ------------------------------------------------- policies
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_a_policy_for_another_model_names_its_rules_and_the_nearest_layer(

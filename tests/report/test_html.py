@@ -9,14 +9,13 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from autoprec.export import export
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict
-from autoprec.report.html import html_report, write_charts, write_html
+from autoprec.report.html import html_report, write_html
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
@@ -83,14 +82,6 @@ def test_the_page_shows_every_section(result: SearchResult, records: list[Run], 
     assert "a &lt;b&gt;note" in text
     assert "fp8: saves 3 ms | adds little" in text
     assert "<td>layer:h.0.mlp</td><td>50%</td><td>25%</td>" in text
-
-
-def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, records: list[Run]) -> None:
-    paths = write_charts(tmp_path, result, records)
-    assert [path.name for path in paths] == ["pareto.svg", "loss_gap.svg", "sensitivity.html"]
-    for path in paths[:2]:
-        root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_hostile_names_are_escaped(result: SearchResult, records: list[Run]) -> None:

@@ -1,14 +1,13 @@
-"""What the report draws has a rule in its style sheet; a chart on its own has the colours written out."""
+"""What the report draws has a rule in its style sheet."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from autoprec.graph.report import GraphReport
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.report.html import html_report, write_charts
-from autoprec.report.style import CSS, LIGHT
+from autoprec.report.html import html_report
+from autoprec.report.style import CSS
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
@@ -36,11 +35,3 @@ def test_every_colour_variable_is_defined_for_light_and_dark() -> None:
     used = set(re.findall(r"var\(--([a-z]+)\)", CSS)) - {"c"}  # c is a curve's own
     for theme in (light, dark):
         assert used <= set(re.findall(r"--([a-z]+):", theme))
-
-
-def test_a_chart_on_its_own_needs_no_variable(tmp_path: Path) -> None:
-    assert "var(" not in LIGHT
-    for path in write_charts(tmp_path, *rehearsal()):
-        if path.suffix == ".svg":
-            used = _classes(path.read_text(encoding="utf-8").partition("</style>")[2])
-            assert {name for name in used if not re.search(rf"\.{re.escape(name)}\b", LIGHT)} <= {"tick", "axis", "p0"}

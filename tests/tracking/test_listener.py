@@ -80,7 +80,6 @@ def test_the_outcome_and_the_end_are_noted(tmp_path: Path, records: list[Run], r
     assert folder.status(running=False) == "KILLED"
     attached = listener.attach(result, tmp_path / "demo")
     assert attached.mlflow["run_id"] is None
-    assert (folder.path / "charts" / "pareto.svg").exists()
     assert folder.outcome() is not None
     listener.close(0)
     assert folder.status(running=False) == "FINISHED"

@@ -113,8 +113,6 @@ def test_the_study_run_carries_the_winner_table_and_the_files(tracked: dict[str,
     assert run.data.metrics["speedup"] == 2.5
     assert run.data.params["target"] == "cpu"
     assert [a.path for a in tracked["client"].list_artifacts(run.info.run_id)] == [
-        "loss_gap.svg",
-        "pareto.svg",
         "policy.yaml",
         "report.html",
         "result.json",

@@ -15,7 +15,7 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import IN_FORWARD, report_settings
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
-from autoprec.export.stacks.transformer_engine import builtin_plan
+from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
 from autoprec.export.summary import changes, lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import GEMMS
@@ -74,9 +74,7 @@ def _delayed_everywhere(request: Request, plan: LayerPlan | None) -> bool:
 def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, Any]:
     """Return the fp8_config of the Transformer Engine backend, which converts every linear layer."""
     recipe = plan.scaled[0]
-    scaling = recipe.scaling
     runs = builtin_plan(recipe)
-    hybrid = recipe.operand_format("grad_output") == "e5m2"
     for rule in request.rules():
         if rule.plan.scaled and (words := changes(rule.plan, runs)):
             lose_rule(losses, rule, f"{words}: Transformer Engine's own")
@@ -84,10 +82,8 @@ def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, A
             lose_rule(losses, rule, f"{recipe.describe()}: this backend converts every linear layer")
     return {
         "backend": "TE",
-        "fp8_format": "HYBRID" if hybrid else "E4M3",
-        "margin": scaling.margin if scaling else 0,
-        "amax_history_len": scaling.amax_history_len if scaling else 16,
-        "amax_compute_algo": scaling.amax_compute_algo if scaling else "max",
+        "fp8_format": fp8_format(recipe),
+        **delayed_words(recipe),
         "override_linear_precision": [False, False, False],
         "use_autocast_during_eval": False,
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import TORCH_DTYPES, header
+from autoprec.export.naming import TORCH_DTYPES, header, literal
 from autoprec.export.settings import SCALER, report_settings
-from autoprec.export.stacks.transformer_engine import builtin_plan
+from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
 from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
 from autoprec.precision.recipes import GEMMS, Recipe
@@ -45,10 +45,10 @@ def _builtin(recipe: Recipe) -> str:
         off.append(f"disable_2d_quantization={not recipe.weight_2d}")
         return f"recipe.NVFP4BlockScaling({', '.join(off)})"
     scaling = recipe.scaling
-    form = f"fp8_format=recipe.Format.{'HYBRID' if recipe.operand_format('grad_output') == 'e5m2' else 'E4M3'}"
+    form = f"fp8_format=recipe.Format.{fp8_format(recipe)}"
     if scaling.scale == "delayed":
-        rest = f"margin={scaling.margin}, amax_history_len={scaling.amax_history_len}"
-        return f'recipe.DelayedScaling({form}, {rest}, amax_compute_algo="{scaling.amax_compute_algo}")'
+        words = (f"{name}={literal(value)}" for name, value in delayed_words(recipe).items())
+        return f"recipe.DelayedScaling({form}, {', '.join(words)})"
     return f"recipe.Float8{'Block' if scaling.granularity == 'block' else 'Current'}Scaling({form})"
 
 

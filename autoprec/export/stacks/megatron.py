@@ -12,7 +12,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import report_settings
-from autoprec.export.stacks.transformer_engine import builtin_plan
+from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
 from autoprec.export.summary import changes, current_scaling, lose_rule, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
@@ -42,10 +42,6 @@ def _runs(recipe: Recipe, delayed: bool) -> LayerPlan:
     return plan
 
 
-def _format(recipe: Recipe) -> str:
-    return "hybrid" if recipe.operand_format("grad_output") == "e5m2" else "e4m3"
-
-
 def _training_recipe(plan: LayerPlan) -> dict[str, Any]:
     """Return Megatron's words for what it runs in a layer; delayed scaling is inherited from the flags."""
     if not plan.scaled:
@@ -56,20 +52,12 @@ def _training_recipe(plan: LayerPlan) -> dict[str, Any]:
     if recipe.scaling is not None and recipe.scaling.scale == "delayed":
         return {"override_quantized_autocast": False}
     name = "mxfp8" if recipe.scaling is None else _NAMES[recipe.scaling.granularity]
-    return {"fp8_quantization_recipe": name, "fp8_format": _format(recipe), **enabled}
+    return {"fp8_quantization_recipe": name, "fp8_format": fp8_format(recipe).lower(), **enabled}
 
 
 def _delayed_flags(recipe: Recipe) -> list[str]:
-    scaling = recipe.scaling
-    if scaling is None:
-        return []
-    return [
-        f"--fp8-format {_format(recipe)}",
-        "--fp8-recipe delayed",
-        f"--fp8-margin {scaling.margin}",
-        f"--fp8-amax-history-len {scaling.amax_history_len}",
-        f"--fp8-amax-compute-algo {scaling.amax_compute_algo}",
-    ]
+    words = (f"--fp8-{name.replace('_', '-')} {value}" for name, value in delayed_words(recipe).items())
+    return [f"--fp8-format {fp8_format(recipe).lower()}", "--fp8-recipe delayed", *words]
 
 
 def _state_flags(request: Request, losses: Losses) -> list[str]:

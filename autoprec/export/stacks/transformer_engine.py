@@ -15,7 +15,7 @@ from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import current_scaling, fast_forward
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
 
 #: The oldest Transformer Engine that the file runs on: Identity- and HybridQuantizer.
 _OLDEST = "2.19"
@@ -108,6 +108,21 @@ def _accumulators(plans: Iterable[LayerPlan]) -> dict[str, bool]:
             for gemm in GEMMS}  # fmt: skip
 
 
+def delayed_words(recipe: Recipe) -> dict[str, Any]:
+    """Return the keywords of Transformer Engine's ``DelayedScaling`` for a recipe; its defaults where it has none."""
+    scaling = recipe.scaling or Scaling()
+    return {
+        "margin": scaling.margin,
+        "amax_history_len": scaling.amax_history_len,
+        "amax_compute_algo": scaling.amax_compute_algo,
+    }
+
+
+def fp8_format(recipe: Recipe) -> str:
+    """Return Transformer Engine's word for the formats of a recipe's operands: ``HYBRID`` has E5M2 gradients."""
+    return "HYBRID" if recipe.operand_format("grad_output") == "e5m2" else "E4M3"
+
+
 def _slot(recipe: Recipe | None, gemm: Gemm, operand: str) -> dict[str, Any] | None:
     """Return how one operand of one GEMM is quantised, as the exported factory reads it; None is high precision."""
     if recipe is None or not recipe.scaled:
@@ -124,14 +139,7 @@ def _slot(recipe: Recipe | None, gemm: Gemm, operand: str) -> dict[str, Any] | N
         return {"kind": "mxfp8", "format": form}
     out: dict[str, Any] = {"kind": recipe.scaling.granularity, "format": form}
     if recipe.scaling.scale == "delayed":
-        hybrid = recipe.operand_format("grad_output") == "e5m2"
-        return {
-            "kind": "delayed",
-            "hybrid": hybrid,
-            "margin": recipe.scaling.margin,
-            "amax_history_len": recipe.scaling.amax_history_len,
-            "amax_compute_algo": recipe.scaling.amax_compute_algo,
-        }
+        return {"kind": "delayed", "hybrid": fp8_format(recipe) == "HYBRID", **delayed_words(recipe)}
     out |= {"power_of_2": recipe.scaling.power_of_2, "amax_epsilon": recipe.scaling.amax_epsilon}
     return out | ({"square": operand == "weight"} if recipe.scaling.granularity == "block" else {})
 
