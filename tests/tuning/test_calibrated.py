@@ -17,7 +17,7 @@ from autoprec.errors import FileError, StudyError, UsageError
 from autoprec.policy import load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.setup import timed_backends
-from tests.tuning.test_engine import H100, options, script, search
+from tests.tuning.test_engine import H100, options, plain_search, script, search
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def calibration(path: Path, **changes: object) -> str:
 
 
 def test_a_calibrated_rehearsal_uses_its_rates_and_says_so_everywhere(here: Path) -> None:
-    _, plain = search(script(device="cpu"), options(target="h100", study="plain", trials=4))
+    _, _, plain, folder = plain_search(target="h100")
     assert "times are modelled, uncalibrated, compiled" in plain.notes
-    assert load_policy(here / plain.policy).evidence["cost"] == "modelled, uncalibrated, compiled"
+    assert load_policy(folder / plain.policy).evidence["cost"] == "modelled, uncalibrated, compiled"
     low, high = plain.best["intervals"]["speedup_over_16bit"]
     assert low < plain.best["speedup_over_16bit"] < high, "a modelled speed-up has the model's bounds"
-    assert load_policy(here / plain.policy).evidence["speedup_over_16bit_low"] == pytest.approx(low, rel=1e-3)
+    assert load_policy(folder / plain.policy).evidence["speedup_over_16bit_low"] == pytest.approx(low, rel=1e-3)
     same = next(row for row in plain.presets if row.get("speedup_over_16bit") == 1.0)
     assert "speedup_over_16bit" not in same["intervals"], "the 16-bit run is not unsure over itself"
     about = {"source": "modelled", "written": "fp32", "cost": "modelled, uncalibrated, compiled", "as_compiled": True}
@@ -66,10 +66,10 @@ def test_a_calibrated_rehearsal_uses_its_rates_and_says_so_everywhere(here: Path
 
 def test_a_calibrated_study_is_resumed_under_the_same_calibration_only(here: Path) -> None:
     given = calibration(here / "c.json")
-    asked = options(target="h100", study="mine", trials=3, sampler="random", calibration=given)
+    asked = options(target="h100", study="mine", trials=1, seeds=1, sampler="random", calibration=given)
     made, _ = search(script(device="cpu"), asked)
     assert f"--calibration {given}" in made.options.resume_command()
-    again = replace(asked, resume=True, trials=5)
+    again = replace(asked, resume=True, trials=2)
     other = calibration(here / "other.json", date="2026-01-03")
     with pytest.raises(StudyError, match=r"calibration: was 'My H100 \(2026-01-02\).*', is 'My H100 \(2026-01-03\)"):
         search(script(device="cpu"), replace(again, calibration=other))
@@ -77,7 +77,7 @@ def test_a_calibrated_study_is_resumed_under_the_same_calibration_only(here: Pat
         search(script(device="cpu"), replace(again, calibration=""))
     Path(given).unlink()  # the study's own copy will do
     _, result = search(script(device="cpu"), replace(again, calibration=str(made.study_dir / "calibration.json")))
-    assert result.trials["complete"] == 5
+    assert result.trials["complete"] == 2
     assert "times are modelled, calibrated on My H100 (2026-01-02), compiled" in result.notes
 
 
@@ -174,22 +174,22 @@ def test_a_timed_search_runs_each_recipe_by_the_backend_that_was_timed_fastest(h
 
 
 def test_a_study_goes_on_under_what_it_was_begun_with(here: Path, kept: Path) -> None:
-    asked = options(study="mine", trials=3, sampler="random")
+    asked = options(study="mine", trials=1, seeds=1, sampler="random")
     search(script(), asked)
     kept.unlink()  # or measured again: the study has its own
-    _, result = search(script(), replace(asked, resume=True, trials=5))
-    assert result.trials["complete"] == 5
+    _, result = search(script(), replace(asked, resume=True, trials=2))
+    assert result.trials["complete"] == 2
     assert any("who runs the GEMMs: transformer_engine" in note for note in result.notes)
 
 
 def test_a_study_begun_without_goes_on_without(here: Path, kept: Path) -> None:
     before = kept.read_text()
     kept.unlink()
-    asked = options(study="mine", trials=3, sampler="random")
+    asked = options(study="mine", trials=1, seeds=1, sampler="random")
     search(script(), asked)
     kept.write_text(before)
-    _, result = search(script(), replace(asked, resume=True, trials=5))
-    assert result.trials["complete"] == 5
+    _, result = search(script(), replace(asked, resume=True, trials=2))
+    assert result.trials["complete"] == 2
     assert not any("who runs" in note for note in result.notes)
 
 
@@ -199,20 +199,20 @@ def test_of_another_device_or_without_linears_nothing_is_chosen(
 ) -> None:
     document = json.loads(kept.read_text())
     kept.write_text(json.dumps(document | changes))
-    _, result = search(script(), options(trials=3))
+    _, result = search(script(), options(trials=1, seeds=1, sampler="random"))
     assert not any("who runs" in note for note in result.notes)
 
 
 def test_a_backend_asked_for_by_name_is_not_chosen_again(here: Path, kept: Path) -> None:
     simulated = script()
-    _, result = search(simulated, options(trials=3, backend="native"))
+    _, result = search(simulated, options(trials=1, seeds=1, sampler="random", backend="native"))
     assert not any("who runs" in note for note in result.notes)
     assert all("backends" not in str(spec.policy) for _, spec in simulated.calls)
 
 
 def test_a_file_with_linears_serves_a_search_that_times_its_steps(here: Path) -> None:
     given = calibration(here / "c.json", linears=linears(native=5.0, torchao=4.0))
-    _, result = search(script(), options(calibration=given, trials=6))
+    _, result = search(script(), options(calibration=given, trials=1, seeds=1, sampler="random"))
     assert any("torchao: 1.25x native at fp8_rowwise" in note for note in result.notes)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import shutil
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -52,6 +57,34 @@ def search(simulated: SimulatedScript, asked: SearchOptions) -> tuple[Search, Se
     return made, made.run()
 
 
+class Searched(NamedTuple):
+    """A search that ended, in a folder of its own, for tests that only look at it or copy it."""
+
+    simulated: SimulatedScript
+    made: Search
+    result: SearchResult
+    folder: Path
+
+
+@functools.cache
+def plain_search(**changes: object) -> Searched:
+    """Return the search of :func:`options`, on a simulated H100; ``target="h100"`` rehearses it on a CPU."""
+    folder = Path(tempfile.mkdtemp(prefix="autoprec-plain-"))
+    simulated = script(device="cpu") if changes.get("target") else script()
+    with contextlib.chdir(folder):
+        (folder / "train.py").touch()
+        made, result = search(simulated, options(study="mine", **changes))
+    return Searched(simulated, made, result, folder)
+
+
+@pytest.fixture
+def mine(here: Path) -> Searched:
+    """Return the plain search, with its study copied to where the test is."""
+    found = plain_search()
+    shutil.copytree(found.folder, here, dirs_exist_ok=True)
+    return found
+
+
 def test_a_mistake_in_the_scripts_arguments_leaves_nothing_behind(here: Path) -> None:
     class Refuses(SimulatedRunner):
         def start(self) -> HostInfo:
@@ -86,11 +119,10 @@ def trained(simulated: SimulatedScript) -> list[tuple[int, str, bool]]:
     ]
 
 
-def test_adopts_the_fastest_policy_within_every_limit(here: Path) -> None:
-    simulated = script()
-    made, result = search(simulated, options())
+def test_adopts_the_fastest_policy_within_every_limit() -> None:
+    simulated, made, result, folder = plain_search()
     assert result.verdict == "adopt"
-    policy = load_policy(here / result.policy)
+    policy = load_policy(folder / result.policy)
     assert policy.evidence["source"] == "measured"
     assert result.best["speedup"] >= max(row["speedup"] for row in result.presets if row["status"] == "ok") * 0.99
     assert result.best["divergence"] <= 0.0025
@@ -108,15 +140,13 @@ def test_adopts_the_fastest_policy_within_every_limit(here: Path) -> None:
     assert 0 < len(policy.evidence["mattered"]) <= len(told["importance"])
 
 
-def test_no_policy_is_trained_twice_under_one_seed(here: Path) -> None:
-    simulated = script()
-    search(simulated, options(trials=25))
-    seen = trained(simulated)
+def test_no_policy_is_trained_twice_under_one_seed() -> None:
+    seen = trained(plain_search().simulated)
     assert len(seen) == len(set(seen))
 
 
-def test_metrics_have_the_normative_names_and_say_where_they_come_from(here: Path) -> None:
-    made, _ = search(script(), options(trials=4))
+def test_metrics_have_the_normative_names_and_say_where_they_come_from() -> None:
+    made = plain_search().made
     names = {"throughput", "samples_per_s", "step_time_ms", "memory_bytes", "divergence", "noise_floor"}
     names |= {"gradient_error", "speedup", "effective_speedup"}
     for record in [one for one in made.records if one.kind != DUEL]:
@@ -126,11 +156,9 @@ def test_metrics_have_the_normative_names_and_say_where_they_come_from(here: Pat
         assert set(record.sources.values()) <= {"measured", "modelled"}
 
 
-def test_a_rehearsal_is_labelled_modelled_and_emulated(here: Path) -> None:
-    simulated = script(device="cpu")
-    asked = options(target="h100")
-    _, result = search(simulated, asked)
-    policy = load_policy(here / result.policy)
+def test_a_rehearsal_is_labelled_modelled_and_emulated() -> None:
+    _, _, result, folder = plain_search(target="h100")
+    policy = load_policy(folder / result.policy)
     assert policy.evidence["source"] == "modelled"
     assert policy.evidence["numerics"] == "emulated"
     assert result.best["sources"]["step_time_ms"] == "modelled"
@@ -176,8 +204,8 @@ def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path) ->
 
 
 def test_a_tight_gradient_limit_forbids_what_the_loss_forgives(here: Path) -> None:
-    _, loose = search(script(), options(study="loose"))
-    _, tight = search(script(), options(study="tight", max_gradient_error=0.03))
+    loose = plain_search().result
+    _, tight = search(script(), options(max_gradient_error=0.03))
     assert tight.best["gradient_error"] <= 0.03 * 0.5
     assert tight.best["speedup"] < loose.best["speedup"]
 
@@ -194,13 +222,12 @@ def test_failing_policies_fail_their_trial_and_not_the_search(here: Path) -> Non
     assert all(record.reason == "signal 11" and record.tail for record in crashed)
 
 
-def test_whether_the_script_is_compiled_is_searched_where_it_is_timed(here: Path) -> None:
-    made, result = search(script(), options())
+def test_whether_the_script_is_compiled_is_searched_where_it_is_timed() -> None:
+    _, made, result, folder = plain_search()
     compiled = [record for record in made.records if record.policy.get("execution") == "compile"]
     assert compiled
-    assert load_policy(result.policy).execution == "compile"
-    rehearsed, _ = search(script(device="cpu"), options(target="h100", study="rehearsal"))
-    assert not any("execution" in record.params for record in rehearsed.records)
+    assert load_policy(folder / result.policy).execution == "compile"
+    assert not any("execution" in record.params for record in plain_search(target="h100").made.records)
 
 
 def test_a_script_that_cannot_be_compiled_is_tried_twice(here: Path) -> None:
@@ -222,27 +249,20 @@ def test_five_failures_in_a_row_end_the_search_with_the_first_cause(here: Path) 
         search(script(fail=every_policy), options(sampler="random"))
 
 
-def test_an_existing_study_is_refused_without_resume(here: Path) -> None:
-    search(script(), options(study="mine", trials=3))
+def test_an_existing_study_is_refused_without_resume_and_under_another_setup(mine: Searched) -> None:
     with pytest.raises(StudyError, match="exists already"):
-        search(script(), options(study="mine", trials=3))
-    with pytest.raises(StudyError, match="another setup") as refused:
-        search(script(), options(study="mine", trials=3, resume=True, steps=9))
+        search(script(), options(study="mine"))
+    with pytest.raises(StudyError, match=r"another setup \(steps: was 8, is 12") as refused:
+        search(script(), options(study="mine", resume=True, steps=12))
     assert "continue with" not in refused.value.fix
 
 
-def test_default_names_are_free_names(here: Path) -> None:
-    first, _ = search(script(), options(trials=2))
+def test_default_names_are_free_names(mine: Searched, here: Path) -> None:
+    assert engine(script(), options()).options.study == "train"
+    (here / "autoprec-runs" / "mine").rename(here / "autoprec-runs" / "train")
     second, _ = search(script(), options(trials=2))
-    assert first.options.study == "train"
     assert second.options.study == "train-2"
     assert second.ledger is not None
-
-
-def test_resume_refuses_another_setup_and_names_what_changed(here: Path) -> None:
-    search(script(), options(study="mine", trials=3))
-    with pytest.raises(StudyError, match="steps: was 8, is 12"):
-        search(script(), options(study="mine", resume=True, steps=12))
 
 
 def test_a_locked_study_names_its_holder(here: Path) -> None:
@@ -251,11 +271,9 @@ def test_a_locked_study_names_its_holder(here: Path) -> None:
         made.run()
 
 
-@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 4])
 def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(here: Path, after: int) -> None:
-    _, plain = search(script(), options(study="plain"))
-
-    count = 0
+    plain, count = plain_search().result, 0
 
     def interrupt(policy: object) -> None:
         nonlocal count
@@ -348,9 +366,8 @@ def test_a_policy_near_the_budget_gets_more_seeds_while_its_gain_pays_for_them(h
     assert result.verdict == "adopt"
 
 
-def test_a_search_that_converged_says_so_when_it_is_resumed(here: Path) -> None:
-    _, first = search(script(), options(study="mine"))
-    simulated = script()
+def test_a_search_that_converged_says_so_when_it_is_resumed(mine: Searched) -> None:
+    first, simulated = mine.result, script()
     made, again = search(simulated, options(study="mine", resume=True))
     assert simulated.calls == []  # the script is not even started, nor is its reference measured again
     assert again.stopped == first.stopped
@@ -363,21 +380,19 @@ def test_a_search_that_converged_says_so_when_it_is_resumed(here: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"seeds": 8}, {"max_gradient_error": 0.2}, {"max_memory": 10**12}])
 def test_a_search_that_converged_goes_on_where_it_is_asked_something_else(
-    here: Path, change: dict[str, object]
+    mine: Searched, change: dict[str, object]
 ) -> None:
-    search(script(), options(study="mine"))
     simulated = script()
     _, again = search(simulated, options(study="mine", resume=True, **change))
     assert simulated.calls
     assert AS_BEFORE not in again.notes
 
 
-def test_the_answer_of_a_converged_search_is_written_where_the_resumed_one_is_told_to(here: Path) -> None:
-    _, first = search(script(), options(study="mine"))
+def test_the_answer_of_a_converged_search_is_written_where_the_resumed_one_is_told_to(mine: Searched) -> None:
     _, again = search(script(), options(study="mine", resume=True, trials=40, output="elsewhere.yaml"))
     assert AS_BEFORE in again.notes
     assert again.policy == "elsewhere.yaml"
-    assert load_policy("elsewhere.yaml") == load_policy(first.policy)
+    assert load_policy("elsewhere.yaml") == load_policy(mine.result.policy)
 
 
 def test_when_every_fast_finalist_fails_a_safer_one_is_found(here: Path) -> None:
@@ -416,8 +431,8 @@ def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:
     class Sometimes(Throttled):
         pass
 
-    plain, _ = search(script(), options(study="plain", trials=4, seeds=2))
-    simulated, asked = script(), options(study="hot", trials=4, seeds=2)
+    plain = plain_search().made
+    simulated, asked = script(), options(trials=4, seeds=2)
     made = Search(
         asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
     )

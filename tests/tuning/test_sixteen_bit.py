@@ -24,7 +24,7 @@ from autoprec.tuning.sixteen_bit import (
 )
 from autoprec.tuning.study.run import headline
 from tests.simulated import SimulatedRunner, simulated_graph
-from tests.tuning.test_engine import engine, here, options, script, search, trained  # noqa: F401
+from tests.tuning.test_engine import engine, here, mine, options, plain_search, script, search, trained  # noqa: F401
 
 
 def in_dtype(dtype: str, **shape: int) -> object:
@@ -70,12 +70,12 @@ def test_the_restricted_space_has_no_quantised_choice() -> None:
     assert not space.parameters
 
 
-def test_on_a_gpu_the_headline_is_the_gain_over_sixteen_bit(here: Path) -> None:  # noqa: F811
-    made, result = search(script(), options(trials=8))
+def test_on_a_gpu_the_headline_is_the_gain_over_sixteen_bit() -> None:
+    _, made, result, folder = plain_search()
     plain = next(row for row in result.presets if row["name"] in NAMES)
     assert plain["speedup_over_16bit"] == pytest.approx(1.0)
     assert result.best["speedup_over_16bit"] == pytest.approx(result.best["speedup"] / plain["speedup"], rel=1e-6)
-    evidence = load_policy(here / result.policy).evidence
+    evidence = load_policy(folder / result.policy).evidence
     assert evidence["speedup_over_16bit"] == pytest.approx(result.best["speedup_over_16bit"], rel=1e-3)
     assert f"{result.best['speedup_over_16bit']:.2f}x over 16-bit" in result.reason
     first = next(record for record in made.records if record.kind in ("preset", "search"))
@@ -122,9 +122,9 @@ def test_a_script_in_sixteen_bit_stays_without_a_run_of_the_reference(here: Path
     assert trained(simulated) == []
 
 
+@pytest.mark.usefixtures("mine")
 def test_a_stay_moves_an_adopted_policy_aside(here: Path) -> None:  # noqa: F811
     """What --output names always holds this search's answer: who trains under it trains under no earlier one's."""
-    search(script(), options(study="first"))
     adopted = (here / "policy.yaml").read_text()
     narrow = {"graph": in_dtype("bfloat16", width=64, tokens=256), "device": "cpu"}
     made, result = search(script(**narrow), options(study="second", target="h100", force=False))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoprec.policy import load_policy
@@ -24,7 +24,7 @@ from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.study.run import BY_BLOCK, LEAST_NOISE, MOST_NOISE, Run, metrics_of
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
-from tests.tuning.test_engine import H100, here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import H100, here, options, plain_search, script, search  # noqa: F401
 
 
 def test_timing_noise_is_what_two_speedups_differ_by_chance_within_bounds() -> None:
@@ -36,6 +36,7 @@ def test_timing_noise_is_what_two_speedups_differ_by_chance_within_bounds() -> N
     assert timing_noise(True, [[0.99, 1.01], [1.0, 1.0]]) == pytest.approx(student95(2) * spread / math.sqrt(2))
 
 
+@settings(max_examples=12)
 @given(st.integers(2, 4), st.integers(1, 5), st.floats(0.002, 0.01), st.integers(0, 10**6))
 def test_equal_policies_are_told_apart_in_one_of_twenty_pairs(seeds: int, pairs: int, spread: float, at: int) -> None:
     """A false difference in a direction named beforehand: 5 %, and less where the least noise of 1 % hides it."""
@@ -45,8 +46,8 @@ def test_equal_policies_are_told_apart_in_one_of_twenty_pairs(seeds: int, pairs:
     assert found <= 400 * 0.05 + 4 * math.sqrt(400 * 0.05 * 0.95)
 
 
-def test_seeds_are_given_only_to_who_may_still_change_the_answer(here: Path) -> None:  # noqa: F811
-    made, result = search(script(), options(trials=14))
+def test_seeds_are_given_only_to_who_may_still_change_the_answer() -> None:
+    _, made, result, _ = plain_search()
     assert result.verdict == "adopt"
     further = [record for record in made.records if record.kind == "finalist"]
     assert {record.seed for record in further} == {1}  # everything is far within the budget: two seeds are enough

@@ -9,11 +9,11 @@ import pytest
 from autoprec.errors import PolicyError
 from autoprec.policy import load_policy
 from autoprec.tuning.study.run import DUEL
-from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import Searched, here, mine  # noqa: F401
 
 
-def test_members_of_the_front_are_written_with_what_was_measured(here: Path) -> None:  # noqa: F811
-    made, result = search(script(), options(trials=10))
+def test_members_of_the_front_are_written_with_what_was_measured(mine: Searched, here: Path) -> None:  # noqa: F811
+    made, result = mine.made, mine.result
     files = sorted((made.study_dir / "front").glob("*.yaml"))
     policies = [load_policy(file) for file in files]
     named = [row for row in result.front if any(r.name == row["name"] and r.policy for r in made.records)]

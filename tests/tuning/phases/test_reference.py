@@ -12,7 +12,7 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from tests.simulated import SimulatedRunner, SimulatedScript
-from tests.tuning.test_engine import engine, here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import engine, here, options, plain_search, script, search  # noqa: F401
 
 
 def searching(result: dict[str, object], simulated: SimulatedScript | None = None) -> Search:
@@ -53,8 +53,8 @@ def test_a_script_of_too_few_steps_is_known_after_one_run() -> None:
     assert sum(spec.kind == "train" for _, spec in simulated.calls) <= 1
 
 
-def test_the_noise_floor_is_what_one_rounding_of_the_weights_does(here: Path) -> None:  # noqa: F811
-    made, _ = search(script(), options(trials=2, seeds=1))
+def test_the_noise_floor_is_what_one_rounding_of_the_weights_does() -> None:
+    made = plain_search().made
     kinds = {record.kind: record for record in made.records}
     assert kinds["reference"]["divergence"] == 0.0
     assert made.ledger is not None
@@ -77,7 +77,7 @@ class Unsteady(SimulatedRunner):
 
 @pytest.mark.usefixtures("here")
 def test_two_trials_that_differ_are_told_without_blaming_the_script() -> None:
-    asked, simulated = options(trials=2, seeds=1), script()
+    asked, simulated = options(trials=1, seeds=1, sampler="random"), script()
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: Unsteady(simulated, seed))
     made.run()
@@ -91,8 +91,8 @@ def test_two_trials_that_differ_are_told_without_blaming_the_script() -> None:
 def test_samples_are_those_of_the_scaled_step(here: Path) -> None:  # noqa: F811
     """A step of 32 times the tokens holds 32 times the samples, unless they are longer sequences."""
     for scale, grown in (("tokens=32", 32), ("tokens=32,seq=4", 8)):
-        asked = options(trials=2, seeds=1, target="h100", cost_scale=scale, study=scale.replace(",", "-"))
-        made, result = search(script(device="cpu"), asked)
+        asked = options(trials=1, seeds=1, sampler="random", target="h100", cost_scale=scale)
+        made, result = search(script(device="cpu"), replace(asked, study=scale.replace(",", "-")))
         assert made.ledger is not None
         assert made.ledger.reference.samples == 8 * grown
         assert result.reference["samples_per_s"] == pytest.approx(8 * grown * result.reference["throughput"])
@@ -128,10 +128,8 @@ def test_passes_for_gradient_errors_of_a_rehearsal_do_not_compile(here: Path) ->
     """They were expected to take 21 min, and took 11 s: each was given its share of a run's compilation."""
     seconds = []
     for compile_s in (0.0, 600.0):
-        made, notes = (
-            engine(script(compile_s=compile_s), options(trials=2, target="b200", study=f"{compile_s:g}")),
-            Notes(),
-        )
+        asked = options(trials=1, seeds=1, sampler="random", target="b200", study=f"{compile_s:g}")
+        made, notes = engine(script(compile_s=compile_s), asked), Notes()
         made.listener = Listeners(notes)
         made.run()
         (told,) = (text for text in notes.kept if text.startswith("expected from here on"))

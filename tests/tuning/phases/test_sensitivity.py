@@ -13,7 +13,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases.sensitivity import scan_warmup
 from tests.simulated import SimulatedRunner
-from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import Searched, here, mine, options, plain_search, script, search  # noqa: F401
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(4, 2), (8, 4), (20, 10), (500, 10)])
@@ -32,22 +32,20 @@ def test_a_time_budget_cuts_the_scan_and_the_answer_says_so(here: Path) -> None:
     assert np.isfinite(made.ledger.table.error2).any()  # type: ignore[union-attr]
 
 
-def test_without_a_time_budget_every_question_is_asked(here: Path) -> None:  # noqa: F811
-    slow = script(probe_s=10.0)
-    _, result = search(slow, options(study="mine", trials=4, seeds=1))
-    assert {spec.within_s for _, spec in slow.calls if spec.kind != "duel"} == {None}
+def test_without_a_time_budget_every_question_is_asked() -> None:
+    simulated, _, result, _ = plain_search()
+    assert {spec.within_s for _, spec in simulated.calls if spec.kind != "duel"} == {None}
     assert result.cut_short == ""
 
 
-def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(here: Path) -> None:  # noqa: F811
-    made, _ = search(script(), options(study="mine", trials=2, seeds=1))
-    again = script()
-    search(again, options(study="mine", trials=3, seeds=1, resume=True))
+def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(mine: Searched) -> None:  # noqa: F811
+    again, asked_more = script(), options(study="mine", max_memory=10**12, resume=True)
+    search(again, asked_more)
     asked = [spec for _, spec in again.calls if spec.kind == "sensitivity"]
     assert {len(spec.probes) for spec in asked} == {1}  # the errors of whole policies alone
-    (made.study_dir / "sensitivity.json").write_text('{"groups": []}')
+    (mine.made.study_dir / "sensitivity.json").write_text('{"groups": []}')
     third = script()
-    made, _ = search(third, options(study="mine", trials=3, seeds=1, resume=True))
+    made, _ = search(third, replace(asked_more, max_memory=10**13))
     assert made.ledger is not None
     assert any("it is measured again" in note for note in made.ledger.notes)
     asked = [spec for _, spec in third.calls if spec.kind == "sensitivity"]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.policy import load_policy
 from autoprec.tuning.sixteen_bit import NAMES
-from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
 
 
 def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
@@ -30,8 +31,8 @@ def test_what_was_cut_short_says_so_in_the_policy(here: Path) -> None:  # noqa: 
     assert "of 400" in load_policy(here / result.policy).evidence["cut_short"]
 
 
-def test_a_search_that_ends_by_itself_was_not_cut_short(here: Path) -> None:  # noqa: F811
-    _, result = search(script(), options(trials=4, budget_s=600.0))
+def test_a_search_that_ends_by_itself_was_not_cut_short() -> None:
+    result = plain_search().result
     assert (result.cut_short, result.resume) == ("", "")
 
 
@@ -42,7 +43,7 @@ def test_a_budget_that_the_setup_has_used_up_ends_the_search_without_an_answer(h
     assert result.cut_short
     assert "--budget 0.01s" not in result.resume
     assert made.options.with_budget_for(made.ledger.needed_s).budget_s >= 60 if made.ledger else False
-    again, _ = search(script(), options(trials=30, budget_s=60.0, seeds=2, study="mine", resume=True))
+    again, _ = search(script(), options(trials=2, budget_s=60.0, seeds=2, study="mine", resume=True))
     assert any(record.name in NAMES for record in again.records)
 
 
@@ -55,38 +56,38 @@ def test_what_had_no_time_is_not_held_against_a_policy(here: Path) -> None:  # n
     assert (result.verdict, bool(result.cut_short)) == ("undecided", True)
 
 
-def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  # noqa: F811
+def test_nothing_is_kept_for_finalists_that_do_not_exist() -> None:
     from types import SimpleNamespace
 
     from autoprec.tuning.phases.trials import reserve
 
-    made, _ = search(script(), options(trials=6, budget_s=100.0))
+    made = plain_search().made
     assert made.setup is not None
     assert made.ledger is not None
+    setup = replace(made.setup, options=replace(made.setup.options, budget_s=100.0))
     race: Any = SimpleNamespace(seed_s=2.0)
-    assert reserve(made.setup, race, made.ledger, 0.0) == 2.0 * (made.setup.options.seeds - 1)
+    assert reserve(setup, race, made.ledger, 0.0) == 2.0 * (setup.options.seeds - 1)
     # two fifths of what the setup left, not of the whole budget, but one seed in any case: nothing is adopted without
-    assert reserve(made.setup, race, made.ledger, 90.0) == 4.0
-    assert reserve(made.setup, race, made.ledger, 100.0) == 2.0
-    made.ledger.store.records.clear()
-    assert reserve(made.setup, race, made.ledger, 0.0) == 0.0
+    assert reserve(setup, race, made.ledger, 90.0) == 4.0
+    assert reserve(setup, race, made.ledger, 100.0) == 2.0
+    nothing: Any = SimpleNamespace(acceptable_ones=list)
+    assert reserve(setup, race, nothing, 0.0) == 0.0
 
 
-def test_what_was_cut_short_has_not_converged(here: Path) -> None:  # noqa: F811
+def test_what_was_cut_short_has_not_converged() -> None:
     from types import SimpleNamespace
 
     from autoprec.tuning.phases.trials import _Loop
 
-    made, _ = search(script(), options(trials=6))
-    assert made.ledger is not None
+    ledger: Any = SimpleNamespace(cut_short=[], stopped="", note=lambda _text: None)
     loop: Any = SimpleNamespace(
-        ledger=made.ledger, done=3, goal=6, used_up=False, left=lambda: 0.0, _finished=lambda: "nothing is worth it"
+        ledger=ledger, done=3, goal=6, used_up=False, left=lambda: 0.0, _finished=lambda: "nothing is worth it"
     )
     told = []
     for cut in ([], ["the time budget ended the gradient errors"]):
-        made.ledger.cut_short = cut
+        ledger.cut_short = cut
         _Loop.conclude(loop)
-        told.append(made.ledger.stopped)
+        told.append(ledger.stopped)
     assert told == [f"{word} after 3 of 6 trials: nothing is worth it" for word in ("converged", "ended")]
 
 
@@ -95,9 +96,9 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
 
     from autoprec.tuning.phases.trials import _Loop
 
-    search(script(), options(study="mine", sampler="random", trials=6))
-    made, result = search(script(), options(study="mine", sampler="random", trials=2, resume=True))
-    assert result.stopped == "had run 6 trials before, and is allowed 2"
+    search(script(), options(study="mine", sampler="random", trials=3, seeds=1))
+    made, result = search(script(), options(study="mine", sampler="random", trials=2, seeds=1, resume=True))
+    assert result.stopped == "had run 3 trials before, and is allowed 2"
     assert made.setup is not None
     assert made.ledger is not None
     race: Any = SimpleNamespace(seed_s=2.0)

@@ -198,7 +198,9 @@ def test_optuna_shows_objectives_and_figures_by_name(tmp_path: Path) -> None:
     assert (trials["user_attrs_memory_bytes"] == 2 * 2**30).all()
     assert trials["user_attrs_speedup"].dtype == float
     assert "user_attrs_gradient_error" not in frame
-    importance = optuna.importance.get_param_importances(seen, target=lambda trial: trial.values[0])
+    importance = optuna.importance.get_param_importances(
+        seen, evaluator=optuna.importance.FanovaImportanceEvaluator(n_trees=2), target=lambda trial: trial.values[0]
+    )
     assert set(importance) == set(SPACE)
     assert {trial.user_attrs["kind"] for trial in seen.best_trials} == {"search"}
     study.add(replace(record(9, dict(trial.params), kind="finalist"), name="again"))
