@@ -411,56 +411,6 @@ def test_when_every_fast_finalist_fails_a_safer_one_is_found(here: Path) -> None
     assert "fp8" not in (here / result.policy).read_text().split("evidence")[0]
 
 
-class Throttled(SimulatedRunner):
-    """A GPU that is throttled during every third timed run, or always."""
-
-    runs = 0
-    always = False
-
-    def run(self, spec: TrialSpec) -> TrialResult:
-        result = super().run(spec)
-        type(self).runs += 1
-        hot = spec.kind == "train" and (self.always or type(self).runs % 3 == 0)
-        if not hot:
-            return result
-        slower = tuple(2 * ms for ms in result.step_ms)
-        return replace(result, step_ms=slower, unreliable="the GPU was throttled (power brake, 90 degrees)")
-
-
-def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:
-    class Sometimes(Throttled):
-        pass
-
-    plain = plain_search().made
-    simulated, asked = script(), options(trials=4, seeds=2)
-    made = Search(
-        asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
-    )
-    made.run()
-    notes = [note for note in made.ledger.notes if note.startswith("a trial is repeated")] if made.ledger else []
-    assert 1 <= len(notes) <= 5
-    assert "power brake" in notes[0]
-    times = {r.name: r["step_time_ms"] for r in plain.records if r.ok and r.kind != DUEL}
-    trusted = [r for r in made.records if r.ok and r.kind == "preset" and "unreliable" not in r.tags]
-    assert trusted
-    assert all(record["step_time_ms"] == times[record.name] for record in trusted if record.name in times)
-
-
-def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Path) -> None:
-    class Always(Throttled):
-        always = True
-
-    simulated, asked = script(), options(trials=6, seeds=2)
-    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Always(simulated, seed))
-    made.run()
-    assert made.ledger is not None
-    assert sum(note.startswith("a trial is repeated") for note in made.ledger.notes) == 5
-    assert any("times of this search are uncertain" in note for note in made.ledger.notes)
-    doubtful = [record for record in made.records if "unreliable" in record.tags]
-    assert doubtful
-    assert all("throttled" in record.reason for record in doubtful)
-
-
 def test_a_search_ends_when_its_space_is_used_up(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     ask = StudyStore.ask

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from autoprec.precision.hardware import target
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, PairedRunner
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.study.run import DUEL
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner
-from tests.tuning.test_engine import plain_search, script
+from tests.tuning.test_engine import here, options, plain_search, script  # noqa: F401
 
 
 @pytest.fixture
@@ -68,3 +73,53 @@ def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     on_cpu = replace(setup, target=target("cpu"), measured=measured, options=replace(setup.options, workers=1))
     runner_of(on_cpu, ledger, tmp_path).doubt_load()
     assert any("busy with other work (load 11.0 on 2 cores)" in note for note in ledger.notes) is told
+
+
+class Throttled(SimulatedRunner):
+    """A GPU that is throttled during every third timed run, or always."""
+
+    runs = 0
+    always = False
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        result = super().run(spec)
+        type(self).runs += 1
+        hot = spec.kind == "train" and (self.always or type(self).runs % 3 == 0)
+        if not hot:
+            return result
+        slower = tuple(2 * ms for ms in result.step_ms)
+        return replace(result, step_ms=slower, unreliable="the GPU was throttled (power brake, 90 degrees)")
+
+
+def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:  # noqa: F811
+    class Sometimes(Throttled):
+        pass
+
+    plain = plain_search().made
+    simulated, asked = script(), options(trials=4, seeds=2)
+    made = Search(
+        asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
+    )
+    made.run()
+    notes = [note for note in made.ledger.notes if note.startswith("a trial is repeated")] if made.ledger else []
+    assert 1 <= len(notes) <= 5
+    assert "power brake" in notes[0]
+    times = {r.name: r["step_time_ms"] for r in plain.records if r.ok and r.kind != DUEL}
+    trusted = [r for r in made.records if r.ok and r.kind == "preset" and "unreliable" not in r.tags]
+    assert trusted
+    assert all(record["step_time_ms"] == times[record.name] for record in trusted if record.name in times)
+
+
+def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Path) -> None:  # noqa: F811
+    class Always(Throttled):
+        always = True
+
+    simulated, asked = script(), options(trials=6, seeds=2)
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Always(simulated, seed))
+    made.run()
+    assert made.ledger is not None
+    assert sum(note.startswith("a trial is repeated") for note in made.ledger.notes) == 5
+    assert any("times of this search are uncertain" in note for note in made.ledger.notes)
+    doubtful = [record for record in made.records if "unreliable" in record.tags]
+    assert doubtful
+    assert all("throttled" in record.reason for record in doubtful)
