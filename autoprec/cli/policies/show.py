@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +11,6 @@ import click
 from autoprec.cli import options
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
-from autoprec.cli.policies.diff import print_differences
 from autoprec.cli.recording import is_saved_step
 from autoprec.errors import PolicyError, UsageError, nearest
 from autoprec.support.units import memory_text
@@ -26,6 +26,9 @@ _FRACTIONS = (
     *("divergence", "noise_floor", "interval", "max_divergence"),
     *("gradient_error", "gradient_noise", "gain_over_preset"),
 )
+
+#: Sections that say what was found, not what would run.
+_TOLD = ("evidence", "guard")
 
 
 def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]:
@@ -142,7 +145,7 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
         return 0
     graph = other if other is not None and is_saved_step(str(other)) else None
     if other is not None and graph is None:
-        return print_differences(loaded, _load(other), as_json=as_json)
+        return _print_differences(loaded, _load(other), as_json=as_json)
     report = load_report(graph) if graph else None
     if not as_json:
         _print(loaded, report, str(policy))
@@ -153,6 +156,32 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
         shown["layers"] = {name: plan.labels for name, plan in plans.items()}
     print_json(shown)
     return 0
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "(absent)"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _print_differences(a: Policy, b: Policy, *, as_json: bool) -> int:
+    """Print what changed from one policy to another, what would run first; return 1 if any of that did."""
+    from autoprec.policy import diff_policies
+
+    rows = diff_policies(a, b)
+    told = [row for row in rows if row[0].partition(".")[0] in _TOLD]
+    run = [row for row in rows if row not in told]
+    if as_json:
+        changes = [{"where": where, "a": old, "b": new} for where, old, new in (*run, *told)]
+        print_json({"same": not run, "differences": changes})
+        return 1 if run else 0
+    for where, old, new in run:
+        echo(f"{where}: {_text(old)} -> {_text(new)}")
+    if not run:
+        echo("no difference in what runs")
+    for where, old, new in told:
+        echo(f"({where}: {_text(old)} -> {_text(new)})")
+    return 1 if run else 0
 
 
 def _schema(kind: str) -> dict[str, Any]:

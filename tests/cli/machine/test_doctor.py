@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autoprec.cli.machine.doctor import _choices
 from autoprec.cost.calibrate import calibration
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from tests.cli.helpers import autoprec
+from tests.cli.helpers import Outcome, autoprec
 from tests.documents import ROOT
 
 
@@ -75,3 +76,70 @@ def test_who_runs_which_recipe_by_auto_is_said_of_every_gpu(monkeypatch: pytest.
             "choice": "native runs every recipe: `autoprec calibrate` here times the other backends beside it",
         },
     ]
+
+
+def targets(*names: str) -> Outcome:
+    return autoprec("doctor", "--targets", *names)
+
+
+def test_the_table_lists_every_target_with_its_date() -> None:
+    found = targets()
+    assert found.code == 0
+    assert "NVIDIA H100 SXM5 80GB" in found.out
+    assert "dense TFLOP/s" in found.out
+    assert "2024-03" in found.out
+    assert "74.5 GiB" in found.out
+    assert " GB " not in found.out, "memory has one unit in every command"
+
+
+def test_a_name_shows_source_and_reasons() -> None:
+    found = targets("A100")
+    assert found.code == 0
+    assert "source: NVIDIA A100" in found.out
+    assert "fp8_row      no   compute capability 8.0 multiplies no FP8" in found.out
+    assert "H100" not in found.out
+
+
+def test_a_name_shows_links_toolkit_and_alignment() -> None:
+    found = targets("h200").out
+    assert "hopper 9.0, 132 units" in found
+    assert "links per GPU and direction: scale-up 450 GB/s, scale-out 50 GB/s" in found
+    assert "fp8_block    yes  CUDA 12.9; M, K, N multiples of 128" in found
+    assert "multiples" not in targets("cpu").out  # emulation takes any size
+
+
+def test_json_has_units_in_the_names() -> None:
+    found = targets("h200", "cpu", "--json")
+    h200, cpu = json.loads(found.out)["targets"]
+    assert h200["peaks_tflops"]["bf16"] == 989
+    assert h200["bandwidth_bytes_per_s"] == 4.8e12
+    assert h200["recipes"]["mxfp8"]["ok"] is False
+    assert (h200["units"], h200["recipes"]["fp8_row"]["multiple_of"]) == (132, 16)
+    assert cpu["vendor"] == "cpu"
+
+
+def test_unknown_names_are_refused() -> None:
+    found = targets("h10")
+    assert found.code == 2
+    assert "'h100'" in found.err
+
+
+def test_a_users_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        """schema: autoprec.targets/1
+targets:
+  card: {title: Card, vendor: other, architecture: hopper, capability: "1", units: 8, memory: 8, bandwidth: 800,
+         peaks: {bf16: 50}, links: {}, source: me, date: "2026-02"}
+"""
+    )
+    for name in (str(path), f"{path}:card"):
+        found = targets(name)
+        assert found.code == 0
+        assert "Card" in found.out
+        assert "h100" not in found.out
+    assert targets(f"{path}:cart").code == 2
+
+
+def test_names_belong_to_the_table() -> None:
+    assert autoprec("doctor", "h100").code == 2
