@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -13,7 +14,7 @@ import pytest
 
 import autoprec
 from autoprec.tracking.listener import TrackingListener, commit_of, versions
-from autoprec.tracking.log import log_study
+from autoprec.tracking.log import Logged, log_study
 from autoprec.tracking.notes import parent_params
 from autoprec.tracking.study import TrackedStudy
 from autoprec.tuning.events import SearchInfo
@@ -112,6 +113,29 @@ def test_a_bad_server_costs_less_than_two_seconds_and_loses_nothing(
     assert attached.mlflow["run_id"] is None
     assert len(folder.records()) == len(records)
     assert not log_study(folder.path, uri).ok
+
+
+def test_one_thread_writes_what_is_new_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[bool, int]] = []
+    allowed = threading.Semaphore(0)
+
+    def log_study(path: Path, *_: object, running: bool, **__: object) -> Logged:
+        allowed.acquire()
+        calls.append((running, threading.get_ident()))
+        return Logged("demo", "x", run_id="r")
+
+    monkeypatch.setattr("autoprec.tracking.listener.log_study", log_study)
+    make_study(tmp_path / "demo")
+    listener = _started(tmp_path)
+    for number in range(5):  # none is waited for, and news of several trials are one
+        listener.trial(Run(number, "search", "t", {}, {}, "ok"), 1, 3, None, 0.0)
+    assert calls == []
+    allowed.release(3)
+    listener.close(30)
+    assert [running for running, _ in calls] in ([True, False], [True, True, False])
+    assert {ident for _, ident in calls}.isdisjoint({threading.get_ident()})
+    assert listener.reference()["run_id"] == "r"
+    assert not listener._writer.is_alive()
 
 
 def test_versions_are_those_that_run() -> None:

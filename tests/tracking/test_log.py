@@ -49,6 +49,26 @@ def refusing() -> Iterator[str]:
     thread.join()
 
 
+def test_what_mlflow_reads_is_set_while_it_logs_and_a_persons_own_settings_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search in a notebook goes on as the process that it was, and so does what it starts."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    seen: dict[str, str | None] = {}
+
+    def write(*_: Any) -> Any:
+        for name in ("TIMEOUT", "MAX_RETRIES"):
+            seen[name] = os.environ.get(f"MLFLOW_HTTP_REQUEST_{name}")
+        raise OSError("no store")
+
+    monkeypatch.setattr(log, "_write", write)
+    assert log_study(make_study(tmp_path / "s").path).reason == "OSError: no store"
+    assert seen == {"TIMEOUT": "77", "MAX_RETRIES": "1"}
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
 def test_a_local_store_can_always_be_reached() -> None:
     assert reachable("sqlite:////nowhere/mlflow.db") == ""
 
