@@ -39,9 +39,16 @@ from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import emitted_policy, search_result, settled, with_size, with_unknown
+from autoprec.tuning.phases.answer import (
+    emitted_policy,
+    explained,
+    save_front,
+    search_result,
+    settled,
+    with_size,
+    with_unknown,
+)
 from autoprec.tuning.phases.concluded import asked, keep_answer, kept_answer
-from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
@@ -360,7 +367,7 @@ class Search:
     def _finish(
         self, setup: Setup, ledger: Ledger, answer: Decision, bound_speedup: float, *, one_worker: bool
     ) -> SearchResult:
-        path = ""
+        path, answer = "", explained(setup, ledger, answer)
         if answer.verdict != "undecided":
             policy = emitted_policy(setup, ledger, answer)
             path = self._emit(policy)

@@ -150,13 +150,6 @@ class Ledger:
         fine = sure or [r for r in self.acceptable_ones() if r.name not in self.refused]
         return min(fine, key=self.rank, default=None)
 
-    def find(self, kind: str, name: str, seed: int) -> Run | None:
-        """Return the record of a run that was measured to its end, or None."""
-        for record in self.store.records:
-            if (record.kind, record.name, record.seed) == (kind, name, seed) and record.ok:
-                return record
-        return None
-
 
 def rank(metrics: Mapping[str, float], objective: str) -> float:
     """Return what an objective minimises: milliseconds, bytes, or (``balanced``) their product."""

@@ -70,13 +70,7 @@ def test_what_was_cut_short_is_told_and_kept(ledger: Ledger) -> None:
     assert ledger.cut_short == ledger.notes == ["the time is up"]
 
 
-def test_a_run_is_found_by_kind_name_and_seed_unless_it_failed(ledger: Ledger) -> None:
-    ledger.store.add(record(0, 1.0, kind="finalist", name="a", seed=1))
-    ledger.store.add(record(1, 1.0, kind="finalist", name="a", seed=2, status="hung"))
-    found = ledger.find("finalist", "a", 1)
-    assert found is not None
-    assert found.number == 0
-    assert ledger.find("finalist", "a", 2) is None
+def test_seconds_of_a_phase_add_up(ledger: Ledger) -> None:
     ledger.add_seconds("training_s", 1.5)
     ledger.add_seconds("training_s", 1.0)
     assert ledger.timings["training_s"] == 2.5

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
-from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
+from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match, save_policy
 from autoprec.policy.known_layers import known_layers
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
@@ -207,7 +207,7 @@ def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
     model = ModelInfo.model_validate({**setup.graph.model, "layers": seen})
     if decision.run is None:
         return Policy(model=model, evidence=evidence)
-    reasons = as_evidence(_explanation(setup, ledger, decision))
+    reasons = as_evidence(decision.explanation)
     policy = setup.problem.policy(decision.run.params, evidence=evidence | reasons)
     return policy.model_copy(update={"guard": guard_for(policy), "model": model})
 
@@ -219,22 +219,16 @@ def guard_for(policy: Policy) -> Guard:
     return Guard(metrics=tuple(GUARD_METRICS), thresholds=dict(GUARD_METRICS), fallback=fallback)
 
 
-def _explanation(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
-    """Return why each kind of layer got its precision, or keeps its own; empty where it cannot be said yet."""
+def explained(setup: Setup, ledger: Ledger, decision: Decision) -> Decision:
+    """Return the decision with why each kind of layer got its precision, or keeps its own, as far as that is known."""
     if ledger.table is None or decision.verdict == "undecided":
-        return decision.explanation
+        return decision
     problem = setup.problem
     params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
     whole_ms = _measured_saving(setup, ledger, decision) if setup.measured and decision.run is not None else None
-    return explanation(
-        problem,
-        setup.cost.layer_time_ms,
-        ledger.table,
-        ledger.store.learned(),
-        params,
-        whole_ms,
-        ledger.gradient_limit(),
-    )
+    learned, limit = ledger.store.learned(), ledger.gradient_limit()
+    why = explanation(problem, setup.cost.layer_time_ms, ledger.table, learned, params, whole_ms, limit)
+    return replace(decision, explanation=why)
 
 
 def _measured_saving(setup: Setup, ledger: Ledger, decision: Decision) -> float:
@@ -309,11 +303,36 @@ def search_result(
         cut_short="; ".join(ledger.cut_short),
         stopped=ledger.stopped,
         resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
-        explanation=_explanation(setup, ledger, decision),
+        explanation=decision.explanation,
         rejected={name: str(why) for name, why in decision.rejected.items()},
         not_taken={name: str(why) for name, why in decision.not_taken.items()},
         reasons=tuple(reason.to_json() for reason in decision.reasons),
     )
+
+
+def _front_policy(setup: Setup, document: Mapping[str, Any], point: Mapping[str, Any]) -> Policy:
+    """Return the policy of one point of a result's front, with its figures (four digits) as evidence."""
+    seeds = int(point["seeds"])
+    evidence: dict[str, Any] = {
+        **document.get("evidence", {}),
+        "target": setup.target.name,
+        "source": setup.source,
+        "trial": point["name"],
+        "reference": setup.options.reference,
+        "seeds": seeds,
+        "steps": setup.options.steps,
+        **figures_of_evidence(point),
+        "limit": "one short trial, not measured again" if seeds == 1 else "short trials see early divergence only",
+    }
+    return Policy.model_validate({**document, "evidence": evidence})
+
+
+def save_front(setup: Setup, ledger: Ledger, result: SearchResult) -> None:
+    """Write ``front/00.yaml``, ``01.yaml``, ... into the study's folder, in the order of the result's front."""
+    documents = {record.name: record.policy for record in ledger.store.learned()}
+    for index, point in enumerate(result.front):
+        policy = _front_policy(setup, documents[str(point["name"])], point)
+        save_policy(policy, setup.study_dir / "front" / f"{index:02d}.yaml")
 
 
 def _times(setup: Setup, source: str) -> dict[str, Any]:

@@ -11,16 +11,13 @@ from autoprec.tuning.workers.local import HostPool
 RECORD_TIMEOUT_S = 600.0
 
 
-def record_step(pool: HostPool, label: str, seed: int = 0) -> GraphReport:
+def record_step(pool: HostPool, label: str) -> GraphReport:
     """Record one training step of the script.
-
-    Args:
-        seed: which of them; 0 runs the script under its own seed.
 
     Raises:
         NothingAcceptableError: the step could not be recorded, or has nothing in it that can be tuned.
     """
-    result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=RECORD_TIMEOUT_S), seed)
+    result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=RECORD_TIMEOUT_S))
     if not result.ok:
         raise NothingAcceptableError(
             f"the training step could not be recorded: {result.reason}",

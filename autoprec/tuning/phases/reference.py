@@ -62,8 +62,9 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     ledger.references[0] = reference
     name = "script as written" if setup.options.reference == "script" else setup.options.reference
     noise = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
+    stored = {(record.kind, record.name) for record in ledger.store.records if record.seed == 0}
     for kind, label, result in (("reference", name, first), *noise):
-        if ledger.find(kind, label, 0) is None:
+        if (kind, label) not in stored:
             record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
             ledger.store.add(record)
             ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostScale
-from autoprec.policy import GUARD_METRICS, Policy
+from autoprec.errors import PolicyError
+from autoprec.policy import GUARD_METRICS, Policy, load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason
@@ -25,7 +26,7 @@ from autoprec.tuning.phases.answer import (
 )
 from autoprec.tuning.study.run import DUEL, Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
-from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
+from tests.tuning.test_engine import Searched, here, mine, options, plain_search, script, search  # noqa: F401
 
 
 def ledger(tmp_path: Path) -> Ledger:
@@ -101,8 +102,6 @@ def test_a_scaled_search_says_what_the_law_expects_there() -> None:
 
 
 def test_the_result_and_the_policy_tell_the_same_figures() -> None:
-    from autoprec.policy import load_policy
-
     _, made, result, folder = plain_search()
     evidence = load_policy(folder / result.policy).evidence
     for name in ("speedup", "speedup_over_16bit", "divergence", "gradient_error", "noise_floor"):
@@ -123,8 +122,6 @@ def test_the_result_and_the_policy_tell_the_same_figures() -> None:
 
 
 def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -> None:  # noqa: F811
-    from autoprec.policy import load_policy
-
     made, result = search(script(device="cpu"), options(target="h100", trials=4, seeds=2, max_gradient_error=1e-9))
     assert result.verdict == "stay", result.reason
     why = result.explanation["layers"]
@@ -141,3 +138,24 @@ def test_layers_that_no_short_trial_can_judge_are_named_with_the_verdict(here: P
     assert any(f"{known} and 1 more: hardly any gradient" in note for note in result.notes)
     assert result.verdict == "adopt"
     assert f"; {zeros}: hardly any gradient reaches the weights yet" in result.reason
+
+
+def test_members_of_the_front_are_written_with_what_was_measured(mine: Searched, here: Path) -> None:  # noqa: F811
+    made, result = mine.made, mine.result
+    files = sorted((made.study_dir / "front").glob("*.yaml"))
+    policies = [load_policy(file) for file in files]
+    named = [row for row in result.front if any(r.name == row["name"] and r.policy for r in made.records)]
+    assert len(policies) == len(named) > 0
+    for policy, row in zip(policies, named, strict=True):
+        assert policy.evidence["trial"] == row["name"]
+        assert policy.evidence["speedup"] == pytest.approx(row["speedup"], rel=1e-3)
+        runs = [r for r in made.records if r.name == row["name"] and r.kind != DUEL]
+        assert policy.evidence["seeds"] == len(runs)
+        gaps = [r["divergence"] for r in runs]
+        assert policy.evidence["divergence"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-3)
+    for file in (*files, here / "policy.yaml", made.study_dir / "best.yaml"):
+        text = file.read_text()
+        assert text.startswith("# checksum sha256:")
+        file.write_text(text[: len(text) // 2])
+        with pytest.raises(PolicyError):
+            load_policy(file)
