@@ -99,7 +99,7 @@ def test_a_mistake_in_the_scripts_arguments_leaves_nothing_behind(here: Path) ->
 
 def test_the_time_told_is_that_of_the_whole_process(here: Path) -> None:
     """It began after Python's start and the imports, and ended before MLflow was written."""
-    made = engine(script(), options(trials=2))
+    made = engine(script(), options(trials=1, seeds=1, sampler="random"))
     late = Search(made.options, made.command, made.listener, made._factory, started=time.monotonic() - 100)
     result = late.run()
     assert 100 < result.seconds < 130
@@ -172,7 +172,7 @@ def test_a_users_own_target_gets_the_space_of_its_architecture(here: Path) -> No
         "  mycard: {title: My card, vendor: nvidia, architecture: hopper, capability: '9.0', units: 100,\n"
         "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: x, date: x}\n"
     )
-    made, result = search(script(device="cpu"), options(target="mycard.yaml", space="", trials=4))
+    made, result = search(script(device="cpu"), options(target="mycard.yaml", space="", trials=1, seeds=1, sampler="random"))
     assert made.setup is not None
     assert made.setup.space.name == "hopper-fp8"
     assert "fp8_rowwise" in made.setup.problem.choice_names
@@ -260,7 +260,7 @@ def test_an_existing_study_is_refused_without_resume_and_under_another_setup(min
 def test_default_names_are_free_names(mine: Searched, here: Path) -> None:
     assert engine(script(), options()).options.study == "train"
     (here / "autoprec-runs" / "mine").rename(here / "autoprec-runs" / "train")
-    second, _ = search(script(), options(trials=2))
+    second, _ = search(script(), options(trials=1, seeds=1, sampler="random"))
     assert second.options.study == "train-2"
     assert second.ledger is not None
 
@@ -297,17 +297,17 @@ def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(he
 
 
 def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:
-    _, first = search(script(), options(study="mine", trials=5, sampler="random"))
-    made, second = search(script(), options(study="mine", trials=9, sampler="random", resume=True))
-    assert first.trials["complete"] == 5
-    assert second.trials["complete"] == 9
+    _, first = search(script(), options(study="mine", trials=2, seeds=1, sampler="random"))
+    made, second = search(script(), options(study="mine", trials=4, seeds=1, sampler="random", resume=True))
+    assert first.trials["complete"] == 2
+    assert second.trials["complete"] == 4
     numbers = [record.number for record in made.records]
     assert len(numbers) == len(set(numbers))
 
 
 def test_trials_are_named_by_their_number_also_after_a_resume(here: Path) -> None:
-    search(script(), options(study="mine", trials=9, sampler="random"))
-    made, _ = search(script(), options(study="mine", trials=12, sampler="random", resume=True))
+    search(script(), options(study="mine", trials=9, seeds=1, sampler="random"))
+    made, _ = search(script(), options(study="mine", trials=12, seeds=1, sampler="random", resume=True))
     learned = [record for record in made.records if record.kind in ("preset", "search")]
     named = {record.name: record.number for record in learned if record.kind == "search"}
     assert len(learned) == 12
@@ -333,8 +333,8 @@ def test_an_unwritable_output_is_found_before_anything_runs(here: Path) -> None:
 
 def test_parallel_workers_measure_each_policy_once(here: Path) -> None:
     simulated = script(device="cpu", delay_s=0.01)
-    _, result = search(simulated, options(target="h100", workers=4, trials=20, sampler="random"))
-    assert result.trials["complete"] == 20
+    _, result = search(simulated, options(target="h100", workers=4, trials=9, seeds=1, sampler="random"))
+    assert result.trials["complete"] == 9
     seen = trained(simulated)
     assert len(seen) == len(set(seen))
 
@@ -444,9 +444,10 @@ def test_a_script_whose_gradient_has_vanished_is_told_so(here: Path) -> None:
 def test_a_policy_file_that_was_there_is_kept_and_our_own_is_not_copied(here: Path) -> None:
     by_hand = "schema: autoprec.policy/1\n# by hand\n"
     (here / "policy.yaml").write_text(by_hand)
-    search(script(), options(study="mine", trials=9))
+    asked = options(study="mine", trials=1, seeds=1, sampler="random")
+    search(script(), asked)
     assert (here / "policy.yaml.1").read_text() == by_hand
-    search(script(), options(study="mine", trials=12, resume=True))
+    search(script(), replace(asked, trials=2, resume=True))
     assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
 
 

@@ -86,7 +86,7 @@ class Understated(SimulatedRunner):
 
 def test_what_breaks_the_limit_of_the_gradient_error_gets_no_paired_seed(here: Path) -> None:  # noqa: F811
     """It takes no seed to refuse that: policies got 4 to 6 of them before their gradient error was measured."""
-    simulated, asked = script(), options(trials=14)
+    simulated, asked = script(), options(trials=8)
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: Understated(simulated, seed))
     made.run()
@@ -163,7 +163,7 @@ class NotTheThird(OneSeed):
 
 
 def test_a_script_that_fails_under_further_seeds_leaves_the_answer_undecided(here: Path) -> None:  # noqa: F811
-    simulated, asked = script(), options(trials=14)
+    simulated, asked = script(), options(trials=8)
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: OneSeed(simulated, seed))
     result = made.run()
@@ -320,7 +320,7 @@ def test_only_what_is_adopted_and_what_it_is_told_against_are_compiled_as_the_sc
     here: Path,  # noqa: F811
 ) -> None:
     simulated = compiled_script()
-    made, result = search(simulated, options(trials=14))
+    made, result = search(simulated, options(trials=8))
     assert result.verdict == "adopt"
     assert made.ledger is not None
     whole = [r for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
@@ -343,7 +343,7 @@ def test_only_what_is_adopted_and_what_it_is_told_against_are_compiled_as_the_sc
 
 def test_a_policy_that_gains_by_block_alone_is_not_adopted(here: Path) -> None:  # noqa: F811
     slow = compiled_script(whole_factor=lambda policy: 10.0 if "fp8" in repr(policy.get("recipes")) else 1.0)
-    made, result = search(slow, options(trials=14))
+    made, result = search(slow, options(trials=8))
     assert result.verdict == "adopt"
     assert "fp8" not in load_policy(here / result.policy).to_dict().get("recipes", {})
     tried = [r.name for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
@@ -353,7 +353,7 @@ def test_a_policy_that_gains_by_block_alone_is_not_adopted(here: Path) -> None: 
 
 def test_no_more_than_two_acceptable_policies_are_compiled_as_a_whole(here: Path) -> None:  # noqa: F811
     script_ = compiled_script(whole_factor=lambda _policy: 1.3)  # every estimate by block is too high
-    made, result = search(script_, options(trials=14))
+    made, result = search(script_, options(trials=8))
     assert result.verdict == "adopt"
     tried = {r.name for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags}
     assert result.best["name"] in tried
@@ -362,7 +362,7 @@ def test_no_more_than_two_acceptable_policies_are_compiled_as_a_whole(here: Path
 
 def test_without_time_for_it_the_answer_says_that_it_is_of_blocks(here: Path) -> None:  # noqa: F811
     simulated = compiled_script()
-    made, result = search(simulated, options(trials=14, budget_s=60.0))  # one compilation takes six times as long
+    made, result = search(simulated, options(trials=8, budget_s=60.0))  # one compilation takes six times as long
     assert result.verdict == "adopt"
     assert "as the script compiles it" in result.cut_short
     assert whole_runs(simulated) == [(0, False)]
