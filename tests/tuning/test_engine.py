@@ -172,7 +172,8 @@ def test_a_users_own_target_gets_the_space_of_its_architecture(here: Path) -> No
         "  mycard: {title: My card, vendor: nvidia, architecture: hopper, capability: '9.0', units: 100,\n"
         "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: x, date: x}\n"
     )
-    made, result = search(script(device="cpu"), options(target="mycard.yaml", space="", trials=1, seeds=1, sampler="random"))
+    asked = options(target="mycard.yaml", space="", trials=1, seeds=1, sampler="random")
+    made, result = search(script(device="cpu"), asked)
     assert made.setup is not None
     assert made.setup.space.name == "hopper-fp8"
     assert "fp8_rowwise" in made.setup.problem.choice_names
