@@ -68,11 +68,3 @@ def command_began() -> float:
     """
     context = click.get_current_context(silent=True)
     return context.obj if context is not None and isinstance(context.obj, float) else time.monotonic()
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the unit a person would use: ``45 s``, ``12 min``, ``3.5 h``, ``1,200 days``."""
-    for unit, size, limit in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
-        if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:,.3g} days"

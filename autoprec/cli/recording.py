@@ -6,9 +6,11 @@ the script is ended again. Nothing it would write is kept.
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from autoprec.support.units import counted
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.trial.protocol import HostInfo, TrialResult
+    from autoprec.trial.protocol import HostInfo, Probe, TrialResult
 
 #: Sequences on a device and tokens in each, where a configuration is given and they are not.
 SIZE = (1, 8192)
@@ -150,6 +152,48 @@ def payload_of(result: TrialResult, label: str, done: str = "measured") -> dict[
         where=label,
         fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
     )
+
+
+def gradient_errors(
+    runner: TrialRunner,
+    host: HostInfo,
+    label: str,
+    probes: Sequence[Probe],
+    moments: Sequence[int],
+    *,
+    backend: str,
+    tell: Callable[[int], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Return how far each probe moves the gradient of a script that is held, at each of several of its steps.
+
+    Args:
+        moments: training steps before each; where the script has not as many, the later ones are left out.
+        tell: receives how many steps and passes are done, of all moments.
+
+    Raises:
+        ScriptError: they could not be run at the first.
+    """
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
+
+    spec = TrialSpec(
+        kind="sensitivity",
+        steps=1,
+        seed=None if host.launch == "fork" else 0,
+        backend=backend,
+        probes=tuple(probes),
+        side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
+    )
+    payloads: list[dict[str, Any]] = []
+    before = 0
+    for moment in moments:
+        result = runner.run(replace(spec, warmup=moment), lambda done, before=before: tell(before + done))  # type: ignore[misc]
+        if payloads and result.status == "too_short":
+            break
+        payloads.append(payload_of(result, label))
+        before += moment + 1 + len(probes)
+        tell(before)
+    return payloads
 
 
 def run_failed(result: TrialResult, label: str, doing: str, *, policy: str = "") -> AutoPrecError:

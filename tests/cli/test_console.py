@@ -9,7 +9,8 @@ import click
 import pytest
 
 from autoprec.__main__ import main
-from autoprec.cli.console import clock, command_began, duration, plain_table, print_json, stdout_console
+from autoprec.cli.console import clock, command_began, plain_table, print_json, stdout_console
+from autoprec.support.units import span_text
 
 
 def printed(*rows: tuple[str, ...]) -> str:
@@ -40,11 +41,11 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0.4, "0.4 s", "0:00"), (61, "61 s", "1:01"), (600, "10 min", "10:00"), (9000, "2.5 h", "150:00")],
 )
 def test_times_are_told_in_the_unit_a_person_would_use(seconds: float, text: str, short: str) -> None:
-    assert (duration(seconds), clock(seconds)) == (text, short)
+    assert (span_text(seconds), clock(seconds)) == (text, short)
 
 
 def test_many_days_and_times_that_have_passed() -> None:
-    assert duration(86400 * 3) == "3 days"
+    assert span_text(86400 * 3) == "3 days"
     assert clock(-3) == "0:00"
 
 

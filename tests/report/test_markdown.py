@@ -16,7 +16,7 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Run
     text = markdown(result, records)
     assert "| the policy | 2.50x |" in text
     assert "## The front" in text
-    assert "has paid for itself in a run that would have taken 2 min 30 s" in text
+    assert "has paid for itself in a run that would have taken 2.5 min" in text
     assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in text
     assert "| `layer:h.0.mlp` | 50% | 25% |" in text
     assert "## Why" not in markdown(replace(result, explanation={}), records)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autoprec.cli import options
-from autoprec.cli.console import duration, print_json
+from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of, tunable
@@ -17,7 +17,7 @@ from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
 from autoprec.support.tables import Table
-from autoprec.support.units import memory_text
+from autoprec.support.units import memory_text, span_text
 
 
 def _device_here() -> str:
@@ -158,8 +158,8 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
         lines.append(f"payback   never within {HORIZON_STEPS:,} steps: a search would gain next to nothing")
     else:
         lines.append(
-            f"payback   a search costs about {duration(paid.search_s)} of training steps, starting the script apart, "
-            f"and is paid back after {paid.steps:,.0f} steps ({duration(paid.hours * 3600)}) at the earliest"
+            f"payback   a search costs about {span_text(paid.search_s)} of training steps, starting the script apart, "
+            f"and is paid back after {paid.steps:,.0f} steps ({span_text(paid.hours * 3600)}) at the earliest"
         )
     if "compiled" in more:
         other = more["compiled"]

@@ -6,7 +6,6 @@ With ``--sensitivity`` the gradient error of each recipe in each group of layers
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +16,11 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import payload_of, record, running, step_of, tunable
+from autoprec.cli.recording import gradient_errors, record, running, step_of, tunable
 from autoprec.cli.script import script_command
-from autoprec.trial.protocol import TrialSpec
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport, Layer
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.tuning.decide.scan import SensitivityScan
     from autoprec.tuning.decide.table import SensitivityTable
 
 
@@ -80,7 +76,6 @@ def _measure(script: tuple[str, ...], target: str, space: str, passes: int) -> S
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
-    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
     from autoprec.tuning.target import resolve_target
 
     if target != "auto":
@@ -91,35 +86,16 @@ def _measure(script: tuple[str, ...], target: str, space: str, passes: int) -> S
         found, timed = resolve_target(target, host.device)
         problem = Problem.build(report, chosen or default_space(found), CostModel(report, found).can_run)
         scan = SensitivityScan(problem, max_passes=passes, batches=scan_batches(report))
-        spec = TrialSpec(
-            kind="sensitivity",
-            steps=1,
-            seed=None if host.launch == "fork" else 0,
-            backend="auto" if timed else "emulated",
-            side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
-        )
-        _scan(scan, runner, replace(spec, warmup=WARMUP), label, phases)
+        while probes := scan.next_round():
+            batches = f", on up to {scan.batches} batches" if scan.batches > 1 else ""
+            moments = range(WARMUP, WARMUP + scan.batches)
+            total = sum(moment + 1 + len(probes) for moment in moments)
+            phases.begin(f"gradient errors of {len(probes)} changes to the policy{batches}", total=total)
+            backend = "auto" if timed else "emulated"
+            payloads = gradient_errors(runner, host, label, probes, moments, backend=backend, tell=phases.advance)
+            scan.batches = len(payloads)  # the script has no more of them
+            scan.add(*payloads)
     return scan.table()
-
-
-def _scan(scan: SensitivityScan, runner: TrialRunner, spec: TrialSpec, label: str, phases: Phases) -> None:
-    """Run a scan's probes, round after round, each on as many batches as the scan wants."""
-    while probes := scan.next_round():
-        payloads: list[dict[str, Any]] = []
-        batches = f", on up to {scan.batches} batches" if scan.batches > 1 else ""
-        # steps before each batch, the step that all are compared with, and the probes
-        lasts = [spec.warmup + later + 1 + len(probes) for later in range(scan.batches)]
-        phases.begin(f"gradient errors of {len(probes)} changes to the policy{batches}", total=sum(lasts))
-        for later in range(scan.batches):
-            before = sum(lasts[:later])
-            asked = replace(spec, probes=tuple(probes), warmup=spec.warmup + later)
-            result = runner.run(asked, lambda done, before=before: phases.advance(before + done))  # type: ignore[misc]
-            if payloads and result.status == "too_short":
-                scan.batches = len(payloads)  # the script has no more of them
-                break
-            payloads.append(payload_of(result, label))
-            phases.advance(before + lasts[later])
-        scan.add(*payloads)
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -10,11 +10,11 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autoprec.cli.console import duration, print_json
+from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, run_failed, running, tunable
-from autoprec.support.units import counted, memory_text
+from autoprec.support.units import counted, memory_text, span_text
 from autoprec.tuning.options import RUNS
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         return
     size, expected = _policies(plan.policies), plan.expected
     shown = "; ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
-    limit = f", cut short by --budget {duration(plan.budget_s)}" if plan.budget_s else ""
+    limit = f", cut short by --budget {span_text(plan.budget_s)}" if plan.budget_s else ""
     lines = [
         f"model     {plan.model['class']}, {plan.model['parameters']:,} parameters, {len(plan.groups)} layer groups",
         f"target    {plan.target}, times {plan.source}; trials start by {plan.launch}",
@@ -206,12 +206,12 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"choices   {', '.join(plan.choices)}: {size}",
         f"presets   {shown}",
         f"trials    at most {expected.trials}, then {counted(expected.runs, 'run')} under further paired seeds",
-        f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
+        f"one run   {span_text(plan.reference_s)} as written, {span_text(plan.trial_s)} as a trial (timed just now)",
         *([f"          with {plan.gpu_terms}"] if plan.gpu_terms else []),
-        f"duration  usually about {duration(plan.usual_s)}, as a search ends when nothing left is worth a run",
-        f"          about {duration(plan.total_s)} if nothing converges: reference {duration(expected.reference_s)}, "
-        f"gradient errors {duration(expected.scan_s)}, trials {duration(expected.trials_s)}, "
-        f"further seeds {duration(expected.finalists_s)}, the answer {duration(expected.closing_s)}{limit}",
+        f"duration  usually about {span_text(plan.usual_s)}, as a search ends when nothing left is worth a run",
+        f"          about {span_text(plan.total_s)} if nothing converges: reference {span_text(expected.reference_s)}, "
+        f"gradient errors {span_text(expected.scan_s)}, trials {span_text(expected.trials_s)}, "
+        f"further seeds {span_text(expected.finalists_s)}, the answer {span_text(expected.closing_s)}{limit}",
         f"writes    {plan.output} and {RUNS}/ when it is run without --dry-run",
     ]
     echo("\n".join(lines))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoprec.cli.console import plain_table, stdout_console
 from autoprec.cli.echo import echo
-from autoprec.cli.recording import payload_of
+from autoprec.cli.recording import gradient_errors
 from autoprec.errors import AuditError
 
 if TYPE_CHECKING:
@@ -34,26 +32,10 @@ def ask(
     Raises:
         ScriptError: they could not be run.
     """
-    from autoprec.trial.protocol import TrialSpec
-    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
     from autoprec.tuning.transfer.spot import judged, spot_probes
 
     probes, asked = spot_probes(policy, report, passes)
-    spec = TrialSpec(
-        kind="sensitivity",
-        steps=1,
-        warmup=0,
-        seed=None if host.launch == "fork" else 0,
-        backend=backend,
-        probes=tuple(probes),
-        side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
-    )
-    payloads: list[dict[str, Any]] = []
-    for warmup in MOMENTS:
-        result = runner.run(replace(spec, warmup=warmup))
-        if payloads and result.status == "too_short":
-            break
-        payloads.append(payload_of(result, label))
+    payloads = gradient_errors(runner, host, label, probes, MOMENTS, backend=backend)
     return judged(payloads, policy, asked, LIMIT)
 
 
