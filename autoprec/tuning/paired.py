@@ -159,10 +159,6 @@ class PairedRunner:
         """Run a trial for its times alone; they are compared with others of the same minute, and none is repeated."""
         return self._run(spec, 0)
 
-    def prepare(self, seed: int) -> None:
-        """Begin to start the host of a paired seed in the background."""
-        self._pool.prepare(seed)
-
     @contextmanager
     def threads(self, count: int, name: str) -> Iterator[ThreadPoolExecutor]:
         """Lend threads that run trials; see :meth:`autoprec.tuning.workers.local.HostPool.threads`."""

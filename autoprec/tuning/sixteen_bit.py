@@ -90,17 +90,11 @@ def sixteen_bit_speedup(setup: Setup, records: Iterable[Run]) -> float | None:
     """Return the best 16-bit run's speed-up over the reference; None on a CPU, or before it was measured."""
     if setup.target.is_cpu:
         return None
-    plain = plain_speedup(records)
-    speeds = [] if plain is None else [plain]
+    plain = fastest_plain(records)
+    speeds = [] if plain is None else [plain["speedup"]]
     if setup.options.reference == "bf16" or (setup.options.reference == "script" and runs_in_sixteen_bit(setup.graph)):
         speeds.append(1.0)
     return max(speeds, default=None)
-
-
-def plain_speedup(records: Iterable[Run]) -> float | None:
-    """Return the speed-up of the better of the 16-bit presets that were measured; None where none was."""
-    found = fastest_plain(records)
-    return found["speedup"] if found is not None else None
 
 
 def fastest_plain(records: Iterable[Run]) -> Run | None:

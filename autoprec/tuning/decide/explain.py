@@ -35,8 +35,6 @@ MOST_REASONS, MOST_DECISIONS = 40, 8
 LEAST_SHARE = 0.005
 #: Standard deviations from a share to the end of its 95 % interval.
 _TWO_SIDED95 = 1.96
-#: The models are fitted to this many trials at most, the first and the newest, as the sampler's are.
-MOST_RECORDS = 200
 
 Row = dict[str, Any]
 
@@ -158,21 +156,20 @@ def _tail(other: str, error: float, whole: float, limit: float | None, noise: fl
     )
 
 
-def importance(problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]) -> list[Row]:
+def importance(problem: Problem, divergence: DivergenceModel, time: LinearModel, records: Sequence[Run]) -> list[Row]:
     """Return how much each decision moves time and divergence, everything else at its average: rows, largest first.
 
     ``time_share`` and ``error_share`` are parts of the variance of step time and of ln(divergence) that a random point
     of the space would show; they sum to 1 over all decisions. ``error_sd`` is the standard deviation of the latter, by
     what the runs leave open of the table.
 
-    The models that the sampler uses are fitted to the finished trials, starting from the tables; the variance of each
-    decision's effect is taken over its values with equal weight. Of parameters nothing is known but what the trials
+    The variance of each decision's effect, by the models of :func:`fitted`, is taken over its values with equal weight.
+    Of parameters nothing is known but what the trials
     showed, and with a dozen trials under one paired seed some parameter always seems to matter: an effect that is not
     several times its own uncertainty is noise, and counts as none. Of a layer's choices those are taken that a run of
     such layers has shown to its end: one that nothing was trained under has moved nothing.
     """
     features = features_of(problem)
-    divergence, time = _fitted(problem, time_ms, table, records)
     (squares, _, worse), (learned, _, effects) = divergence.law(), time.mean()
     shown = np.zeros(problem.allowed.shape, dtype=bool)
     for record in records:
@@ -210,15 +207,10 @@ def _significant(effects: FloatTable, uncertainty: FloatTable) -> FloatTable:
     return np.where(np.abs(effects) > SIGNIFICANT * uncertainty, effects, 0.0)
 
 
-def learned_times(problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]) -> FloatTable:
-    """Return ``[G, C]`` milliseconds as the finished trials corrected them; differences within a row are meant."""
-    _, time = _fitted(problem, time_ms, table, records)
-    return time.mean()[0]
-
-
-def _fitted(
+def fitted(
     problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]
 ) -> tuple[DivergenceModel, LinearModel]:
+    """Return the models that the sampler uses, of divergence and time, fitted to trials and starting from tables."""
     divergence = divergence_model(problem, table.error2)
     time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
     done = [record for record in records if record.ok]
@@ -252,16 +244,10 @@ def explanation(
         decision (``name``, ``time_share``, ``error_share``, ``error_sd``), the most important first.
     """
     finished = [record for record in trials if _finite(record)]
-    records = (
-        finished
-        if len(finished) <= MOST_RECORDS
-        else finished[: MOST_RECORDS // 4] + finished[-3 * MOST_RECORDS // 4 :]
-    )
-    modelled = _modelled_times(problem, layer_time_ms)
-    times = learned_times(problem, modelled, table, records)
+    divergence, time = fitted(problem, _modelled_times(problem, layer_time_ms), table, finished)
     tried = {(g, int(c)) for run in finished if run.params for g, c in enumerate(problem.indices(run.params))}
-    reasons = explain_layers(problem, params, times, table, whole_ms, limit, tried)
-    decisions = importance(problem, modelled, table, records)
+    reasons = explain_layers(problem, params, time.mean()[0], table, whole_ms, limit, tried)
+    decisions = importance(problem, divergence, time, finished)
     return {
         "layers": merged(reasons)[:MOST_REASONS],
         "importance": [

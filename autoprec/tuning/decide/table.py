@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -181,10 +181,7 @@ class SensitivityTable:
             return self
         mean = sum(logs) / len(logs)
         misfit = Misfit(math.exp(mean), math.exp(max(abs(v - mean) for v in logs)), len(logs))
-        return SensitivityTable(**{**self._fields(), "misfit": misfit})
-
-    def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, misfit=misfit)
 
     def parameter_error2(self, problem: Problem, params: Params) -> float:
         """Return the squared error that activations and attention add beyond the layers' own."""

@@ -11,6 +11,7 @@ from autoprec.tuning.decide.explain import (
     error_share,
     explain_layers,
     explanation,
+    fitted,
     importance,
     merged,
     stay_explanation,
@@ -103,6 +104,11 @@ def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
     assert "not finite" in reason["text"]
 
 
+def mattered(found: Synthetic, records: list[Run]) -> list[dict[str, Any]]:
+    models = fitted(found.problem, found.prior.time_ms, table_of(found), records)
+    return importance(found.problem, *models, records)
+
+
 def test_the_group_that_moves_the_objectives_most_leads() -> None:
     found = synthetic()
     g = 5
@@ -119,7 +125,7 @@ def test_the_group_that_moves_the_objectives_most_leads() -> None:
         step, gap = found.step(params)
         metrics = {"step_time_ms": step, "divergence": gap}
         records.append(Run(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics_of(metrics)))
-    found_importance = importance(found.problem, found.prior.time_ms, table_of(found), records)
+    found_importance = mattered(found, records)
     assert found_importance[0]["name"] == layer_key(found.problem.groups[g].name)
     assert sum(i["time_share"] for i in found_importance) == pytest.approx(1.0)
     assert sum(i["error_share"] for i in found_importance) == pytest.approx(1.0)
@@ -136,7 +142,7 @@ def test_a_choice_that_no_run_has_shown_moves_nothing() -> None:
     kind = next(kind for kind in families(found.problem) if g in kind)
     others = [layer_key(found.problem.groups[k].name) for k in kind]
     records = [run for run in records if all(run.params[name] != choice for name in others)]
-    told = importance(found.problem, found.prior.time_ms, table_of(found), records)
+    told = mattered(found, records)
     assert next(i for i in told if i["name"] == others[kind.index(g)])["error_share"] < 0.5
 
 
@@ -161,7 +167,7 @@ def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0
 def test_noise_is_not_called_importance(seed: int) -> None:
     """A history length that cannot matter was told to explain most of the divergence."""
     found = synthetic(space="te-delayed")
-    told = importance(found.problem, found.prior.time_ms, table_of(found), searched(found, seed))
+    told = mattered(found, searched(found, seed))
     parameters = {i["name"]: i for i in told if not i["name"].startswith("layer:")}
     assert parameters
     assert all(i["error_share"] == 0.0 and i["time_share"] == 0.0 for i in parameters.values())
@@ -170,7 +176,7 @@ def test_noise_is_not_called_importance(seed: int) -> None:
 def test_a_parameter_that_matters_is_found() -> None:
     found = synthetic(space="te-delayed")
     name = next(n for n in found.problem.parameters if "margin" in n or "amax" in n)
-    told = importance(found.problem, found.prior.time_ms, table_of(found), searched(found, 0, name, 30.0))
+    told = mattered(found, searched(found, 0, name, 30.0))
     assert max(told, key=lambda i: i["error_share"])["name"] == name
 
 
