@@ -48,12 +48,13 @@ def made(
     compiled: bool = True,
     measured: bool = True,
     is_cpu: bool = False,
+    allowed: bool = True,
 ) -> ByBlock:
     host, target = SimpleNamespace(compiled=compiled, layers=layers), SimpleNamespace(is_cpu=is_cpu)
     setup: Any = SimpleNamespace(host=host, target=target, measured=measured)
     ledger: Any = SimpleNamespace(timings={}, notes=[])
     ledger.note = ledger.notes.append
-    return ByBlock(setup, ledger, script)
+    return ByBlock(setup, ledger, script, allowed=allowed)
 
 
 def begun(runs: ByBlock, script: Script) -> ByBlock:
@@ -89,8 +90,15 @@ def test_times_and_memory_are_those_of_the_whole_model() -> None:
         ({"is_cpu": True}, Script(compile_s=9.0)),
         ({}, Script(compile_s=1.5)),
         ({}, Script(blocks=1)),
+        ({"allowed": False}, Script()),
     ],
-    ids=["two blocks", "a CPU, compiled in seconds", "compiled at once", "a function that the script compiles"],
+    ids=[
+        "two blocks",
+        "a CPU, compiled in seconds",
+        "compiled at once",
+        "a function that the script compiles",
+        "verify",
+    ],
 )
 def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
     changes: dict[str, Any], script: Script

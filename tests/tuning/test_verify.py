@@ -234,6 +234,10 @@ def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> No
         assert (setup.target.name, setup.measured) == ("h100", True)
         elsewhere = policy.model_copy(update={"evidence": {"target": "a machine that is described elsewhere"}})
         assert setup_of(elsewhere, pool, SearchOptions(command=("train.py",))).target.is_cpu
+    unknown = replace(simulated, device="NVIDIA Unheard Of")
+    with HostPool(lambda seed, _folder: SimulatedRunner(unknown, seed), tmp_path / "gpu") as pool:
+        there = setup_of(elsewhere, pool, SearchOptions(command=("train.py",)))
+        assert (there.measured, there.target.is_cpu) == (True, False), "it is timed on a GPU that no table has, too"
     names = [layer.name for layer in graph.tunable]
     searched = setup.problem.policy(dict(presets(setup.problem))["fp8_delayed, head in bf16"])
     verified = policy_from_dict(contenders(policy, setup)["fp8_delayed, head in bf16"])
