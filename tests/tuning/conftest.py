@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import atexit
 import functools
 import shutil
 import sys
@@ -27,6 +28,7 @@ def empty_database() -> Path:
     from autoprec.tuning.study.study import default_storage
 
     folder = Path(tempfile.mkdtemp(prefix="autoprec-empty-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     open_storage(default_storage(folder)).engine.dispose()
     return folder / "study.db"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import shutil
@@ -70,6 +71,7 @@ class Searched(NamedTuple):
 def plain_search(**changes: object) -> Searched:
     """Return the search of :func:`options`, on a simulated H100; ``target="h100"`` rehearses it on a CPU."""
     folder = Path(tempfile.mkdtemp(prefix="autoprec-plain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     simulated = script(device="cpu") if changes.get("target") else script()
     with contextlib.chdir(folder):
         (folder / "train.py").touch()
