@@ -284,7 +284,7 @@ def test_views_and_copies_of_weights_are_followed_in_one_compiled_graph(kind: ty
     eager = [g.clone() for g in _gradients(model, model, x)]
     policy.apply(model)
     torch._dynamo.reset()
-    compiled = _gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    compiled = _gradients(model, torch.compile(model, backend="eager", fullgraph=True), x)
     for ours, theirs in zip(compiled, eager, strict=True):
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
     report = policy.audit(model)

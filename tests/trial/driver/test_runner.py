@@ -259,22 +259,31 @@ def test_record_anneal_seed_and_mismatch(host: Any) -> None:
 def test_replay_gives_what_forking_gives(host: Any) -> None:
     probes = (Probe("none", None), Probe("fp8", uniform("fp8")), Probe("head", uniform("bf16", "head")))
     spec = TrialSpec(kind="sensitivity", warmup=1, probes=probes)
-    for script in ("accumulation.py", "plain.py"):
-        with host(script) as forking, host(script, launch="process") as plain:
-            expected, got = forking.run(replace(spec, side_by_side=2)), plain.run(spec)
-            if script == "plain.py":
-                told: list[int] = []
-                late = forking.run(replace(spec, within_s=0.0), told.append)
-        assert got.status == "ok", got.reason + got.tail
-        assert got.payload["method"] == "replay"
-        assert got.payload["probes"] == expected.payload["probes"]
-        assert got.payload["hardly_moved"] == expected.payload["hardly_moved"] == []
-        assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
+    with host("accumulation.py") as forking, host("accumulation.py", launch="process") as plain:
+        expected, got = forking.run(replace(spec, side_by_side=2)), plain.run(spec)
+        told: list[int] = []
+        late = forking.run(replace(spec, within_s=0.0), told.append)
+    assert got.status == "ok", got.reason + got.tail
+    assert got.payload["method"] == "replay"
+    assert got.payload["probes"] == expected.payload["probes"]
+    assert got.payload["hardly_moved"] == expected.payload["hardly_moved"] == []
+    assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
     with host("gan.py", launch="process") as plain:  # a fork's scan begins elsewhere in a GAN's step
         assert plain.run(spec).payload["method"] == "replay"
     assert 0 < len(late.payload["probes"]) < len(probes)
     assert late.payload["gradient_noise"] > 0
     assert told == sorted(told)
+
+
+@pytest.mark.parametrize("script", ["session.py", "functional.py"])
+def test_a_step_that_cannot_be_replayed_has_no_gradient_errors_instead_of_wrong_ones(script: str, host: Any) -> None:
+    """One reports its step after the update, the other trains tensors that stand for the model's parameters."""
+    spec = TrialSpec(kind="sensitivity", warmup=1, probes=(Probe("bf16", uniform("bf16")),))
+    with host(script, launch="process") as runner:
+        result = runner.run(spec)
+    assert not result.ok
+    assert "probes" not in result.payload
+    assert result.payload["replay_error"] > 0.01
 
 
 @pytest.mark.slow

@@ -28,6 +28,9 @@ from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random
 from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import Probe, TrialSpec
 
+#: Relative error that a step played again under no policy may have: kernels that sum in any order make far less.
+_REPEATS = 0.01
+
 
 class Replay(Events):
     """Answers the probes of one ``sensitivity`` trial without forking; ``done`` receives the payload."""
@@ -120,6 +123,7 @@ class Replay(Events):
         kept = [p.grad for p in self._found.parameters]
         random = random_state(self._device)
         events, self._hooks.events = self._hooks.events, Events()
+        self._check_that_it_repeats(scale)
         for probe in self._spec.probes:
             if self._rows and self._is_over():
                 break
@@ -135,6 +139,23 @@ class Replay(Events):
         set_random_state(random, self._device)
         self._hooks.events = events
         self._step.forget()
+
+    def _check_that_it_repeats(self, scale: float) -> None:
+        """End the scan where the step, played as the script wrote it, has other gradients than the script's.
+
+        Its weights may have changed since (a step that is reported after the update), or be others than the model's
+        (``functional_call``): every gradient error would be that difference.
+        """
+        try:
+            found = self._compared(self._played(Probe("", _NOTHING)) / scale, scale)["gradient_error"]
+        except EndedError:  # each probe says why
+            return
+        if found is not None and found > _REPEATS:
+            why = (
+                f"the script's step, played again as it is, has other gradients (relative error {found:.2g}): it "
+                "changes weights before it reports the step, or trains tensors that are not the model's parameters"
+            )
+            self._done({"failed": why, "replay_error": found})
 
     def _played(self, probe: Probe) -> float:
         """Play the step under a probe's policy; return its loss.

@@ -144,7 +144,7 @@ def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[A
 
 
 def distributed_scan(rank: int, fails_on: int | None, wire: str = "fp32") -> dict[str, Any]:
-    """Scan a model under DDP; the second pass that a rank plays runs out of memory on ``fails_on``."""
+    """Scan a model under DDP; the pass of the second probe runs out of memory on ``fails_on``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5))
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -155,7 +155,7 @@ def distributed_scan(rank: int, fails_on: int | None, wire: str = "fp32") -> dic
 
     def play(self: RecordedStep, **options: Any) -> float:
         played[0] += 1
-        if played[0] == 2 and rank == fails_on:
+        if played[0] == 3 and rank == fails_on:  # the first is the step as it is
             raise torch.OutOfMemoryError("no room for a pass")
         return original(self, **options)
 
