@@ -136,6 +136,8 @@ def _adopted(
     if sixteen_bit:
         over = speed_text(speedup / sixteen_bit, *(over_16bit or ()))
         gain = f"{over} over 16-bit ({gain} over the script as written)"
+        if f"{speedup / sixteen_bit:.2f}" == "1.00":  # bf16 for a script in fp32: a gain of 1.00x is not why to adopt
+            gain = f"{speed_text(speedup, low, high)} over the script as written, and as fast as the best 16-bit run"
     text = f"{name} is the {_BEST[objective]} acceptable policy{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""

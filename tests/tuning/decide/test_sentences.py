@@ -30,6 +30,7 @@ REASONS = [
     Reason("within_timing_noise", {"name": "a", "merit": 1.008, "noise": 0.01}),
     Reason("adopted", ADOPTED),
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.25, "tied": 2, "so_far": True}),
+    Reason("adopted", ADOPTED | {"sixteen_bit": 1.499}),
     Reason("adopted", ADOPTED | {"objective": "balanced", "caveat": Reason("loss_flat")}),
     Reason("faster_not_taken", {"name": "fp8", "speedup": 1.5, "sixteen_bit": 1.25, "why": BEYOND, "more": 1}),
     Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True}),
