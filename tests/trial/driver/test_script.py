@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.trial.driver.script import _with_notes
+from autoprec.trial.inside.policy_run import APPLIED, LEFT, REFUSED
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
 
@@ -188,16 +190,10 @@ else:
 """
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_what_the_script_starts_may_train_another_model_and_outlive_it(named: bool, tmp_path: Path) -> None:
+def test_what_the_script_starts_may_train_another_model_and_outlive_it(tmp_path: Path) -> None:
+    """What such a process does with a policy that is for another model is told in tests/trial/inside."""
     (tmp_path / "train.py").write_text(HELPED)
-    document = {
-        "schema": "autoprec.policy/1",
-        "recipes": {"bf16": {"format": "bf16"}},
-        "layers": [{"match": "*" if named else "core", "recipe": "bf16"}],
-    }
-    if named:
-        document["model"] = {"class": "Sequential", "parameters": 20}
+    document = uniform("bf16") | {"model": {"class": "Sequential", "parameters": 20}}
     done = run(document, str(tmp_path / "audit.json"), str(tmp_path / "train.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "features.txt").exists()
@@ -210,15 +206,11 @@ def test_what_the_script_starts_may_train_another_model_and_outlive_it(named: bo
 
 
 def test_a_script_that_only_starts_the_training_of_another_model_ends_as_failed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(HELPED)
-    (tmp_path / "start.py").write_text(
-        "import subprocess, sys, torch\nsubprocess.run([sys.executable, 'train.py', 'x'])"
-    )
-    document = {
-        "schema": "autoprec.policy/1",
-        "recipes": {"bf16": {"format": "bf16"}},
-        "layers": [{"match": "*", "recipe": "bf16"}],
-        "model": {"class": "GPT", "parameters": 1_000_000},
-    }
-    done = run(document, "", str(tmp_path / "start.py"), cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
+    document = uniform("bf16")
+    assert _with_notes(0, tmp_path, document, None) == 0, "no step was seen"
+    (tmp_path / LEFT).touch()
+    assert [_with_notes(code, tmp_path, document, None) for code in (0, 3)] == [1, 3]
+    (tmp_path / APPLIED).touch()
+    assert _with_notes(0, tmp_path, document, None) == 0
+    (tmp_path / REFUSED).touch()
+    assert _with_notes(0, tmp_path, document, None) == 1

@@ -16,7 +16,7 @@ from autoprec.applying.swap import execution_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.trial.inside.observe.discovery import discover
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.policy_run import APPLIED, REFUSED, PolicyRun
+from autoprec.trial.inside.policy_run import APPLIED, LEFT, REFUSED, PolicyRun
 from tests.trial.conftest import uniform
 
 
@@ -118,6 +118,23 @@ def named(hooks: Hooks, tmp_path: Path) -> PolicyRun:
         "model": {"class": "Net", "parameters": sum(p.numel() for p in Net().parameters())},
     }
     return PolicyRun({"policy": document, "audit": str(tmp_path / "audit.json")}, hooks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": {"class": "Net", "parameters": 1}}, {"layers": [{"match": "core", "recipe": "bf16"}]}]
+)
+def test_what_a_script_starts_trains_another_model_without_the_policy(
+    changes: dict[str, Any], hooks: Hooks, tmp_path: Path
+) -> None:
+    """The policy names another model, or fits another; the script itself would be ended."""
+    (tmp_path / "first").write_text(str(os.getpid() + 1))
+    config = {"policy": uniform("bf16") | changes, "audit": str(tmp_path / "audit.json"), "single": True}
+    model = Net()
+    begin(PolicyRun(config, hooks, tmp_path), model)
+    assert not under_policy(model)
+    assert (tmp_path / LEFT).exists()
+    assert not (tmp_path / APPLIED).exists()
+    assert not (tmp_path / REFUSED).exists()
 
 
 def test_a_throw_away_fit_before_the_real_model_is_let_pass(
