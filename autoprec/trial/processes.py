@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: The file of a private folder that its owner keeps locked, and how long the owner may take to lock it.
 _LOCK, _BEING_MADE_S = "lock", 60.0
+#: States of processes that have ended.
+_DEAD = (b"Z", b"X")
 
 
 def call_libc(name: str, *values: Any) -> int:
@@ -90,9 +92,7 @@ def _children(pid: int) -> set[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
-    found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    rows = [(number, _read(f"/proc/{number}/stat").rpartition(b")")[2].split()) for number in found]
-    return {number for number, fields in rows if len(fields) > 1 and int(fields[1]) == pid}
+    return {number for number, fields in all_processes() if int(fields[1]) == pid}
 
 
 def prefer_as_oom_victim() -> None:
@@ -103,8 +103,8 @@ def prefer_as_oom_victim() -> None:
 
 def start_ticks(pid: int) -> str:
     """When a process started, in kernel ticks, so that a reused number is not taken for it; empty when it is gone."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
+    fields = _stat(pid)
+    return fields[19].decode() if fields and fields[0] not in _DEAD else ""
 
 
 def private_folder() -> tuple[Path, int]:
@@ -172,7 +172,8 @@ def end_group(leader: int, sig: int = signal.SIGKILL) -> None:
         os.killpg(leader, sig)
 
 
-def _read(path: str) -> bytes:
+def read_if_there(path: str) -> bytes:
+    """Return what a file says; empty where it is gone, or, in /proc, not ours to read."""
     try:
         with open(path, "rb") as stream:
             return stream.read()
@@ -180,27 +181,33 @@ def _read(path: str) -> bytes:
         return b""
 
 
+def _stat(pid: int | str) -> list[bytes]:
+    """Return the fields of ``/proc/PID/stat`` (``man 5 proc``) from the third on: state, parent, group, session, ..."""
+    fields = read_if_there(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return fields if len(fields) > 19 else []
+
+
+def all_processes() -> Iterator[tuple[int, list[bytes]]]:
+    """Yield every process of the machine with the fields of :func:`_stat`; nothing where there is no /proc."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit() and (fields := _stat(name)):
+                yield int(name), fields
+
+
 def marked_processes(mark: str, sessions: Iterable[int] = ()) -> list[int]:
     """Return living processes that carry ``mark`` in their environment or belong to one of the sessions.
 
     A mark is a prefix of the marks derived from it; end it with a NUL to mean exactly that one.
     """
-    wanted = mark.encode()
-    chosen = {int(s) for s in sessions}
-    found = []
-    try:
-        entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
-    for pid in entries:
-        if pid == os.getpid():
-            continue
-        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        if len(fields) < 4 or fields[0] in (b"Z", b"X"):
-            continue
-        if int(fields[3]) in chosen or (wanted and wanted in _read(f"/proc/{pid}/environ") + b"\0"):
-            found.append(pid)
-    return found
+    wanted, chosen = mark.encode(), {int(s) for s in sessions}
+
+    def is_meant(pid: int, fields: list[bytes]) -> bool:
+        if pid == os.getpid() or fields[0] in _DEAD:
+            return False
+        return int(fields[3]) in chosen or (bool(wanted) and wanted in read_if_there(f"/proc/{pid}/environ") + b"\0")
+
+    return [pid for pid, fields in all_processes() if is_meant(pid, fields)]
 
 
 def sweep(mark: str, sessions: Iterable[int] = (), *, patience_s: float = 5.0) -> list[int]:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoprec.trial.processes import all_processes, read_if_there
+
 #: A tree is looked at so many times per limit, at least and at most so often (s): one look reads a line of /proc per
 #: process of the machine, and five a second for each of two trials took a twelfth of a core.
 _LOOKS, _SHORTEST_S, _LONGEST_S = 60, 0.2, 1.0
@@ -50,38 +52,21 @@ class Beat:
 
 def tree_usage(leader: int) -> dict[int, Usage]:
     """Return every process of the session that ``leader`` leads, and of its descendants; empty where /proc is not."""
-    rows: dict[int, tuple[str, int, int, float]] = {}
+    rows = dict(all_processes())
     ticks = os.sysconf("SC_CLK_TCK")
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            fields = _read(f"/proc/{name}/stat").rpartition(")")[2].split() if name.isdigit() else []
-            if len(fields) > 12:
-                rows[int(name)] = (
-                    fields[0],
-                    int(fields[1]),
-                    int(fields[3]),
-                    (int(fields[11]) + int(fields[12])) / ticks,
-                )
-    chosen = {pid for pid, (_, _, session, _) in rows.items() if session == leader or pid == leader}
+    chosen = {pid for pid, fields in rows.items() if int(fields[3]) == leader or pid == leader}
     grown = True
     while grown:
-        more = {pid for pid, (_, parent, _, _) in rows.items() if parent in chosen} - chosen
+        more = {pid for pid, fields in rows.items() if int(fields[1]) in chosen} - chosen
         chosen |= more
         grown = bool(more)
-    return {pid: Usage(rows[pid][0], rows[pid][3], _waited(pid)) for pid in chosen}
+    cpu_s = {pid: (int(rows[pid][11]) + int(rows[pid][12])) / ticks for pid in chosen}
+    return {pid: Usage(rows[pid][0].decode(), cpu_s[pid], _waited(pid)) for pid in chosen}
 
 
 def _waited(pid: int) -> float | None:
-    words = _read(f"/proc/{pid}/schedstat").split()
+    words = read_if_there(f"/proc/{pid}/schedstat").split()
     return int(words[1]) * 1e-9 if len(words) == 3 else None
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as stream:
-            return stream.read()
-    except OSError:
-        return ""
 
 
 class Deadline:
@@ -127,7 +112,7 @@ class Deadline:
         return self.own_s > self.limit_s
 
     def _look(self, passed_s: float) -> None:
-        seen = _read(str(self._steps)) if self._steps is not None else ""
+        seen = read_if_there(str(self._steps)).decode() if self._steps is not None else ""
         if seen != self._seen:
             self._seen, self.own_s = seen, 0.0
             if self._progress is not None:
