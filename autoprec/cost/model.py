@@ -369,8 +369,11 @@ class CostModel:
         if not device.ok:
             return False, device.reason
         family = recipe_family(recipe)
-        if "double_backward" in layer.flags and recipe.scaled:
-            return False, f"its gradients are differentiated (create_graph=True), which no {family} GEMM supports"
+        if "double_backward" in layer.flags and (recipe.format not in ("bf16", "fp32") or recipe.output == "fp32"):
+            return (
+                False,
+                "its gradients are differentiated (create_graph=True), which only plain bf16 and fp32 GEMMs support",
+            )
         alone = layer.kind in ("conv", "rnn")
         if layer.kind == "conv" and family in _NO_CONV:
             return False, f"no {family} convolution kernel exists in the backends: convolutions run in 16 bits"

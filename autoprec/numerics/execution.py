@@ -116,8 +116,8 @@ def only_once(grads: tuple[Any, ...], name: str) -> tuple[Any, ...]:
     ``once_differentiable`` would let them pass as constants where the gradient that arrived is one.
     """
     message = (
-        f"layer '{name}' runs in scaled formats and cannot be differentiated twice, as a gradient penalty or a Hessian "
-        "asks (create_graph=True): keep it as the script wrote it, or in bf16"
+        f"layer '{name}' cannot be differentiated twice under its recipe, as a gradient penalty or a Hessian asks "
+        "(create_graph=True): keep it as the script wrote it, or in bf16"
     )
     given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
     out = torch._C._functions.DelayedError(message.encode(), len(given))(*given)

@@ -130,8 +130,9 @@ def test_can_run_asks_the_shapes(tiny: GraphReport) -> None:
     ok, why = CostModel(odd, H100, scale=CostScale(width=16, tokens=16)).can_run(odd.layers[0], R["fp8_rowwise"])
     assert ok, why
     twice = replace(tiny.layers[0], flags=("double_backward",))
-    ok, why = CostModel(tiny, H100).can_run(twice, R["fp8_rowwise"])
-    assert (ok, "create_graph=True" in why) == (False, True)
+    for recipe in (R["fp8_rowwise"], R["tf32"], R["fp16"], R["bf16"].model_copy(update={"output": "fp32"})):
+        ok, why = CostModel(tiny, H100).can_run(twice, recipe)
+        assert (ok, "create_graph=True" in why) == (False, True)
     assert CostModel(tiny, H100).can_run(twice, R["bf16"])[0]
     assert CostModel(tiny, H100).can_run("lm_head", None) == (True, "")
 
