@@ -156,6 +156,14 @@ def test_the_top_level_holds_what_people_look_for_and_nothing_else() -> None:
     assert {name.split("/")[0] for name in listed.stdout.splitlines()} == {
         *("README.md", "pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml", "Dockerfile"),
         *("LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
-        *(".ci", ".github", ".gitignore", ".dockerignore", ".pre-commit-config.yaml"),
+        *(
+            ".ci",
+            ".github",
+            "action.yml",
+            ".gitignore",
+            ".dockerignore",
+            ".pre-commit-config.yaml",
+            ".pre-commit-hooks.yaml",
+        ),
         *("autoprec", "search_spaces", "examples", "tests", "benchmarks", "docs"),
     }

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "transfer": ("scripts.transfer:transfer", "Carry a policy found on a small model over to a big one."),
     "show": ("policies.show:show", "Print a policy with its evidence, or what two differ in."),
     "validate": ("policies.validate:validate", "Check that policy or search-space files are valid."),
+    "lint": ("policies.lint:lint", "What is wrong with a policy for a script, without training."),
     "export": ("policies.export:export", "Write a policy as configuration of another training stack."),
     "import": ("policies.import_:import_", "Read another stack's configuration as a policy."),
     "calibrate": ("machine.calibrate:calibrate", "Measure this device for the cost model."),

@@ -73,13 +73,20 @@ def is_description(text: str) -> bool:
 
 
 def step_of(
-    words: Sequence[str], phases: Phases, *, batch: int = SIZE[0], seq: int = SIZE[1]
+    words: Sequence[str],
+    phases: Phases,
+    *,
+    batch: int = SIZE[0],
+    seq: int = SIZE[1],
+    weights: str = "",
+    timeout_s: float = 600.0,
 ) -> tuple[GraphReport, HostInfo | None]:
     """Return one step of what a command line ends with; what its script was found to be, where it is one.
 
     Args:
         words: a script with its arguments, or else one word: a preset, a ``config.json``, a saved step.
         batch, seq: of a configuration: sequences on a device, and tokens in each.
+        weights, timeout_s: of a script, see :func:`running`.
 
     Raises:
         ScriptError: the script failed before or in its first step.
@@ -87,7 +94,7 @@ def step_of(
         UnknownNameError, FileError: there is no such preset or file, or it is not one of these.
     """
     if not is_description(words[0]):
-        return record_step(words, phases)
+        return record_step(words, phases, timeout_s=timeout_s, weights=weights)
     if len(words) > 1:
         raise UsageError(f"{words[0]} takes no arguments: found {words[1]}", fix="options come before it")
     return described_step(words[0], phases, batch=batch, seq=seq), None

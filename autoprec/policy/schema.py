@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from autoprec.policy.globs import MOST_RULES, Glob
+from autoprec.policy.globs import MOST_RULES, Glob, glob_matches
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
 
 SCHEMA = "autoprec.policy/1"
@@ -136,6 +136,18 @@ class StabilityPolicy(_Frozen):
                 "outlier: a multiple of the usual gradient norm, such as 8; 1 or less would skip half of all steps"
             )
         return value
+
+
+class Silenced(_Frozen):
+    """A finding of ``autoprec lint`` that is meant: its code, of which layers, and why."""
+
+    code: str = Field(description="a code of docs/ci.md")
+    reason: str = Field(min_length=1, description="why it is meant, for a reader")
+    layers: Glob = Field("*", description="glob on module names")
+
+    def silences(self, code: str, layers: Sequence[str]) -> bool:
+        """Say whether a finding about these layers is meant."""
+        return code == self.code and all(glob_matches(self.layers, name) for name in layers)
 
 
 class ModelInfo(_Frozen):
@@ -279,6 +291,7 @@ class Policy(_Frozen):
     evidence: dict[str, Any] = Field(default_factory=dict, description="how it was found; plain data")
     guard: Guard | None = None
     phases: tuple[Phase, ...] = Field((), max_length=16, description="what changes during the run, in order")
+    silenced: tuple[Silenced, ...] = Field((), max_length=MOST_RULES, description="findings of lint that are meant")
 
     @model_validator(mode="before")
     @classmethod
@@ -381,6 +394,8 @@ class Policy(_Frozen):
             out["evidence"] = dict(self.evidence)
         if self.guard is not None:
             out["guard"] = self.guard.model_dump(mode="json")
+        if self.silenced:
+            out["silenced"] = [entry.model_dump(exclude_defaults=True) for entry in self.silenced]
         if self.phases:
             out["phases"] = [phase.to_dict() for phase in self.phases]
         return out

@@ -13,7 +13,7 @@ from autoprec.tuning.study.rows import percent
 def verdict_lines(result: SearchResult) -> list[str]:
     """Return why the answer is what it is: the verdict in one line, then its caveats; at least one, maybe empty."""
     reasons = statements([Reason.from_json(reason) for reason in result.reasons])
-    return [redact_text(line) for line in reasons or [result.reason]]
+    return [redact_text(line) for line in (reasons if result.reasons else [result.reason])]
 
 
 def cost_text(summary: Summary) -> str:

@@ -5,15 +5,16 @@
     python benchmarks/search/by_hand.py conv --policy policy.yaml
 
 By hand are the script as written, the script under ``torch.autocast("cpu", bfloat16)``, and every layer in bf16. They
-and each policy train copies of one model in one process, in blocks of a few steps in random order; a block's CPU time
-on one thread (which trials have as well) is divided by that of another's block of the same round. The median of these
+and each policy train in a process of their own, as they do at a user's: copies of one model in one process would share
+its caches and its heap. One process works at a time, in blocks of a few steps in random order; a block's CPU time on
+one thread (which trials have as well) is divided by that of another's block of the same round. The median of these
 ratios has a 95 % interval. Nothing of the product takes part but ``autoprec.load``, ``apply`` and ``wrap_optimizer``,
 which is what a user writes.
 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script (answers that are in ``--work``
 already are not searched again), and the gain of each answer over the fastest by hand is said. A row is wrong where the
-interval it claims and the true one have nothing in common, or where autocast by hand is surely faster than what was
-adopted (than the script, where the answer is to stay).
+speed it claims is outside the true one's interval and more than 3 % from it, or where autocast by hand is surely faster
+than what was adopted (than the script, where the answer is to stay).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -40,6 +42,7 @@ import torch
 import autoprec
 from autoprec.applying.policy import TorchPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.files import write_json
 from autoprec.trial.intervals import FEWEST, median_interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,10 +72,13 @@ SCRIPTS |= {
     "gpt2-autocast": (str(TRAIN), "gpt2", "--autocast"),
 }
 #: The contenders that are there without a policy.
-WRITTEN, AUTOCAST, BF16, ADOPTED = "script", "autocast by hand", "all bf16", "adopted"
+BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast by hand", "all bf16"
+ADOPTED = "adopted"
 ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
-#: Steps of a block that are timed, and that go by before.
-BLOCK, SETTLING = 3, 1
+#: A block has so many steps at least, takes so long at least (s), and so many steps go by before it.
+BLOCK, BLOCK_S, SETTLING = 3, 0.3, 1
+#: A claim so close to the truth is right, whatever the interval.
+CLOSE = 0.03
 Step = Callable[[], None]
 Interval = tuple[float, float, float]
 
@@ -94,11 +100,14 @@ class Row:
 
     @property
     def wrong(self) -> str:
-        """Return what is wrong; empty where nothing is."""
+        """Return what is wrong; empty where nothing is, as where a budget ended before there was an answer."""
+        if self.verdict not in ("adopt", "stay"):
+            return ""
         if self.paired[2] < 1.0:
             return "autocast by hand is faster"
-        if self.claimed is not None and (self.claimed[2] < self.truth[1] or self.truth[2] < self.claimed[1]):
-            return "the claim and the truth are apart"
+        if self.claimed is not None and not self.truth[1] <= self.claimed[0] <= self.truth[2]:
+            apart = self.claimed[0] / self.truth[0] - 1.0
+            return f"the claim is {apart:+.0%} off" if abs(apart) > CLOSE else ""
         return ""
 
 
@@ -142,21 +151,46 @@ def contender(name: str, policy: Path | TorchPolicy | None = None, *, autocast: 
     return step
 
 
-def race(contenders: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds of CPU time per step, one for each round."""
-    for step in contenders.values():
-        step(), step()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        order = list(contenders)
-        random.Random(number).shuffle(order)
-        for name in order:
-            for _ in range(SETTLING):
-                contenders[name]()
+def serve(step: Step) -> None:
+    """Run a block of steps for each line of standard input, and answer with its CPU milliseconds per step."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a model prints is not an answer
+    steps = 0
+    for _ in sys.stdin:
+        for _ in range(SETTLING if steps else 2):
             began = time.process_time()
-            for _ in range(BLOCK):
-                contenders[name]()
-            times[name].append((time.process_time() - began) / BLOCK * 1e3)
+            step()
+        steps = steps or max(BLOCK, math.ceil(BLOCK_S / max(time.process_time() - began, 1e-4)))
+        began = time.process_time()
+        for _ in range(steps):
+            step()
+        print((time.process_time() - began) / steps * 1e3, file=answers, flush=True)
+
+
+def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds of CPU time per step of each contender, one for each round."""
+    command = [sys.executable, __file__, name, "--serve"]
+    pipe, threads = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        lanes = {}
+        for who, kind in contenders.items():
+            lane = subprocess.Popen([*command, kind], stdin=pipe, stdout=pipe, text=True, env=threads)
+            lanes[who] = stack.enter_context(lane)
+            stack.callback(lane.kill)
+
+        def block(who: str) -> float:
+            asks, answers = lanes[who].stdin, lanes[who].stdout
+            assert asks is not None
+            assert answers is not None
+            print(file=asks, flush=True)
+            return float(answers.readline())
+
+        for who in lanes:
+            block(who)
+        times: dict[str, list[float]] = {who: [] for who in lanes}
+        for number in range(rounds):
+            for who in random.Random(number).sample(list(lanes), len(lanes)):
+                times[who].append(block(who))
     return times
 
 
@@ -176,31 +210,29 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "autoprec", "search", "--json", "--no-mlflow", "-o", "policy.yaml", *words]
     command += ["--study", name, *SCRIPTS[name]]
+    began = time.monotonic()
     with (folder / "search.log").open("w") as log:
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, check=False)
-    if not done.stdout.strip():
-        raise SystemExit(f"the search of {name} ended with {done.returncode}, no answer: {folder}/search.log")
-    (folder / "result.json").write_bytes(done.stdout)
+    none = {"verdict": f"no answer, exit {done.returncode}", "best": {}}
+    found = json.loads(done.stdout) if done.stdout.strip() else none
+    write_json(folder / "result.json", found | {"seconds": time.monotonic() - began})
 
 
-def by_hand(name: str) -> dict[str, Step]:
-    """Return what a person has without a search."""
-    return {
-        WRITTEN: contender(name),
-        AUTOCAST: contender(name, autocast=True),
-        BF16: contender(name, ALL_BF16),
-    }
+def served(name: str, kind: str) -> Step:
+    """Return the step of a contender: one of :data:`BY_HAND`, or a policy's file."""
+    policy = ALL_BF16 if kind == BF16 else None if kind in BY_HAND else Path(kind)
+    return contender(name, policy, autocast=kind == AUTOCAST)
 
 
 def judged(name: str, folder: Path, rounds: int) -> Row:
     """Time what a search adopted against the script and autocast by hand."""
     result = json.loads((folder / "result.json").read_text())
     adopted = result["verdict"] == "adopt"
-    contenders = by_hand(name)
+    contenders = {kind: kind for kind in BY_HAND}
     if adopted:
-        contenders[ADOPTED] = contender(name, folder / "policy.yaml")
-    times = race(contenders, rounds)
-    fastest = min((WRITTEN, AUTOCAST, BF16), key=lambda who: statistics.median(times[who]))
+        contenders[ADOPTED] = str(folder / "policy.yaml")
+    times = race(name, contenders, rounds)
+    fastest = min(BY_HAND, key=lambda who: statistics.median(times[who]))
     best, claimed = result["best"], None
     if adopted:
         low, high = best.get("intervals", {}).get("speedup", (best["speedup"], best["speedup"]))
@@ -243,18 +275,21 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
     parser.add_argument("--repeats", type=int, default=1, help="searches of each script")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--serve", metavar="CONTENDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
     if args.rounds < FEWEST:
         parser.error(f"--rounds: an interval takes {FEWEST} at least")
+    if args.serve:
+        sys.path[:0] = [str(ROOT), str(FOLDER)]
+        torch.set_num_threads(1)
+        serve(served(args.scripts[0], args.serve))
+        return
     args.scripts = list(SCRIPTS) if "all" in args.scripts else args.scripts
-    torch.set_num_threads(1)
-    sys.path[:0] = [str(ROOT), str(FOLDER)]
     if not args.search:
         for name in args.scripts:
-            contenders = by_hand(name)
-            contenders |= {str(path): contender(name, path) for path in args.policy}
-            times = race(contenders, args.rounds)
+            contenders = {kind: kind for kind in (*BY_HAND, *map(str, args.policy))}
+            times = race(name, contenders, args.rounds)
             for who, ms in times.items():
                 print(f"{name:6}{who:40}{statistics.median(ms):9.1f} ms  {text(over(ms, times[WRITTEN]))}")
         return

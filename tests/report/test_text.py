@@ -10,8 +10,8 @@ from tests.tracking.conftest import make_records, make_result
 
 
 def test_the_verdict_comes_first_and_its_caveats_after_it() -> None:
-    reasons = (Reason("cut_short", {"what": "no time"}), Reason("none_measured"), Reason("interrupted"))
+    reasons = (Reason("none_measured"), Reason("cut_short", {"what": ["no time"]}), Reason("interrupted"))
     found = replace(make_result(make_records()), reasons=tuple(reason.to_json() for reason in reasons))
     first, *caveats = verdict_lines(found)
-    assert (first, caveats) == (f"{reasons[0]}; so far {reasons[1]}", [str(reasons[2])])
+    assert (first, caveats) == (str(reasons[0]), [str(one) for one in reasons[1:]])
     assert verdict_lines(replace(found, reasons=(), reason="as before")) == ["as before"]

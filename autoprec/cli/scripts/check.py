@@ -28,7 +28,7 @@ from autoprec.precision.recipes import by_recipe
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.policy import Policy
-    from autoprec.trial.protocol import TrialResult
+    from autoprec.trial.protocol import HostInfo, TrialResult
     from autoprec.tuning.transfer.spot import SpotCheck
 
 _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}
@@ -72,9 +72,7 @@ def _audited(
             phases.begin(f"{passes} forward and backward passes on the model itself")
             spot = ask(runner, host, label, policy.stages[0], report, passes, backend), report
     audit, *later = audits
-    audit["notes"] = [*audit.get("notes", ()), *_differences(policy, host.model, audit["layers"])]
-    if host.device == "cpu":
-        audit["notes"] += _other_instructions(str(policy.evidence.get("instructions") or ""))
+    audit["notes"] = [*audit.get("notes", ()), *_differences(policy, host, audit["layers"])]
     if later:
         audit["phases"] = [{"from": phase.start, **row} for phase, row in zip(policy.phases, later, strict=True)]
         audit["ok"] = all(row["ok"] for row in audits)
@@ -94,32 +92,14 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
     return kind(f"the policy could not be checked: {what}", where=where, fix=fix)
 
 
-def _differences(policy: Policy, found: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return notes on how this model differs from the one that was searched, for which the evidence holds."""
-    from autoprec.policy.known_layers import unknown_layers
+def _differences(policy: Policy, host: HostInfo, rows: list[dict[str, Any]]) -> list[str]:
+    """Return notes on how model and machine differ from those that were searched, for which the evidence holds."""
+    from autoprec.tuning.lint.rules import new_layers, other_instructions, other_model
 
-    made_for = policy.model
-    notes: list[str] = []
-    if made_for is None:
-        return notes
-    if made_for.fingerprint and made_for.fingerprint != found.get("fingerprint"):
-        wanted = f"{made_for.class_name} ({made_for.parameters:,} parameters)"
-        here = f"{found['class']} ({found['parameters']:,} parameters)"
-        notes.append(f"the policy was found on {wanted}, this is {here}: its evidence does not apply")
     decided = [row["name"] for row in rows if set(row["requested"].values()) != {"keep"}]
-    if made_for.layers and (new := unknown_layers(decided, made_for.layers)):
-        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
-        notes.append(f"the search has not seen {', '.join(new[:4])}{more}, which the policy's rules take as well")
-    return notes
-
-
-def _other_instructions(found_with: str) -> list[str]:
-    """Return a note on a policy that was timed on a CPU that multiplies with other instructions."""
-    here = cpu_instructions()
-    if not (found_with and here and found_with != here):
-        return []
-    what = "its times do not apply, and INT8 without integer instructions has fewer codes for input and weight"
-    return [f"the policy was found on a CPU with {found_with}, this one has {here}: {what}"]
+    found = [*other_model(policy, host.model), *new_layers(policy, decided)]
+    found += other_instructions(policy, cpu_instructions()) if host.device == "cpu" else []
+    return [finding.message for finding in found]
 
 
 def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:

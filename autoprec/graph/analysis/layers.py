@@ -382,6 +382,7 @@ def build_layers(
                 flags=tuple(sorted(record.flags)),
                 flops=flops,
                 dtype=trace.values[record.inputs[0]].dtype if record.inputs else "",
+                where=names.defined_at(record.name),
             )
         )
     return tuple(out)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +19,21 @@ from autoprec.applying.units import clean_name, tunable_units, unwrap
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a sharded tensor (FSDP2, tensor parallelism) that this rank holds; others as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@functools.cache
+def _made_at(cls: Any, attribute: str) -> str:
+    """Return ``file:line`` of an attribute's assignment in the source of a class, else of the class."""
+    try:
+        lines, first = inspect.getsourcelines(cls)
+        file = inspect.getsourcefile(cls) or ""
+    except (OSError, TypeError):  # made by exec, or in C
+        return ""
+    if "site-packages" in file:
+        return ""
+    assigned = re.compile(rf"\bself\.{re.escape(attribute)}\b\s*(:[^=]+)?=|[\"']{re.escape(attribute)}[\"']")
+    at = next((number for number, line in enumerate(lines) if assigned.search(line)), 0)
+    return f"{file}:{max(first, 1) + at}"
 
 
 class ModelNames:
@@ -83,6 +102,18 @@ class ModelNames:
         made = [p for p in made if not isinstance(p, UninitializedParameter)]
         whole = sum(p.numel() for p in made)
         return sum(on_this_rank(p).numel() for p in made) / whole if whole else 1.0
+
+    def defined_at(self, name: str) -> str:
+        """Return ``file:line`` where the class that holds a layer makes it; empty where that is a library's.
+
+        Of a layer in a container of torch's (``mlp.0``) it is where the container is made.
+        """
+        while name:
+            name, _, attribute = name.rpartition(".")
+            holder: Any = type(self.modules.get(name))
+            if holder is not type(None) and not holder.__module__.startswith("torch."):
+                return _made_at(holder, attribute)
+        return ""
 
     def identity(self) -> dict[str, object]:
         """Return class, number of parameters (ties once) and a fingerprint of names, shapes and dtypes."""

@@ -47,16 +47,17 @@ class Reason:
 
 
 def statements(reasons: Sequence[Reason]) -> list[str]:
-    """Return the verdict of a decision in one line, then its caveats; what was cut short says what is known so far."""
-    texts = [str(reason).strip(" .") for reason in reasons]
-    if len(texts) > 1 and reasons[0].code == "cut_short":
-        texts[:2] = [f"{texts[0]}; so far {texts[1]}"]
-    return texts
+    """Return the verdict of a decision in one line, then its caveats, a line each; at least one, maybe empty."""
+    lines: list[str] = []
+    for reason in reasons:
+        cut = reason.data["what"] if reason.code == "cut_short" else []
+        lines += [f"cut short: {what}" for what in cut] or [str(reason).strip(" .")]
+    return lines or [""]
 
 
 def sentence(reasons: Sequence[Reason]) -> str:
     """Return the reasons of a decision as one text, in their order."""
-    first, *others = statements(reasons) or [""]
+    first, *others = (str(reason).strip(" .") for reason in reasons) if reasons else [""]
     return first + "".join(f"{'. ' if text[:1].isupper() else '; '}{text}" for text in others)
 
 
@@ -272,7 +273,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     ),
     "cost_model": lambda text: text,
     "interrupted": lambda: "interrupted before the finalists",
-    "cut_short": lambda what: f"cut short: {what}",
+    "cut_short": lambda what: f"cut short: {'; '.join(what)}",
     "unmoved": unmoved,
     "only_sixteen_bit": lambda bound, cause: (
         f"Only 16 bit was tried: by the cost model nothing else gains more than {bound:.2f}x over that: {cause}"

@@ -46,9 +46,9 @@ def settled(decision: Decision, ledger: Ledger) -> Decision:
     """Return the decision as far as it can be made: what was cut short says so, and never says "stay"."""
     if not ledger.cut_short:
         return decision
-    cut = Reason("cut_short", {"what": "; ".join(ledger.cut_short)})
+    cut = Reason("cut_short", {"what": list(ledger.cut_short)})
     if decision.verdict == "stay":
-        return replace(decision, verdict="undecided", reasons=(cut, *decision.reasons))
+        return replace(decision, verdict="undecided", reasons=(*decision.reasons, cut))
     adopted, *others = decision.reasons
     so_far = replace(adopted, data=adopted.data | {"so_far": True})
     return replace(decision, reasons=(so_far, *others, cut))

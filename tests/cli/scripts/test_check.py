@@ -128,22 +128,6 @@ def test_a_script_with_fewer_steps_than_asked_for_is_told_how_many_it_has() -> N
     assert error.fix == "ask for less: --steps 2"
 
 
-@pytest.mark.parametrize(
-    ("found_with", "here", "said"),
-    [
-        ("int8: AVX512_VNNI; bf16: none", "int8: none; bf16: none", True),
-        ("int8: none; bf16: none", "int8: none; bf16: none", False),
-        ("", "int8: none; bf16: none", False),
-        ("int8: none; bf16: none", "", False),
-    ],
-)
-def test_a_policy_from_a_cpu_with_other_instructions_is_said(
-    monkeypatch: pytest.MonkeyPatch, found_with: str, here: str, said: bool
-) -> None:
-    monkeypatch.setattr(check, "cpu_instructions", lambda: here)
-    assert bool(check._other_instructions(found_with)) == said
-
-
 @pytest.mark.slow
 def test_layers_that_the_search_has_not_seen_are_noted_and_strict_refuses_them(script: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"

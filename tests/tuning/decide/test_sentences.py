@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoprec.tuning.decide.sentences import SENTENCES, Reason, sentence
+from autoprec.tuning.decide.sentences import SENTENCES, Reason, sentence, statements
 
 NOISY = Reason("noise_beyond_budget", {"floor": 0.02, "reach": 0.03, "budget": 0.0025})
 BEYOND = Reason("divergence", {"mean": 0.0055, "upper": 0.0096, "limit": 0.0025})
@@ -63,9 +63,9 @@ def test_reasons_in_words() -> None:
 
 
 def test_reasons_are_joined_in_their_order() -> None:
-    cut, none = Reason("cut_short", {"what": "after 2 of 30 trials"}), Reason("none_measured")
-    assert sentence((cut, none)) == f"cut short: after 2 of 30 trials; so far {none}"
-    assert sentence((none, cut)) == f"{none}; cut short: after 2 of 30 trials"
+    cut, none = Reason("cut_short", {"what": ["no duel", "after 2 of 30 trials"]}), Reason("none_measured")
+    assert sentence((none, cut)) == f"{none}; cut short: no duel; after 2 of 30 trials"
+    assert statements((none, cut)) == [str(none), "cut short: no duel", "cut short: after 2 of 30 trials"]
     only = Reason("only_sixteen_bit", {"bound": 1.02, "cause": "casts"})
     assert sentence((none, only)).endswith(
         "measured. Only 16 bit was tried: by the cost model nothing else gains more than 1.02x over that: casts"

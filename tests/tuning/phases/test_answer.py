@@ -13,7 +13,7 @@ from autoprec.errors import PolicyError
 from autoprec.policy import GUARD_METRICS, Policy, load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.decide.decision import Decision
-from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions
@@ -41,16 +41,17 @@ def test_an_answer_that_was_not_cut_short_stands(tmp_path: Path) -> None:
 
 def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
     books = ledger(tmp_path)
-    books.cut("after 2 of 30 trials")
+    for what in ("no time to time", "after 2 of 30 trials"):
+        books.cut(what)
     stay = settled(Decision("stay", (Reason("none_measured"),)), books)
-    assert (stay.verdict, [reason.code for reason in stay.reasons]) == ("undecided", ["cut_short", "none_measured"])
-    assert stay.reason.startswith("cut short: after 2 of 30 trials; so far no trial")
+    assert (stay.verdict, [reason.code for reason in stay.reasons]) == ("undecided", ["none_measured", "cut_short"])
+    assert [line[:9] for line in statements(stay.reasons)] == ["no trial ", "cut short", "cut short"]
     figures = {"name": "p", "objective": "throughput", "speedup": 2.0, "divergence": 0.0, "budget": 0.0025, "tied": 1}
     adopted = Reason("adopted", figures | {"sixteen_bit": None, "caveat": None, "merit": 2.0})
     adopt = settled(Decision("adopt", (adopted,)), books)
     assert (adopt.verdict, [reason.code for reason in adopt.reasons]) == ("adopt", ["adopted", "cut_short"])
     assert adopt.reason.startswith("p is the fastest acceptable policy so far: 2.00x")
-    assert adopt.reason.endswith("; cut short: after 2 of 30 trials")
+    assert adopt.reason.endswith("; cut short: no time to time; after 2 of 30 trials")
 
 
 def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # noqa: F811

@@ -107,8 +107,8 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
             least = self.expectation.goals.resolution
             gain = f"{best.gain:.1%}" if best.gain > least else f"less than {least:.1%}"
             return (
-                f"what is left is expected to gain {gain} (at most about {self.bound():.1%}), too little for the runs "
-                "it would take"
+                f"the best untried policy is expected to gain {gain}, and none of them more than about "
+                f"{self.bound():.1%}: too little for the runs it would take"
             )
         return ""
 

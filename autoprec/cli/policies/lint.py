@@ -1,0 +1,186 @@
+"""``autoprec lint``: what is wrong with a policy, or with a script's own precision, seen without training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoprec.cli import options
+from autoprec.cli.console import print_json
+from autoprec.cli.echo import echo
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import step_of
+from autoprec.cli.script import script_command
+from autoprec.errors import AuditError, AutoPrecError, FileError, UsageError
+
+if TYPE_CHECKING:
+    from autoprec.policy import Policy
+    from autoprec.tuning.lint.facts import Facts
+
+#: Seconds until a script has to reach its first step.
+_WITHIN_S = 300.0
+
+
+def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return the policy's file, empty where none is given, and the script's command line."""
+    first, rest = words[0], words[1:]
+    if first.endswith((".yaml", ".yml")):
+        return first, rest[1:] if rest[:1] == ("--",) else rest
+    return "", words[1:] if first == "--" and len(words) > 1 and words[1].endswith((".py", ".json")) else words
+
+
+def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, list[str]]:
+    """Return what is known of a policy and a script in the working directory, and what could not be seen."""
+    from autoprec.policy import load_policy
+    from autoprec.support.files import read_text
+    from autoprec.tuning.lint.facts import Facts
+    from autoprec.tuning.lint.source import settings_of
+
+    loaded: Policy | None = load_policy(policy) if policy else None
+    facts = Facts(loaded, policy, read_text(policy) if policy else "", settings=settings_of(words, Path.cwd()))
+    if not words:
+        return facts, ["no script was named: only the policy's own text was looked at"]
+    try:
+        report, _ = step_of(words, phases, weights="fake", timeout_s=_WITHIN_S)
+    except (UsageError, FileError):
+        raise
+    except AutoPrecError as error:
+        return facts, [f"no step was recorded, so layers were not looked at: {error.what}"]
+    here = str(Path.cwd())
+    layers = tuple(replace(layer, where=layer.where.removeprefix(f"{here}/")) for layer in report.layers)
+    return replace(facts, report=replace(report, layers=layers)), []
+
+
+@contextlib.contextmanager
+def _checked_out(revision: str) -> Iterator[Path]:
+    """Give the working directory as it was at a revision of its git repository, in a temporary folder.
+
+    Raises:
+        UsageError: this is not a repository, or it has no such revision.
+    """
+
+    def git(*words: str) -> bytes:
+        done = subprocess.run(["git", *words], capture_output=True, check=False)
+        if done.returncode:
+            what = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["git failed"]
+            raise UsageError(f"--base {revision}: {what[0]}", fix="a shallow clone lacks it: git fetch origin REVISION")
+        return done.stdout
+
+    root, inside = git("rev-parse", "--show-toplevel").decode().strip(), git("rev-parse", "--show-prefix").decode()
+    with tempfile.TemporaryDirectory(prefix="autoprec-base-") as folder:
+        packed = Path(folder) / "base.tar"
+        git("-C", root, "archive", "--output", str(packed), revision)
+        with tarfile.open(packed) as archive:
+            archive.extractall(Path(folder) / "tree", filter="data")
+        yield Path(folder) / "tree" / inside.strip()
+
+
+def _of_base(revision: str, policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts | None, list[str]]:
+    """Return what is known of the same files at a revision; None, and why, where nothing could be."""
+    try:
+        with _checked_out(revision) as folder, contextlib.chdir(folder):
+            phases.begin(f"the same at {revision}")
+            there = policy if policy and Path(policy).exists() else ""
+            facts, unseen = _facts(there, words, phases)
+    except (UsageError, FileError) as error:
+        return None, [f"nothing is known of the base: {error.what}"]
+    return facts, [f"at {revision}: {text}" for text in unseen]
+
+
+def _known(path: Path | None) -> set[str]:
+    """Return the keys of findings that a baseline, an earlier ``--json``, has."""
+    if path is None:
+        return set()
+    from autoprec.support.files import read_text
+
+    try:
+        return {str(row["key"]) for row in json.loads(read_text(path))["findings"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileError("is not a baseline", where=str(path), fix="write one: autoprec lint --json > FILE") from error
+
+
+@script_command(
+    "lint",
+    examples=(
+        "autoprec lint policy.yaml -- train.py --width 768",
+        "autoprec lint --base origin/main --format github policy.yaml -- train.py",
+        "autoprec lint --target b200 --config llama3-70b policy.yaml",
+    ),
+)
+@options.of_search("target", help="What gains and shapes are judged for; default: the policy's.")
+@click.option("--config", default="", metavar="NAME|FILE", help="A preset or config.json in the place of a script.")
+@click.option("--base", default="", metavar="REV", help="Compare with this git revision of the working directory.")
+@click.option("--baseline", type=click.Path(path_type=Path), help="Findings of an earlier --json are not told again.")
+@click.option(
+    "--format",
+    "layout",
+    default="text",
+    show_default=True,
+    type=click.Choice(("text", "json", "github", "sarif")),
+    help="How findings are printed.",
+)
+@options.as_json("Findings")
+@click.option("--strict", is_flag=True, help="Warnings fail as well: exit 1.")
+def lint(
+    script: tuple[str, ...],
+    target: str,
+    config: str,
+    base: str,
+    baseline: Path | None,
+    layout: str,
+    as_json: bool,
+    strict: bool,
+) -> int:
+    """Say what is wrong with POLICY for a script, and with what the script says of precision; exit 1 on an error.
+
+    `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. One step is recorded without weights; nothing is trained.
+    docs/ci.md has every code, a GitHub Action and a pre-commit hook.
+    """
+    from autoprec.precision.hardware import target as target_named
+    from autoprec.report.findings import TEXTS, counts, sarif
+    from autoprec.tuning.lint.rules import findings
+
+    known, (policy, words) = _known(baseline), _split(script)
+    words = (config,) if config else words
+    with Phases() as phases:
+        facts, unseen = _facts(policy, words, phases)
+        if base:
+            earlier, more = _of_base(base, policy, words, phases)
+            facts, unseen = replace(facts, base=earlier), unseen + more
+    named = str((facts.policy.evidence.get("target") if facts.policy else "") or "") if target == "auto" else target
+    facts = replace(facts, targets=[target_named(named)] if named else [])
+    found = [one for one in findings(facts) if one.key not in known]
+    gains = {one.name: facts.speedup(one) for one in facts.targets if facts.report is not None and not one.is_cpu}
+    layout = "json" if as_json else layout
+    if layout == "sarif":
+        print_json(sarif(found))
+    elif layout == "json":
+        document: dict[str, Any] = {"ok": not counts(found)["error"], "findings": [one.to_json() for one in found]}
+        print_json(document | {"counts": counts(found), "gains": gains, "unseen": unseen, "source": "modelled"})
+    else:
+        echo(lines) if (lines := TEXTS[layout](found)) else None
+    for text in unseen if layout != "json" else ():
+        echo(f"note: {text}", err=True)
+    if layout == "text" and gains:
+        echo(
+            "; ".join(
+                f"expected on {name}: {gain:.2f}x over the script as written (modelled)" for name, gain in gains.items()
+            )
+        )
+    bad = counts(found)["error"] + (counts(found)["warning"] if strict else 0)
+    if bad:
+        raise AuditError(
+            f"{bad} findings" if bad > 1 else "1 finding",
+            where=policy or " ".join(words),
+            fix="a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/ci.md)",
+        )
+    return 0

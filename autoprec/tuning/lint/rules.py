@@ -1,0 +1,392 @@
+"""The rules: for each code of ``rules.yaml`` the function that finds what its sentence says.
+
+An ``error`` is a policy that does not do what it says, or breaks training; a ``warning`` is one that probably does not
+do what was meant; a ``note`` costs time, or is worth knowing. A rule that lacks a fact (no recorded step, no policy,
+no base) finds nothing. Findings are silenced by their code in the policy's ``silenced:``, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoprec.errors import nearest
+from autoprec.policy import Policy, unmatched_rules
+from autoprec.policy.known_layers import unknown_layers
+from autoprec.precision.hardware import alignment, cpu_instructions, recipe_family
+from autoprec.support.files import read_document
+from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.transfer.roles import shown
+
+SEVERITIES = ("error", "warning", "note")
+#: A gain is lost when the modelled speed-up falls by more than this share of it: the cost model tells no less apart.
+_LOST = 0.02
+#: What one script may choose only one of.
+_DTYPE_KINDS = ("autocast", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        code: a key of :data:`RULES`.
+        place: ``file:line`` of what is to be changed; empty where it is not known.
+        layers: the layers it is about, in model order.
+        data: what the sentence is made of.
+    """
+
+    code: str
+    place: str = ""
+    layers: tuple[str, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def severity(self) -> str:
+        """One of :data:`SEVERITIES`."""
+        return RULES[self.code].severity
+
+    @property
+    def message(self) -> str:
+        """What is wrong."""
+        return RULES[self.code].sentence.format(layers=shown(self.layers), **self.data)
+
+    @property
+    def fix(self) -> str:
+        """What to do about it."""
+        return RULES[self.code].fix.format(layers=shown(self.layers), **self.data)
+
+    @property
+    def key(self) -> str:
+        """What a finding is known by in a baseline: lines move, and figures change."""
+        return f"{self.code} {' '.join(self.layers) or self.data.get('what', '')}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of ``autoprec lint --json``."""
+        file, _, line = self.place.rpartition(":")
+        named = (file, int(line)) if line.isdigit() else (self.place, 0)
+        out = {"code": self.code, "severity": self.severity, "message": self.message, "fix": self.fix}
+        return out | {"file": named[0], "line": named[1]} | {"layers": list(self.layers), "key": self.key}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A row of ``rules.yaml``: how bad a finding is, what it says, what to do, what it means, and when it is seen."""
+
+    severity: str
+    sentence: str
+    fix: str
+    means: str
+    example: str
+
+
+RULES: dict[str, Rule] = {
+    code: Rule(**row) for code, row in read_document(Path(__file__).with_name("rules.yaml"))["rules"].items()
+}
+_FINDERS: dict[str, Callable[[Facts], Iterator[Finding]]] = {}
+
+
+def _finds(code: str) -> Callable[[Callable[[Facts], Iterator[Finding]]], Callable[[Facts], Iterator[Finding]]]:
+    """Declare a function as what finds a code of the table."""
+
+    def declare(find: Callable[[Facts], Iterator[Finding]]) -> Callable[[Facts], Iterator[Finding]]:
+        _FINDERS[code] = find
+        return find
+
+    return declare
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return everything that the rules find, the worst first, without what the policy silences."""
+    found = [finding for code in RULES for finding in _FINDERS[code](facts)]
+    ignored = facts.policy.silenced if facts.policy is not None else ()
+    kept = [one for one in found if not any(entry.silences(one.code, one.layers) for entry in ignored)]
+    return sorted(kept, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def _by_place(facts: Facts, code: str, names: Sequence[str], **data: Any) -> Iterator[Finding]:
+    """Yield one finding for the layers that are defined in one place."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        places[facts.place_of(name)].append(name)
+    for place, several in places.items():
+        yield Finding(code, place, tuple(several), data)
+
+
+# --- rules and layers ------------------------------------------------------------------------------------------------
+@_finds("rule-unmatched")
+def _unmatched(facts: Facts) -> Iterator[Finding]:
+    if facts.policy is None or facts.report is None:
+        return
+    rules = list(facts.policy.layers)
+    for rule in unmatched_rules(facts.policy, facts.layers):
+        close = nearest(rule.match.replace("*", ""), list(facts.layers), limit=1)
+        near = f"; the nearest layer is {close[0]}" if close else ""
+        yield Finding("rule-unmatched", facts.rule_places[rules.index(rule)], (), {"what": rule.match, "near": near})
+
+
+@_finds("rule-shadowed")
+def _shadowed(facts: Facts) -> Iterator[Finding]:
+    rules = facts.policy.layers if facts.policy is not None else ()
+    for index, names in enumerate(facts.matched):
+        takers = {taker for name in names if (taker := facts.rule_of(name)) is not None}
+        if names and index not in takers:
+            first = rules[min(takers)].match
+            yield Finding("rule-shadowed", facts.rule_places[index], (), {"what": rules[index].match, "first": first})
+
+
+@_finds("layer-out-of-reach")
+def _out_of_reach(facts: Facts) -> Iterator[Finding]:
+    rules = facts.policy.layers if facts.policy is not None else ()
+    for index, names in enumerate(facts.matched):
+        asked = [facts.layers[name] for name in names if facts.rule_of(name) == index and not facts.plans[name].keeps]
+        if asked and not any(layer.tunable for layer in asked):
+            data = {"what": rules[index].match, "why": asked[0].reason}
+            yield Finding("layer-out-of-reach", facts.rule_places[index], tuple(layer.name for layer in asked), data)
+
+
+@_finds("layer-unnamed")
+def _unnamed(facts: Facts) -> Iterator[Finding]:
+    """Find layers that run as written because nothing names them, and that the search or the base had otherwise."""
+    policy, base = facts.policy, facts.base
+    if policy is None or all(plan.keeps for plan in facts.plans.values()):
+        return
+    unnamed = [n for n, layer in facts.layers.items() if layer.tunable and facts.rule_of(n) is None]
+    unnamed = [name for name in unnamed if facts.plans[name].keeps]
+    new = unknown_layers(unnamed, policy.model.layers) if policy.model is not None and policy.model.layers else []
+    if base is not None and base.report is not None:
+        before = {name for name in unnamed if name in base.plans}
+        new += [name for name in unnamed if name not in before or not base.plans[name].keeps]
+    yield from _by_place(facts, "layer-unnamed", [name for name in unnamed if name in new])
+
+
+@_finds("layer-unseen")
+def _unseen(facts: Facts) -> Iterator[Finding]:
+    lowered = [n for n, plan in facts.plans.items() if not plan.keeps and facts.layers[n].tunable]
+    for found in new_layers(facts.policy, lowered) if facts.policy is not None else ():
+        yield from _by_place(facts, found.code, found.layers)
+
+
+def new_layers(policy: Policy, lowered: Sequence[str]) -> Iterator[Finding]:
+    """Find layers that a policy lowers and that its search has not seen."""
+    known = policy.model.layers if policy.model is not None else ()
+    if known and (new := unknown_layers(lowered, known)):
+        yield Finding("layer-unseen", layers=tuple(new))
+
+
+@_finds("model-changed")
+def _changed(facts: Facts) -> Iterator[Finding]:
+    if facts.policy is not None and facts.report is not None:
+        yield from other_model(facts.policy, facts.report.model)
+
+
+def other_model(policy: Policy, found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Find that a policy was made for another model than ``{"class", "parameters", "fingerprint"}``."""
+    made = policy.model
+    if made is not None and made.fingerprint and made.fingerprint != found.get("fingerprint"):
+        then = f"{made.class_name} ({made.parameters:,} parameters)"
+        now = f"{found['class']} ({found['parameters']:,} parameters)"
+        yield Finding("model-changed", data={"then": then, "now": now})
+
+
+# --- sensitive layers ------------------------------------------------------------------------------------------------
+def _searched(facts: Facts, name: str) -> bool:
+    """Say whether the policy's own search has measured what this layer runs."""
+    policy = facts.policy
+    known = policy is not None and policy.model is not None and policy.evidence.get("seeds")
+    return bool(known) and not unknown_layers([name], policy.model.layers)  # type: ignore[union-attr]
+
+
+@_finds("router-low-precision")
+def _router(facts: Facts) -> Iterator[Finding]:
+    names = [n for n, plan in facts.plans.items() if facts.places[n].role == "router" and not plan.keeps]
+    yield from _by_place(facts, "router-low-precision", names)
+
+
+@_finds("head-low-precision")
+def _head(facts: Facts) -> Iterator[Finding]:
+    for name, plan in facts.plans.items():
+        is_head = "head" in facts.layers[name].flags or facts.places[name].role == "head"
+        if is_head and plan.scaled and not _searched(facts, name):
+            yield from _by_place(facts, "head-low-precision", [name], recipe=plan.scaled[0].describe())
+
+
+@_finds("head-int8-tensor")
+def _int8_head(facts: Facts) -> Iterator[Finding]:
+    for name, plan in facts.plans.items():
+        one_scale = any(r.format == "int8" and r.scaling and r.scaling.granularity == "tensor" for r in plan.scaled)
+        if one_scale and ("head" in facts.layers[name].flags or facts.places[name].role == "head"):
+            yield from _by_place(facts, "head-int8-tensor", [name])
+
+
+@_finds("edge-block-fp4")
+def _edges(facts: Facts) -> Iterator[Finding]:
+    for name, plan in facts.plans.items():
+        place = facts.places[name]
+        four = any(recipe.format == "nvfp4" for recipe in plan.scaled)
+        if four and place.count > 2 and place.rank in (0, place.count - 1) and not _searched(facts, name):
+            yield from _by_place(facts, "edge-block-fp4", [name], edge="first" if not place.rank else "last")
+
+
+# --- the target ------------------------------------------------------------------------------------------------------
+@_finds("target-refuses")
+def _refused(facts: Facts) -> Iterator[Finding]:
+    if facts.report is None:
+        return
+    for target in facts.targets:
+        why: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, plan in facts.plans.items():
+            recipes = [recipe for recipe in plan.recipes if recipe is not None and facts.layers[name].tunable]
+            for recipe in recipes:
+                ok, reason = facts.model(target).can_run(name, recipe)
+                if not ok:
+                    why[reason, recipe.describe()].append(name)
+                    break
+        for (reason, asked), names in why.items():
+            yield from _by_place(facts, "target-refuses", names, recipe=asked, target=target.title, why=reason)
+
+
+@_finds("tokens-padded")
+def _padded(facts: Facts) -> Iterator[Finding]:
+    if facts.report is None or all(target.is_cpu for target in facts.targets):
+        return
+    alike: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, plan in facts.plans.items():
+        tokens = {gemm.m for gemm in facts.layers[name].gemms if gemm.role == "fprop"}
+        multiple = max((alignment(recipe_family(recipe)) for recipe in plan.scaled), default=1)
+        for odd in sorted(count for count in tokens if count % multiple)[:1]:
+            alike[odd, multiple].append(name)
+    for (count, multiple), names in alike.items():
+        yield Finding("tokens-padded", "", tuple(names), {"tokens": count, "multiple": multiple})
+
+
+@_finds("other-target")
+def _other_target(facts: Facts) -> Iterator[Finding]:
+    found = str(facts.policy.evidence.get("target") or "") if facts.policy is not None else ""
+    for target in facts.targets:
+        if found and found != target.name:
+            yield Finding("other-target", facts.path, (), {"then": found, "now": target.name, "what": target.name})
+
+
+@_finds("other-instructions")
+def _instructions(facts: Facts) -> Iterator[Finding]:
+    if facts.policy is not None and any(target.is_cpu for target in facts.targets):
+        yield from other_instructions(facts.policy, cpu_instructions())
+
+
+def other_instructions(policy: Policy, here: str) -> Iterator[Finding]:
+    """Find that a policy was timed on a CPU that multiplies with other instructions than ``here``."""
+    then = str(policy.evidence.get("instructions") or "")
+    if then and here and then != here:
+        yield Finding("other-instructions", data={"then": then, "now": here})
+
+
+@_finds("gain-lost")
+def _gain(facts: Facts) -> Iterator[Finding]:
+    base = facts.base
+    if facts.policy is None or facts.report is None or base is None or base.report is None:
+        return
+    for target in facts.targets:
+        if target.is_cpu:
+            continue
+        now, then = facts.speedup(target), base.speedup(target)
+        if now < then * (1.0 - _LOST):
+            data = {"target": target.title, "now": now, "then": then, "lost": 1.0 - now / then, "what": target.name}
+            yield Finding("gain-lost", facts.path, (), data)
+
+
+# --- what the script itself says -------------------------------------------------------------------------------------
+@_finds("autocast-contradicts")
+def _contradiction(facts: Facts) -> Iterator[Finding]:
+    found = [setting for setting in facts.says(*_DTYPE_KINDS) if setting.value in ("bf16", "fp16")]
+    policy = facts.policy
+    for setting in found:
+        asked = policy.activations if policy is not None else "keep"
+        other = next((one for one in found if one.value != setting.value), None)
+        if asked not in ("keep", setting.value):
+            data = {"own": setting.value, "other": f"the policy's activations: {asked}", "what": setting.place}
+            yield Finding("autocast-contradicts", setting.place, (), data)
+        elif other is not None and setting is found[0]:
+            data = {"own": setting.value, "other": f"{other.value} at {other.place}", "what": setting.place}
+            yield Finding("autocast-contradicts", setting.place, (), data)
+
+
+@_finds("converted-twice")
+def _converted(facts: Facts) -> Iterator[Finding]:
+    if facts.policy is not None and not all(plan.keeps for plan in facts.plans.values()):
+        for setting in facts.says("torchao", "te"):
+            yield Finding("converted-twice", setting.place, (), {"what": setting.value})
+
+
+@_finds("weights-cast")
+def _cast(facts: Facts) -> Iterator[Finding]:
+    for setting in facts.says("cast") if facts.policy is not None else ():
+        yield Finding("weights-cast", setting.place, (), {"own": setting.value, "what": setting.place})
+
+
+@_finds("filter-unmatched")
+def _filtered(facts: Facts) -> Iterator[Finding]:
+    for setting in facts.says("filter") if facts.report is not None else ():
+        if setting.value and not any(setting.value in name for name in facts.layers):
+            heads = [name for name, place in facts.places.items() if place.role == "head"]
+            close = nearest(setting.value, list(facts.layers), limit=1) or heads[:1]
+            near = f"; the nearest layer is {close[0]}" if close else ""
+            yield Finding("filter-unmatched", setting.place, (), {"what": setting.value, "near": near})
+
+
+@_finds("fp16-unscaled")
+def _unscaled(facts: Facts) -> Iterator[Finding]:
+    policy, scaled = facts.policy, bool(facts.says("scaler"))
+    if policy is not None and (policy.activations == "fp16" or policy.uses_format("fp16")):
+        if policy.loss_scaling == "none" and not scaled:
+            yield Finding("fp16-unscaled", facts.path, (), {"what": "the policy"})
+        return
+    for setting in facts.says("autocast"):
+        if setting.value == "fp16" and not scaled:
+            yield Finding("fp16-unscaled", setting.place, (), {"what": "torch.autocast"})
+
+
+@_finds("argument-ignored")
+def _ignored(facts: Facts) -> Iterator[Finding]:
+    for setting in facts.says("ignored"):
+        yield Finding("argument-ignored", setting.place, (), {"what": setting.value})
+
+
+@_finds("shared-configuration")
+def _shared(facts: Facts) -> Iterator[Finding]:
+    for setting in facts.says("shared"):
+        yield Finding("shared-configuration", setting.place, (), {"what": setting.value})
+
+
+@_finds("tf32-off")
+def _tf32(facts: Facts) -> Iterator[Finding]:
+    if not any(target.vendor == "nvidia" for target in facts.targets):
+        return
+    for setting in facts.says("tf32"):
+        if setting.value == "highest":
+            yield Finding("tf32-off", setting.place, (), {"what": setting.place})
+
+
+@_finds("recompiles")
+def _recompiles(facts: Facts) -> Iterator[Finding]:
+    compiled = bool(facts.says("compile")) or (facts.policy is not None and facts.policy.execution == "compile")
+    if not compiled:
+        return
+    if facts.policy is not None and facts.policy.phases:
+        data = {"what": "phases", "why": f"the policy changes {len(facts.policy.phases)} times during the run"}
+        yield Finding("recompiles", facts.path, (), data)
+    for setting in facts.says("last_batch"):
+        why = "a DataLoader without drop_last ends each epoch with a batch of another size"
+        yield Finding("recompiles", setting.place, (), {"what": setting.place, "why": why})
+
+
+@_finds("silence-unknown")
+def _silence(facts: Facts) -> Iterator[Finding]:
+    for entry in facts.policy.silenced if facts.policy is not None else ():
+        if entry.code not in RULES:
+            close = nearest(entry.code, list(RULES), limit=1)
+            near = f"; did you mean {close[0]}?" if close else ""
+            yield Finding("silence-unknown", facts.path, (), {"what": entry.code, "near": near})

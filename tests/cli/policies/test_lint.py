@@ -1,0 +1,110 @@
+"""``autoprec lint``: one step without weights, the policy's text, the script's source, and a base revision."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from autoprec.cli.policies.lint import _split
+from tests.cli.helpers import Outcome, autoprec
+
+SCRIPT = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc_in = nn.Linear(64, 96)
+        self.lm_head = nn.Linear(96, 32)
+
+    def forward(self, x):
+        return self.lm_head(torch.relu(self.fc_in(x)))
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    loss = model(torch.randn(32, 64)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+POLICY = """schema: autoprec.policy/1
+recipes: {bf16: {format: bf16}}
+layers:
+  - {match: fc_in, recipe: bf16}
+  - {match: missing, recipe: bf16}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_policy_comes_first_and_the_script_after_a_dash() -> None:
+    assert _split(("policy.yaml", "--", "train.py", "--lr", "1")) == ("policy.yaml", ("train.py", "--lr", "1"))
+    assert _split(("--", "train.py")) == ("", ("train.py",))
+    assert _split(("--", "torchrun", "train.py")) == ("", ("--", "torchrun", "train.py"))
+    assert _split(("policy.yaml",)) == ("policy.yaml", ())
+
+
+def test_one_step_tells_what_a_change_broke_and_a_baseline_keeps_it_quiet(project: Path) -> None:
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.email=a@b.c", "-c", "user.name=n", "commit", "-qm", "1"]):
+        subprocess.run(["git", *words], check=True)
+    (project / "train.py").write_text(SCRIPT.replace("fc_in", "up"))
+    found: Outcome = autoprec("lint", "--target", "h100", "--base", "HEAD", "--json", "policy.yaml", "--", "train.py")
+    assert found.code == 1
+    rows = {(row["code"], row["file"], row["line"]) for row in found.json()["findings"]}
+    assert ("rule-unmatched", "policy.yaml", 5) in rows
+    assert ("layer-unnamed", "train.py", 9) in rows or ("rule-unmatched", "policy.yaml", 4) in rows
+    assert found.json()["gains"].keys() == {"h100"}
+    (project / "known.json").write_text(found.out)
+    again = autoprec("lint", "--baseline", "known.json", "--format", "sarif", "policy.yaml", "--", "train.py")
+    assert again.code == 0, again.err
+    assert again.json()["runs"][0]["results"] == []
+
+
+def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -> None:
+    (project / "train.py").write_text("import torch\nmodel = None\nmodel.half()\n")
+    found = autoprec("lint", "policy.yaml", "--json", "--", "train.py")
+    assert found.code == 2  # an option after the policy is the script's
+    found = autoprec("lint", "--json", "policy.yaml", "--", "train.py")
+    assert (found.code, [row["code"] for row in found.json()["findings"]]) == (0, ["weights-cast"])
+    assert "no step was recorded" in found.json()["unseen"][0]
+    assert autoprec("lint", "--strict", "policy.yaml", "--", "train.py").code == 1
+
+
+def test_a_configuration_needs_no_script(project: Path) -> None:
+    (project / "policy.yaml").write_text(POLICY.replace("missing", "lm_head").replace("fc_in", "'*.up_proj'"))
+    found = autoprec("lint", "--target", "b200", "--config", "llama3-70b", "--format", "github", "policy.yaml")
+    assert (found.code, found.out) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--base", "no-such-revision", "policy.yaml"), 0, "nothing is known of the base"),
+        (("--baseline", "train.py", "policy.yaml"), 2, "is not a baseline"),
+        (("--target", "h1000", "policy.yaml"), 2, "h100"),
+        (("missing.yaml",), 2, "missing.yaml"),
+    ],
+)
+def test_bad_input_is_one_sentence(project: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    found = autoprec("lint", *words)
+    assert (found.code, said in found.err) == (code, True), found.err
+
+
+def test_a_policy_of_a_later_schema_says_upgrade(project: Path) -> None:
+    (project / "policy.yaml").write_text("schema: autoprec.policy/2\n")
+    found = autoprec("lint", "policy.yaml", "--", "train.py")
+    assert (found.code, "upgrade" in found.err) == (2, True)
+    assert json.dumps(found.out) == '""'
