@@ -172,6 +172,10 @@ class CostModel:
             self._other.compiled, self._other._rests, self._other._costs = compiled, {}, {}
         return self._other
 
+    def layer(self, name: str) -> Layer:
+        """Return a layer of the step by name; KeyError if there is none."""
+        return self._layers[name]
+
     def works(self, name: str) -> tuple[GemmWork, ...]:
         return self._works[name]
 

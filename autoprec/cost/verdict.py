@@ -102,7 +102,7 @@ def _allowed(model: CostModel, name: str, plan: LayerPlan) -> tuple[bool, str]:
 
 
 def _row(model: CostModel, name: str, baseline: str, choices: Choices, activations: str) -> tuple[dict[str, Any], str]:
-    layer, cpu = model.report.layer(name), model.target.is_cpu
+    layer, cpu = model.layer(name), model.target.is_cpu
     plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
     standing = model.layer_cost(name, plain if _allowed(model, name, plain)[0] else _KEEP_PLAN, activations)
     times: dict[str, float] = {}
@@ -173,7 +173,7 @@ def _best_uniform(
 def _sixteen_bit_ms(model: CostModel, names: list[str], script_ms: float) -> float:
     """Return the step of the best 16-bit run: bf16 autocast, or the script where all its layers are 16-bit."""
     autocast = model.estimate(dict.fromkeys(names, _BF16), activations="bf16").time_ms
-    already = all(model.report.layer(name).dtype in ("bf16", "fp16") for name in names)
+    already = all(model.layer(name).dtype in ("bf16", "fp16") for name in names)
     return min(autocast, script_ms) if already else autocast
 
 

@@ -120,10 +120,10 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     uncovered = uncovered_rows(report, {row["name"] for row in audit["layers"]}, policy)
     audit["layers"] += uncovered
     audit["ok"] = audit["ok"] and all(row["ok"] for row in uncovered)
-    for layer in report.layers:
-        for row in audit["layers"]:
-            if row["name"] == layer.name and row["reason"] == "never called" and "fprop" in layer.roles():
-                row["reason"] = layer.reason  # its weight is used, but not through it
+    used = {layer.name: layer.reason for layer in report.layers if "fprop" in layer.roles()}
+    for row in audit["layers"]:
+        if row["reason"] == "never called":
+            row["reason"] = used.get(row["name"], row["reason"])  # its weight is used, but not through it
     for name, row in protection_rows(report, operators).items():
         if row["requested"] == "fp32" and row["executed"]:
             seen = ", ".join(sorted(row["executed"]))
