@@ -86,17 +86,6 @@ class Rule:
 RULES: dict[str, Rule] = {
     code: Rule(**row) for code, row in read_document(Path(__file__).with_name("rules.yaml"))["rules"].items()
 }
-_FINDERS: dict[str, Callable[[Facts], Iterator[Finding]]] = {}
-
-
-def _finds(code: str) -> Callable[[Callable[[Facts], Iterator[Finding]]], Callable[[Facts], Iterator[Finding]]]:
-    """Declare a function as what finds a code of the table."""
-
-    def declare(find: Callable[[Facts], Iterator[Finding]]) -> Callable[[Facts], Iterator[Finding]]:
-        _FINDERS[code] = find
-        return find
-
-    return declare
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -117,7 +106,6 @@ def _by_place(facts: Facts, code: str, names: Sequence[str], **data: Any) -> Ite
 
 
 # --- rules and layers ------------------------------------------------------------------------------------------------
-@_finds("rule-unmatched")
 def _unmatched(facts: Facts) -> Iterator[Finding]:
     if facts.policy is None or facts.report is None:
         return
@@ -128,7 +116,6 @@ def _unmatched(facts: Facts) -> Iterator[Finding]:
         yield Finding("rule-unmatched", facts.rule_places[rules.index(rule)], (), {"what": rule.match, "near": near})
 
 
-@_finds("rule-shadowed")
 def _shadowed(facts: Facts) -> Iterator[Finding]:
     rules = facts.policy.layers if facts.policy is not None else ()
     for index, names in enumerate(facts.matched):
@@ -138,7 +125,6 @@ def _shadowed(facts: Facts) -> Iterator[Finding]:
             yield Finding("rule-shadowed", facts.rule_places[index], (), {"what": rules[index].match, "first": first})
 
 
-@_finds("layer-out-of-reach")
 def _out_of_reach(facts: Facts) -> Iterator[Finding]:
     rules = facts.policy.layers if facts.policy is not None else ()
     for index, names in enumerate(facts.matched):
@@ -148,7 +134,6 @@ def _out_of_reach(facts: Facts) -> Iterator[Finding]:
             yield Finding("layer-out-of-reach", facts.rule_places[index], tuple(layer.name for layer in asked), data)
 
 
-@_finds("layer-unnamed")
 def _unnamed(facts: Facts) -> Iterator[Finding]:
     """Find layers that run as written because nothing names them, and that the search or the base had otherwise."""
     policy, base = facts.policy, facts.base
@@ -163,7 +148,6 @@ def _unnamed(facts: Facts) -> Iterator[Finding]:
     yield from _by_place(facts, "layer-unnamed", [name for name in unnamed if name in new])
 
 
-@_finds("layer-unseen")
 def _unseen(facts: Facts) -> Iterator[Finding]:
     lowered = [n for n, plan in facts.plans.items() if not plan.keeps and facts.layers[n].tunable]
     for found in new_layers(facts.policy, lowered) if facts.policy is not None else ():
@@ -177,7 +161,6 @@ def new_layers(policy: Policy, lowered: Sequence[str]) -> Iterator[Finding]:
         yield Finding("layer-unseen", layers=tuple(new))
 
 
-@_finds("model-changed")
 def _changed(facts: Facts) -> Iterator[Finding]:
     if facts.policy is not None and facts.report is not None:
         yield from other_model(facts.policy, facts.report.model)
@@ -200,13 +183,11 @@ def _searched(facts: Facts, name: str) -> bool:
     return bool(known) and not unknown_layers([name], policy.model.layers)  # type: ignore[union-attr]
 
 
-@_finds("router-low-precision")
 def _router(facts: Facts) -> Iterator[Finding]:
     names = [n for n, plan in facts.plans.items() if facts.places[n].role == "router" and not plan.keeps]
     yield from _by_place(facts, "router-low-precision", names)
 
 
-@_finds("head-low-precision")
 def _head(facts: Facts) -> Iterator[Finding]:
     for name, plan in facts.plans.items():
         is_head = "head" in facts.layers[name].flags or facts.places[name].role == "head"
@@ -214,7 +195,6 @@ def _head(facts: Facts) -> Iterator[Finding]:
             yield from _by_place(facts, "head-low-precision", [name], recipe=plan.scaled[0].describe())
 
 
-@_finds("head-int8-tensor")
 def _int8_head(facts: Facts) -> Iterator[Finding]:
     for name, plan in facts.plans.items():
         one_scale = any(r.format == "int8" and r.scaling and r.scaling.granularity == "tensor" for r in plan.scaled)
@@ -222,7 +202,6 @@ def _int8_head(facts: Facts) -> Iterator[Finding]:
             yield from _by_place(facts, "head-int8-tensor", [name])
 
 
-@_finds("edge-block-fp4")
 def _edges(facts: Facts) -> Iterator[Finding]:
     for name, plan in facts.plans.items():
         place = facts.places[name]
@@ -232,7 +211,6 @@ def _edges(facts: Facts) -> Iterator[Finding]:
 
 
 # --- the target ------------------------------------------------------------------------------------------------------
-@_finds("target-refuses")
 def _refused(facts: Facts) -> Iterator[Finding]:
     if facts.report is None:
         return
@@ -249,7 +227,6 @@ def _refused(facts: Facts) -> Iterator[Finding]:
             yield from _by_place(facts, "target-refuses", names, recipe=asked, target=target.title, why=reason)
 
 
-@_finds("tokens-padded")
 def _padded(facts: Facts) -> Iterator[Finding]:
     if facts.report is None or all(target.is_cpu for target in facts.targets):
         return
@@ -263,7 +240,6 @@ def _padded(facts: Facts) -> Iterator[Finding]:
         yield Finding("tokens-padded", "", tuple(names), {"tokens": count, "multiple": multiple})
 
 
-@_finds("other-target")
 def _other_target(facts: Facts) -> Iterator[Finding]:
     found = str(facts.policy.evidence.get("target") or "") if facts.policy is not None else ""
     for target in facts.targets:
@@ -271,7 +247,6 @@ def _other_target(facts: Facts) -> Iterator[Finding]:
             yield Finding("other-target", facts.path, (), {"then": found, "now": target.name, "what": target.name})
 
 
-@_finds("other-instructions")
 def _instructions(facts: Facts) -> Iterator[Finding]:
     if facts.policy is not None and any(target.is_cpu for target in facts.targets):
         yield from other_instructions(facts.policy, cpu_instructions())
@@ -284,7 +259,6 @@ def other_instructions(policy: Policy, here: str) -> Iterator[Finding]:
         yield Finding("other-instructions", data={"then": then, "now": here})
 
 
-@_finds("gain-lost")
 def _gain(facts: Facts) -> Iterator[Finding]:
     base = facts.base
     if facts.policy is None or facts.report is None or base is None or base.report is None:
@@ -299,7 +273,6 @@ def _gain(facts: Facts) -> Iterator[Finding]:
 
 
 # --- what the script itself says -------------------------------------------------------------------------------------
-@_finds("autocast-contradicts")
 def _contradiction(facts: Facts) -> Iterator[Finding]:
     found = [setting for setting in facts.says(*_DTYPE_KINDS) if setting.value in ("bf16", "fp16")]
     policy = facts.policy
@@ -314,20 +287,17 @@ def _contradiction(facts: Facts) -> Iterator[Finding]:
             yield Finding("autocast-contradicts", setting.place, (), data)
 
 
-@_finds("converted-twice")
 def _converted(facts: Facts) -> Iterator[Finding]:
     if facts.policy is not None and not all(plan.keeps for plan in facts.plans.values()):
         for setting in facts.says("torchao", "te"):
             yield Finding("converted-twice", setting.place, (), {"what": setting.value})
 
 
-@_finds("weights-cast")
 def _cast(facts: Facts) -> Iterator[Finding]:
     for setting in facts.says("cast") if facts.policy is not None else ():
         yield Finding("weights-cast", setting.place, (), {"own": setting.value, "what": setting.place})
 
 
-@_finds("filter-unmatched")
 def _filtered(facts: Facts) -> Iterator[Finding]:
     for setting in facts.says("filter") if facts.report is not None else ():
         if setting.value and not any(setting.value in name for name in facts.layers):
@@ -337,7 +307,6 @@ def _filtered(facts: Facts) -> Iterator[Finding]:
             yield Finding("filter-unmatched", setting.place, (), {"what": setting.value, "near": near})
 
 
-@_finds("fp16-unscaled")
 def _unscaled(facts: Facts) -> Iterator[Finding]:
     policy, scaled = facts.policy, bool(facts.says("scaler"))
     if policy is not None and (policy.activations == "fp16" or policy.uses_format("fp16")):
@@ -349,19 +318,16 @@ def _unscaled(facts: Facts) -> Iterator[Finding]:
             yield Finding("fp16-unscaled", setting.place, (), {"what": "torch.autocast"})
 
 
-@_finds("argument-ignored")
 def _ignored(facts: Facts) -> Iterator[Finding]:
     for setting in facts.says("ignored"):
         yield Finding("argument-ignored", setting.place, (), {"what": setting.value})
 
 
-@_finds("shared-configuration")
 def _shared(facts: Facts) -> Iterator[Finding]:
     for setting in facts.says("shared"):
         yield Finding("shared-configuration", setting.place, (), {"what": setting.value})
 
 
-@_finds("tf32-off")
 def _tf32(facts: Facts) -> Iterator[Finding]:
     if not any(target.vendor == "nvidia" for target in facts.targets):
         return
@@ -370,7 +336,6 @@ def _tf32(facts: Facts) -> Iterator[Finding]:
             yield Finding("tf32-off", setting.place, (), {"what": setting.place})
 
 
-@_finds("recompiles")
 def _recompiles(facts: Facts) -> Iterator[Finding]:
     compiled = bool(facts.says("compile")) or (facts.policy is not None and facts.policy.execution == "compile")
     if not compiled:
@@ -383,10 +348,39 @@ def _recompiles(facts: Facts) -> Iterator[Finding]:
         yield Finding("recompiles", setting.place, (), {"what": setting.place, "why": why})
 
 
-@_finds("silence-unknown")
 def _silence(facts: Facts) -> Iterator[Finding]:
     for entry in facts.policy.silenced if facts.policy is not None else ():
         if entry.code not in RULES:
             close = nearest(entry.code, list(RULES), limit=1)
             near = f"; did you mean {close[0]}?" if close else ""
             yield Finding("silence-unknown", facts.path, (), {"what": entry.code, "near": near})
+
+
+#: What finds each code.
+_FINDERS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
+    "rule-unmatched": _unmatched,
+    "rule-shadowed": _shadowed,
+    "layer-out-of-reach": _out_of_reach,
+    "layer-unnamed": _unnamed,
+    "layer-unseen": _unseen,
+    "model-changed": _changed,
+    "router-low-precision": _router,
+    "head-low-precision": _head,
+    "head-int8-tensor": _int8_head,
+    "edge-block-fp4": _edges,
+    "target-refuses": _refused,
+    "tokens-padded": _padded,
+    "other-target": _other_target,
+    "other-instructions": _instructions,
+    "gain-lost": _gain,
+    "autocast-contradicts": _contradiction,
+    "converted-twice": _converted,
+    "weights-cast": _cast,
+    "filter-unmatched": _filtered,
+    "fp16-unscaled": _unscaled,
+    "argument-ignored": _ignored,
+    "shared-configuration": _shared,
+    "tf32-off": _tf32,
+    "recompiles": _recompiles,
+    "silence-unknown": _silence,
+}
