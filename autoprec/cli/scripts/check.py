@@ -113,6 +113,8 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     from autoprec.graph.audit import protection_rows, uncovered_rows
     from autoprec.graph.report import GraphReport
     from autoprec.policy import policy_from_dict
+    from autoprec.tuning.lint.facts import Facts
+    from autoprec.tuning.lint.rules import SENSITIVE, findings
 
     policy: Policy = policy_from_dict(document)
     operators = policy.operators.model_dump()
@@ -124,6 +126,8 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     for row in audit["layers"]:
         if row["reason"] == "never called":
             row["reason"] = used.get(row["name"], row["reason"])  # its weight is used, but not through it
+    seen_by_rules = findings(Facts(policy, report=report))
+    audit["notes"] = [*audit.get("notes", ()), *(one.message for one in seen_by_rules if one.code in SENSITIVE)]
     for name, row in protection_rows(report, operators).items():
         if row["requested"] == "fp32" and row["executed"]:
             seen = ", ".join(sorted(row["executed"]))

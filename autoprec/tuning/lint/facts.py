@@ -74,9 +74,9 @@ class Facts:
 
     @cached_property
     def rule_places(self) -> list[str]:
-        """``file:line`` of each rule of the policy."""
-        if self.policy is None:
-            return []
+        """``file:line`` of each rule of the policy; the file alone where its text is not at hand."""
+        if self.policy is None or not self.text:
+            return [self.path] * len(self.policy.layers if self.policy is not None else ())
         root = yaml.compose(self.text, Loader=yaml.SafeLoader)
         parts = {} if root is None else {key.value: value for key, value in root.value}
         nodes = parts["layers"].value if "layers" in parts else []

@@ -22,6 +22,8 @@ from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.transfer.roles import shown
 
 SEVERITIES = ("error", "warning", "note")
+#: What the audit of a run notes as well: a policy that runs as asked, and asks for what is known to end worse.
+SENSITIVE = ("router-low-precision", "head-int8-tensor")
 #: A gain is lost when the modelled speed-up falls by more than this share of it: the cost model tells no less apart.
 _LOST = 0.02
 #: What one script may choose only one of.

@@ -128,6 +128,15 @@ def test_a_script_with_fewer_steps_than_asked_for_is_told_how_many_it_has() -> N
     assert error.fix == "ask for less: --steps 2"
 
 
+def test_int8_with_one_scale_a_tensor_in_the_head_is_noted(script: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    recipe = "{format: int8, scaling: {granularity: tensor, scale: current}}"
+    policy.write_text(f"schema: autoprec.policy/1\nrecipes: {{eight: {recipe}}}\ndefault: eight\n")
+    found = autoprec("check", "--policy", policy, "--json", script)
+    assert found.code == 0, found.err
+    assert [note for note in found.json()["notes"] if "2 ended worse" in note]
+
+
 @pytest.mark.slow
 def test_layers_that_the_search_has_not_seen_are_noted_and_strict_refuses_them(script: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
