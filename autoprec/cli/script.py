@@ -53,10 +53,12 @@ class TakesScript(click.Command):
     Attributes:
         groups: heading -> options under it, in the order of ``--help``; empty for a command with few options.
         examples: command lines shown below them.
+        takes: what the usage line says of the last argument.
     """
 
     groups: Mapping[str, Sequence[str]] = {}
     examples: Sequence[str] = ()
+    takes = "train.py [SCRIPT ARGS]..."
 
     def grouped(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
         """Return the options by heading; those that no group names come last, under ``Options``."""
@@ -96,7 +98,7 @@ class TakesScript(click.Command):
             raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return ["[OPTIONS]", "train.py [SCRIPT ARGS]..."]
+        return ["[OPTIONS]", self.takes]
 
 
 def script_command(
@@ -105,6 +107,7 @@ def script_command(
     required: bool = True,
     groups: Mapping[str, Sequence[str]] | None = None,
     examples: Sequence[str] = (),
+    takes: str = TakesScript.takes,
     **settings: Any,
 ) -> Callable[[F], TakesScript]:
     """Declare a command whose function receives the script's tokens as ``script: tuple[str, ...]``.
@@ -115,7 +118,7 @@ def script_command(
     def decorate(function: F) -> TakesScript:
         wrapped = click.argument("script", nargs=-1, required=required, type=click.UNPROCESSED)(function)
         command = click.command(name, cls=TakesScript, **settings)(wrapped)
-        command.groups, command.examples = groups or {}, examples
+        command.groups, command.examples, command.takes = groups or {}, examples, takes
         return command
 
     return decorate

@@ -30,12 +30,25 @@ if TYPE_CHECKING:
 _WITHIN_S = 300.0
 
 
-def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the policy's file, empty where none is given, and the script's command line."""
-    first, rest = words[0], words[1:]
-    if first.endswith((".yaml", ".yml")):
-        return first, rest[1:] if rest[:1] == ("--",) else rest
-    return "", words[1:] if first == "--" and len(words) > 1 and words[1].endswith((".py", ".json")) else words
+def _split(words: tuple[str, ...], config: str = "") -> tuple[str, tuple[str, ...]]:
+    """Return the policy's file, empty where none is given, and the script's command line.
+
+    Raises:
+        UsageError: there is neither, an option stands between them, or a configuration and a script are named.
+    """
+    policy = words[0] if words and words[0].endswith((".yaml", ".yml")) else ""
+    rest = words[1:] if policy else words
+    if rest[:1] == ("--",):
+        rest = rest[1:]
+    elif rest and rest[0].startswith("-") and rest[0] != "-m":
+        raise UsageError(
+            f"{rest[0]} comes after the policy", fix="options come first: autoprec lint --strict policy.yaml"
+        )
+    if config and rest:
+        raise UsageError(f"--config {config} and a script ({rest[0]}) are named", fix="leave one of them out")
+    if not (policy or rest or config):
+        raise UsageError("neither a policy nor a script is named", fix="autoprec lint policy.yaml -- train.py")
+    return policy, (config,) if config else rest
 
 
 def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, list[str]]:
@@ -47,6 +60,7 @@ def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, 
 
     loaded: Policy | None = load_policy(policy) if policy else None
     facts = Facts(loaded, policy, read_text(policy) if policy else "", settings=settings_of(words, Path.cwd()))
+    unseen = [f"{word} comes after the script, so it is the script's and was not checked" for word in _policies(words)]
     if not words:
         return facts, ["no script was named: only the policy's own text was looked at"]
     try:
@@ -54,10 +68,20 @@ def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, 
     except (UsageError, FileError):
         raise
     except AutoPrecError as error:
-        return facts, [f"no step was recorded, so layers were not looked at: {error.what}"]
+        said = [line.strip() for line in error.what.splitlines() if line.strip()]  # a traceback may follow
+        why = ": ".join(dict.fromkeys((said[0], said[-1])))
+        return facts, [*unseen, f"no step was recorded, so layers were not looked at: {why}"]
     here = str(Path.cwd())
     layers = tuple(replace(layer, where=layer.where.removeprefix(f"{here}/")) for layer in report.layers)
-    return replace(facts, report=replace(report, layers=layers)), []
+    return replace(facts, report=replace(report, layers=layers)), unseen
+
+
+def _policies(words: tuple[str, ...]) -> list[str]:
+    """Return the policy files among a script's arguments."""
+    from autoprec.support.files import read_text
+
+    files = [word for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
+    return [word for word in files if "schema: autoprec.policy/" in read_text(word)]
 
 
 @contextlib.contextmanager
@@ -110,6 +134,8 @@ def _known(path: Path | None) -> set[str]:
 
 @script_command(
     "lint",
+    required=False,
+    takes="[POLICY] -- train.py [SCRIPT ARGS]...",
     examples=(
         "autoprec lint policy.yaml -- train.py --width 768",
         "autoprec lint --base origin/main --format github policy.yaml -- train.py",
@@ -149,8 +175,7 @@ def lint(
     from autoprec.report.findings import TEXTS, counts, sarif
     from autoprec.tuning.lint.rules import findings
 
-    known, (policy, words) = _known(baseline), _split(script)
-    words = (config,) if config else words
+    known, (policy, words) = _known(baseline), _split(script, config)
     with Phases() as phases:
         facts, unseen = _facts(policy, words, phases)
         if base:

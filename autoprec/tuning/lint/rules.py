@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autoprec.cost.scale import short_dtype
 from autoprec.errors import nearest
 from autoprec.policy import Policy, unmatched_rules
 from autoprec.policy.known_layers import unknown_layers
@@ -186,7 +187,15 @@ def _searched(facts: Facts, name: str) -> bool:
 
 
 def _router(facts: Facts) -> Iterator[Finding]:
-    names = [n for n, plan in facts.plans.items() if facts.places[n].role == "router" and not plan.keeps]
+    """Find what chooses experts in fewer bits than the script's own; the gate of a shared expert chooses nothing."""
+
+    def lowered(name: str) -> bool:
+        plan, script = facts.plans[name], short_dtype(facts.layers[name].dtype)
+        formats = {recipe.format for recipe in plan.recipes if recipe is not None}
+        return bool(plan.scaled) or (script not in ("bf16", "fp16") and bool(formats & {"bf16", "fp16"}))
+
+    routers = [name for name in facts.plans if facts.places[name].role == "router"]
+    names = [name for name in routers if lowered(name) and not name.endswith("shared_expert_gate")]
     yield from _by_place(facts, "router-low-precision", names)
 
 

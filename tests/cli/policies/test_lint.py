@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.policies.lint import _split
+from autoprec.cli.policies.lint import _policies, _split
 from tests.cli.helpers import Outcome, autoprec
 
 SCRIPT = """
@@ -53,7 +53,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_policy_comes_first_and_the_script_after_a_dash() -> None:
     assert _split(("policy.yaml", "--", "train.py", "--lr", "1")) == ("policy.yaml", ("train.py", "--lr", "1"))
     assert _split(("--", "train.py")) == ("", ("train.py",))
-    assert _split(("--", "torchrun", "train.py")) == ("", ("--", "torchrun", "train.py"))
+    assert _split(("--", "torchrun", "train.py")) == ("", ("torchrun", "train.py"))
+    assert _split(("policy.yaml", "--", "-m", "package.train")) == ("policy.yaml", ("-m", "package.train"))
+    assert _split(("--", "llama3-70b")) == ("", ("llama3-70b",))
     assert _split(("policy.yaml",)) == ("policy.yaml", ())
 
 
@@ -71,6 +73,11 @@ def test_one_step_tells_what_a_change_broke_and_a_baseline_keeps_it_quiet(projec
     again = autoprec("lint", "--baseline", "known.json", "--format", "sarif", "policy.yaml", "--", "train.py")
     assert again.code == 0, again.err
     assert again.json()["runs"][0]["results"] == []
+
+
+def test_a_policy_after_the_script_is_the_script_s_argument(project: Path) -> None:
+    (project / "zero.yaml").write_text("zero_stage: 1\n")
+    assert _policies(("train.py", "policy.yaml", "zero.yaml", "nowhere.yaml")) == ["policy.yaml"]
 
 
 def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -> None:
@@ -96,6 +103,9 @@ def test_a_configuration_needs_no_script(project: Path) -> None:
         (("--baseline", "train.py", "policy.yaml"), 2, "is not a baseline"),
         (("--target", "h1000", "policy.yaml"), 2, "h100"),
         (("missing.yaml",), 2, "missing.yaml"),
+        ((), 2, "neither a policy nor a script"),
+        (("policy.yaml", "--strict", "--", "train.py"), 2, "--strict comes after the policy"),
+        (("--config", "gpt2", "policy.yaml", "--", "train.py"), 2, "leave one of them out"),
     ],
 )
 def test_bad_input_is_one_sentence(project: Path, words: tuple[str, ...], code: int, said: str) -> None:

@@ -22,7 +22,7 @@ from autoprec.tuning.lint.source import settings_of
 
 GPT = config_report("gpt2", batch=1, seq=1024)
 #: What the policy under test may name.
-_RECIPES = ("bf16", "fp16", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4", "int8_tensor", "int8")
+_RECIPES = ("fp32", "bf16", "fp16", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4", "int8_tensor", "int8")
 
 
 def layer(name: str, *, inp: int = 768, out: int = 768, flags: tuple[str, ...] = (), **more: Any) -> Layer:
@@ -39,9 +39,9 @@ BLOCKS = [f"blocks.{i}.{part}" for i in range(4) for part in ("attn.qkv", "attn.
 PLAIN = model_of(*map(layer, BLOCKS), layer("lm_head", out=50304, flags=("head",)))
 WIDE = model_of(*(layer(name, inp=1000) for name in BLOCKS), layer("lm_head", inp=1000, out=50304, flags=("head",)))
 MIXTURE = model_of(
-    layer("blocks.0.moe.router", out=64, flags=("router",), tunable=False, reason="chooses the experts"),
+    layer("blocks.0.moe.router", out=64, flags=("router",), tunable=False, reason="chooses the experts", dtype="fp32"),
     layer("blocks.0.moe.experts.0.up"),
-    layer("blocks.1.moe.gate", out=64, flags=("router",)),
+    layer("blocks.1.moe.gate", out=64, flags=("router",), dtype="fp32"),
     layer("blocks.1.moe.experts.0.up"),
     layer("lm_head", flags=("head",)),
 )
@@ -209,6 +209,16 @@ def test_a_finding_is_placed_at_the_rule_or_where_the_layer_is_defined() -> None
     )
     (head,) = only(findings(facts(_ALL8, report=defined)), "head-low-precision")
     assert head.place == "model.py:40"
+
+
+def test_a_router_is_lowered_by_fewer_bits_than_the_script_s_and_the_gate_of_a_shared_expert_chooses_nothing() -> None:
+    half = model_of(*(replace(one, dtype="bf16") for one in MIXTURE.layers))
+    fp32 = model_of(*MIXTURE.layers, layer("blocks.1.moe.shared_expert_gate", out=8, dtype="fp32"))
+    assert only(findings(facts("/default: bf16", report=half)), "router-low-precision") == []
+    assert only(findings(facts(_ALL8, report=half)), "router-low-precision")
+    found = only(findings(facts("/default: bf16", report=fp32)), "router-low-precision")
+    assert [name for one in found for name in one.layers] == ["blocks.0.moe.router", "blocks.1.moe.gate"]
+    assert only(findings(facts("/default: fp32", report=fp32)), "router-low-precision") == []
 
 
 def test_tokens_that_are_padded_are_one_note() -> None:
