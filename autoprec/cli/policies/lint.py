@@ -18,9 +18,10 @@ from autoprec.cli import options
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import step_of
+from autoprec.cli.recording import is_description, step_of
 from autoprec.cli.script import script_command
 from autoprec.errors import AuditError, AutoPrecError, FileError, UsageError
+from autoprec.support.units import counted
 
 if TYPE_CHECKING:
     from autoprec.policy import Policy
@@ -34,7 +35,7 @@ def _split(words: tuple[str, ...], config: str = "") -> tuple[str, tuple[str, ..
     """Return the policy's file, empty where none is given, and the script's command line.
 
     Raises:
-        UsageError: there is neither, an option stands between them, or a configuration and a script are named.
+        UsageError: there is neither, an option stands between them, or `--config` names a script or stands beside one.
     """
     policy = words[0] if words and words[0].endswith((".yaml", ".yml")) else ""
     rest = words[1:] if policy else words
@@ -46,6 +47,8 @@ def _split(words: tuple[str, ...], config: str = "") -> tuple[str, tuple[str, ..
         )
     if config and rest:
         raise UsageError(f"--config {config} and a script ({rest[0]}) are named", fix="leave one of them out")
+    if config and not is_description(config):
+        raise UsageError(f"--config {config}: neither a preset nor a config.json", fix="presets: llama3-8b, gpt2, ...")
     if not (policy or rest or config):
         raise UsageError("neither a policy nor a script is named", fix="autoprec lint policy.yaml -- train.py")
     return policy, (config,) if config else rest
@@ -201,10 +204,10 @@ def lint(
                 f"expected on {name}: {gain:.2f}x over the script as written (modelled)" for name, gain in gains.items()
             )
         )
-    bad = counts(found)["error"] + (counts(found)["warning"] if strict else 0)
-    if bad:
+    failing = {severity: counts(found)[severity] for severity in ("error", *(("warning",) if strict else ()))}
+    if any(failing.values()):
         raise AuditError(
-            f"{bad} findings" if bad > 1 else "1 finding",
+            ", ".join(counted(count, severity) for severity, count in failing.items() if count),
             where=policy or " ".join(words),
             fix="a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/ci.md)",
         )

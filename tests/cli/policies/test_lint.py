@@ -106,6 +106,8 @@ def test_a_configuration_needs_no_script(project: Path) -> None:
         ((), 2, "neither a policy nor a script"),
         (("policy.yaml", "--strict", "--", "train.py"), 2, "--strict comes after the policy"),
         (("--config", "gpt2", "policy.yaml", "--", "train.py"), 2, "leave one of them out"),
+        (("--config", "policy.yaml", "policy.yaml"), 2, "neither a preset nor a config.json"),
+        (("--config", "gpt2", "policy.yaml"), 1, "policy.yaml: 2 errors"),
     ],
 )
 def test_bad_input_is_one_sentence(project: Path, words: tuple[str, ...], code: int, said: str) -> None:
