@@ -1,11 +1,11 @@
 """What ``autoprec lint`` finds in code of other people: each error and warning is a false alarm, or has a reason.
 
-    python benchmarks/scripts/lint.py --from CLONES --work DIR [--only nanogpt,mnist]
+    python benchmarks/scripts/lint.py --from CLONES --work DIR
 
 Looked at are the third-party scripts of ``scripts.yaml`` (clones as for ``scripts.py``), the examples, and the 26
 Hugging Face families of ``benchmarks/graph/zoo_hf.py``. One step of each is recorded and judged twice: without a
 policy, and under ``default: bf16`` for an H100. A script runs in a scratch copy; its seconds are of a process of its
-own, with the start of Python; a family's are of recording it here. What ``--work`` has of a script is not done again.
+own, with the start of Python; a family's are of recording it here. What ``--work`` has is not done again.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def lint(script: Script, clones: Path | None, work: Path) -> dict[str, Any]:
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """Return the tables: totals, errors and warnings one by one, one row a script."""
     seen = {name: row for name, row in rows.items() if "found" in row}
-    unrecorded, middle = sum(not row["layers"] for row in seen.values()), median(r["seconds"] for r in seen.values())
-    lines = [f"{len(seen)} of {len(rows)} looked at, {unrecorded} of them by the source alone; median {middle:.1f} s."]
+    seconds = median(row["seconds"] for name, row in seen.items() if not name.startswith("family "))
+    recorded = sum(bool(row["layers"]) for row in seen.values())
+    lines = [f"{len(rows)} tried, {recorded} recorded; a script takes {seconds:.1f} s (median)."]
     each = ["| script | judged | code | place | what |", "|---|---|---|---|---|"]
     for way in ("alone", "bf16"):
         codes = Counter[str]()
@@ -114,21 +115,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="clones", type=Path, help="folder with one clone per repository")
     parser.add_argument("--work", type=Path, required=True, help="results and scratch copies")
-    parser.add_argument("--only", default="", help="names, comma-separated; of these nothing kept is used")
     args = parser.parse_args()
-    rows: dict[str, dict[str, Any]] = {}
-    work, wanted = args.work.resolve(), set(filter(None, args.only.split(",")))
+    clones, work = args.clones and args.clones.resolve(), args.work.resolve()
     (work / "scratch").mkdir(parents=True, exist_ok=True)
-    scripts = [script for script in manifest() if script.repository]
-    if not wanted:
-        rows |= families()
-    for script in [*sorted(examples(work / "policy.yaml"), key=lambda one: one.name), *scripts]:
-        kept = work / f"{script.name}.json"
-        if script.name in wanted or not (wanted or kept.exists()):
-            kept.write_text(json.dumps(lint(script, args.clones and args.clones.resolve(), work)), encoding="utf-8")
-            print(script.name, kept.read_text()[:300], flush=True)
-        if kept.exists():
-            rows[script.name] = json.loads(kept.read_text(encoding="utf-8"))
+    scripts = [*examples(work / "policy.yaml"), *(script for script in manifest() if script.repository)]
+    rows: dict[str, dict[str, Any]] = {}
+    for name, script in {"families": None, **{script.name: script for script in scripts}}.items():
+        kept = work / f"{name}.json"
+        if not kept.exists():
+            found = dict(families()) if script is None else {name: lint(script, clones, work)}
+            kept.write_text(json.dumps(found), encoding="utf-8")
+        rows |= json.loads(kept.read_text(encoding="utf-8"))
     print(page(rows))
 
 
