@@ -190,7 +190,10 @@ def _router(facts: Facts) -> Iterator[Finding]:
     """Find what chooses experts in fewer bits than the script's own; the gate of a shared expert chooses nothing."""
 
     def lowered(name: str) -> bool:
-        plan, script = facts.plans[name], short_dtype(facts.layers[name].dtype)
+        plan, layer = facts.plans[name], facts.layers[name]
+        script = short_dtype(layer.dtype)
+        if not (layer.tunable or layer.reason.startswith("chooses the experts")):
+            return False  # no policy reaches it, for another reason
         formats = {recipe.format for recipe in plan.recipes if recipe is not None}
         return bool(plan.scaled) or (script not in ("bf16", "fp16") and bool(formats & {"bf16", "fp16"}))
 

@@ -214,7 +214,9 @@ def test_a_finding_is_placed_at_the_rule_or_where_the_layer_is_defined() -> None
 def test_a_router_is_lowered_by_fewer_bits_than_the_script_s_and_the_gate_of_a_shared_expert_chooses_nothing() -> None:
     half = model_of(*(replace(one, dtype="bf16") for one in MIXTURE.layers))
     fp32 = model_of(*MIXTURE.layers, layer("blocks.1.moe.shared_expert_gate", out=8, dtype="fp32"))
+    narrow = model_of(*(replace(one, tunable=False, reason="too narrow") for one in MIXTURE.layers))
     assert only(findings(facts("/default: bf16", report=half)), "router-low-precision") == []
+    assert only(findings(facts("/default: bf16", report=narrow)), "router-low-precision") == []
     assert only(findings(facts(_ALL8, report=half)), "router-low-precision")
     found = only(findings(facts("/default: bf16", report=fp32)), "router-low-precision")
     assert [name for one in found for name in one.layers] == ["blocks.0.moe.router", "blocks.1.moe.gate"]
