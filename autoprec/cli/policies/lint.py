@@ -39,8 +39,9 @@ def _split(words: tuple[str, ...], config: str = "") -> tuple[str, tuple[str, ..
     """
     policy = words[0] if words and words[0].endswith((".yaml", ".yml")) else ""
     rest = words[1:] if policy else words
-    if rest[:1] == ("--",):
-        rest = rest[1:]
+    if rest[:1] == ("--",):  # what follows is a launcher, where it is neither a script nor a model's description
+        plain = len(rest) > 1 and (rest[1].endswith(".py") or rest[1] == "-m" or is_description(rest[1]))
+        rest = rest[1:] if plain or len(rest) == 1 else rest
     elif rest and rest[0].startswith("-") and rest[0] != "-m":
         raise UsageError(
             f"{rest[0]} comes after the policy", fix="options come first: autoprec lint --strict policy.yaml"

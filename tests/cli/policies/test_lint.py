@@ -53,7 +53,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_policy_comes_first_and_the_script_after_a_dash() -> None:
     assert _split(("policy.yaml", "--", "train.py", "--lr", "1")) == ("policy.yaml", ("train.py", "--lr", "1"))
     assert _split(("--", "train.py")) == ("", ("train.py",))
-    assert _split(("--", "torchrun", "train.py")) == ("", ("torchrun", "train.py"))
+    assert _split(("--", "torchrun", "train.py")) == ("", ("--", "torchrun", "train.py"))
+    assert _split(("p.yaml", "--", "torchrun", "t.py", "c.json")) == ("p.yaml", ("--", "torchrun", "t.py", "c.json"))
     assert _split(("policy.yaml", "--", "-m", "package.train")) == ("policy.yaml", ("-m", "package.train"))
     assert _split(("--", "llama3-70b")) == ("", ("llama3-70b",))
     assert _split(("policy.yaml",)) == ("policy.yaml", ())
