@@ -253,7 +253,7 @@ def test_a_scaled_layer_that_is_differentiated_twice_is_named(frozen: bool) -> N
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     assert slope.isfinite().all()  # a first derivative may be asked for in this way
-    with pytest.raises(RuntimeError, match=r"layer '0' .* cannot be differentiated twice"):
+    with pytest.raises(RuntimeError, match="layer '0' cannot be differentiated twice"):
         (out.square().mean() + slope.square().mean()).backward()
 
 
