@@ -195,8 +195,8 @@ def lint(
     elif layout == "json":
         document: dict[str, Any] = {"ok": not counts(found)["error"], "findings": [one.to_json() for one in found]}
         print_json(document | {"counts": counts(found), "gains": gains, "unseen": unseen, "source": "modelled"})
-    else:
-        echo(lines) if (lines := TEXTS[layout](found)) else None
+    elif lines := TEXTS[layout](found):
+        echo(lines)
     for text in unseen if layout != "json" else ():
         echo(f"note: {text}", err=True)
     if layout == "text" and gains:

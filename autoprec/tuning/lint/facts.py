@@ -10,7 +10,7 @@ import yaml
 
 from autoprec.cost.model import CostModel
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy import LayerPlan, Policy, first_match, glob_matches, resolve
+from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
 from autoprec.precision.hardware import Target
 from autoprec.tuning.transfer.roles import Place, places
 
@@ -82,10 +82,14 @@ class Facts:
         nodes = parts["layers"].value if "layers" in parts else []
         return [f"{self.path}:{node.start_mark.line + 1}" for node in nodes]
 
+    @cached_property
+    def takers(self) -> dict[str, int]:
+        """Position of the rule that takes a layer, by the layer's name: the first that matches it."""
+        return {name: index for index, names in reversed([*enumerate(self.matched)]) for name in names}
+
     def rule_of(self, name: str) -> int | None:
         """Return the position of the rule that takes a layer; None where none does."""
-        rule = first_match(self.policy.layers, name) if self.policy is not None else None
-        return None if rule is None or self.policy is None else list(self.policy.layers).index(rule)
+        return self.takers.get(name)
 
     def place_of(self, name: str) -> str:
         """Return where a layer is defined; else the rule that takes it; else the policy's file."""

@@ -49,8 +49,8 @@ def settings_of(words: Sequence[str], folder: Path) -> list[Setting]:
     scripts = [path for path in files if path.suffix == ".py" and path.is_file()]
     configs = [path for path in files if path.suffix in (".json", ".yaml", ".yml") and path.is_file()]
     found: list[Setting] = []
-    for path in _with_imports(scripts):
-        found += _Reader(path, folder).settings
+    for path, tree in _with_imports(scripts).items():
+        found += _Reader(tree, _short(path, folder)).settings
     for path in configs:
         found += _of_config(path, _short(path, folder))
     return found
@@ -68,16 +68,16 @@ def _parse(path: Path) -> ast.Module | None:
         return None
 
 
-def _with_imports(scripts: Sequence[Path]) -> list[Path]:
-    """Return scripts and the modules that lie beside them and that they import, each once."""
-    seen: dict[Path, None] = {}
+def _with_imports(scripts: Sequence[Path]) -> dict[Path, ast.Module]:
+    """Return scripts and the modules that lie beside them and that they import, each parsed once."""
+    seen: dict[Path, ast.Module] = {}
     waiting = [(path, path.parent) for path in scripts]
     while waiting and len(seen) < _MOST_FILES:
         path, root = waiting.pop(0)
         tree = None if path in seen else _parse(path)
         if tree is None:
             continue
-        seen[path] = None
+        seen[path] = tree
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
@@ -88,7 +88,7 @@ def _with_imports(scripts: Sequence[Path]) -> list[Path]:
                 beside = above.joinpath(*name.split("."))
                 tried = (beside.with_suffix(".py"), beside / "__init__.py")
                 waiting += [(file, root) for file in tried if file.is_file() and file not in seen]
-    return list(seen)
+    return seen
 
 
 def _last(node: ast.AST) -> str:
@@ -103,30 +103,26 @@ def _text(node: ast.AST | None) -> str:
 class _Reader(ast.NodeVisitor):
     """Collects the settings of one file."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, tree: ast.Module, name: str) -> None:
         self.settings: list[Setting] = []
-        self._name = _short(path, folder)
+        self._name = name
         self._shared: dict[str, str] = {}
         self._names: list[str] = []
-        if (tree := _parse(path)) is not None:
-            self.visit(tree)
+        self.visit(tree)
 
     def _add(self, kind: str, value: str, node: ast.expr | ast.stmt) -> None:
         self.settings.append(Setting(kind, value, f"{self._name}:{node.lineno}"))
 
     def visit_Call(self, node: ast.Call) -> None:
         called, given = _last(node.func), {word.arg: word.value for word in node.keywords if word.arg}
-        kind = _CALLS.get(called, "")
+        owner = _text(getattr(node.func, "value", None))
+        kind = _CALLS.get(called, "") if called != "compile" or owner in ("torch", "model") else ""  # not re.compile
         if kind == "autocast":
             dtypes = [_DTYPES.get(_text(arg), "") for arg in (*node.args, given.get("dtype")) if arg is not None]
             enabled = not (isinstance(given.get("enabled"), ast.Constant) and not _is_true(given.get("enabled")))
             self._add("autocast", next(filter(None, dtypes), ""), node) if enabled else None
-        elif kind == "compile" and _text(getattr(node.func, "value", None)) not in ("torch", "model"):
-            kind = ""  # re.compile and others
         elif kind:
             self._add(kind, _text(node.args[0]) if kind == "tf32" and node.args else called, node)
-        if kind == "compile":
-            self._add(kind, called, node)
         if called in ("half", "bfloat16") and not node.args:
             self._add("cast", _DTYPES[called], node)
         if called == "DataLoader" and not _is_true(given.get("drop_last")):
