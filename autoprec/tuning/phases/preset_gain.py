@@ -36,7 +36,7 @@ def best_preset(
     tried: Sequence[Run],
     chosen: Standing,
 ) -> BestPreset | None:
-    """Return the best preset beside a chosen policy; None where there are none, or speed is not the objective."""
+    """Return the best preset beside a chosen policy, a faster one that is tied with it too; None where there are none, or speed is not the objective."""
     problem = setup.problem
     measured = {problem.key(one.run.params): one for one in standings if one.run is not None}
     failed = {problem.key(record.params) for record in tried if not record.ok}
@@ -53,7 +53,7 @@ def best_preset(
         predicted = math.exp(script - float(cost))
         if known is None and chance >= _MAY_BE_FINE and problem.key(params) not in failed and predicted <= most:
             found.append(BestPreset(predicted, name, None))
-        elif known and (known.name == chosen.name or (not known.rejection and known.speedup <= chosen.speedup)):
+        elif known and (known.name == chosen.name or not known.rejection):
             found.append(BestPreset(known.speedup, name, known))
     return max(found, key=lambda one: (one.speedup, one.name))
 

@@ -57,3 +57,8 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
         best = best_preset(made.setup, made.ledger, expectation, [], tried, chosen)
         assert best is not None
         assert best.name == told
+    ran = Run(2, "preset", name, params, {}, "ok")
+    faster = Standing(name, 1.6, (0.0, 0.0), preset=True, run=ran)  # tied with the chosen one, which adds less error
+    best = best_preset(made.setup, made.ledger, expectation, [faster], [ran], chosen)
+    assert best is not None
+    assert best.standing is faster
