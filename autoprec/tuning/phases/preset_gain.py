@@ -36,7 +36,10 @@ def best_preset(
     tried: Sequence[Run],
     chosen: Standing,
 ) -> BestPreset | None:
-    """Return the best preset beside a chosen policy, a faster one that is tied with it too; None where there are none, or speed is not the objective."""
+    """Return the best preset beside a chosen policy; None where there are none, or speed is not the objective.
+
+    One that was measured, and is faster within what a tie leaves, counts as well.
+    """
     problem = setup.problem
     measured = {problem.key(one.run.params): one for one in standings if one.run is not None}
     failed = {problem.key(record.params) for record in tried if not record.ok}
