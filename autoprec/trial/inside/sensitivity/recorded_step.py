@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -113,13 +114,16 @@ class RecordedStep:
     Args:
         parameters: of the model that is recorded; a call of a module that holds one of them is a call of the model.
         device: where they are.
+        modules: of the model, those whose ``forward`` the script may call itself, past ``nn.Module.__call__``.
 
     Attributes:
         failed: why the step could not be recorded (no memory for a copy of its inputs); the script's step goes on.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._owned = {id(parameter) for parameter in parameters}
+        self._modules = list(modules)
+        self._forwards: list[tuple[nn.Module, Any]] = []  # with what each had of its own
         self._device = device
         self._micros = [_Micro()]
         self._mode: _Tape | None = None
@@ -142,12 +146,27 @@ class RecordedStep:
         def __call__(called: nn.Module, *inner: Any, **named: Any) -> Any:  # noqa: N807
             if self.busy or self.failed or torch.compiler.is_compiling() or not self._is_call_of_model(called):
                 return original(called, *inner, **named)
-            return self._record_call(called, inner, named)
+            return self._record_call(called, partial(original, called), inner, named)
 
         nn.Module.__call__ = __call__  # type: ignore[method-assign]
+        for module in self._modules:
+            self._forwards.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = self._watched(module)
         self._mode = _Tape(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._eager.enter_context(eager())  # Dynamo would trace what the tape does
+
+    def _watched(self, module: nn.Module) -> Callable[..., Any]:
+        """Return a module's forward, which is recorded where the script calls it: a policy changes what it is."""
+        original = module.forward
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.busy or self.failed or torch.compiler.is_compiling() or not self._is_call_of_model(module):
+                return original(*args, **kwargs)
+            return self._record_call(partial(_forward, module), original, args, kwargs)
+
+        return forward
 
     def _is_call_of_model(self, called: nn.Module) -> bool:
         return called.training and torch.is_grad_enabled() and any(id(p) in self._owned for p in called.parameters())
@@ -159,15 +178,24 @@ class RecordedStep:
             self._eager.close()
             self._mode = None
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            for module, own in self._forwards:
+                if own is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = own
+            self._forwards.clear()
 
-    def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_call(
+        self, run: Callable[..., Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``original``, as the script does, and note ``run``, which is what it comes to under any policy."""
         kept = self.kept((args, kwargs))
         random = random_state(self._device)
         with self._paused():
-            outputs = self._original(module, *args, **kwargs)
-        sync = getattr(module, "require_backward_grad_sync", None)
+            outputs = original(*args, **kwargs)
+        sync = getattr(run, "require_backward_grad_sync", None)
         if kept is not None:
-            self.note(module, *kept, outputs, random=random, sync=sync)
+            self.note(run, *kept, outputs, random=random, sync=sync)
         return outputs
 
     @contextlib.contextmanager
@@ -357,11 +385,15 @@ class RecordedStep:
         return total
 
     def forget(self) -> None:
-        """Let go of the recorded step."""
+        """Let go of what was recorded; until :meth:`stop` recording goes on, with nothing before it."""
         self._leaves.clear()
         self._copies.clear()
         self._micros[:] = [_Micro()]
         self._numbers.clear()
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
 
 
 def _numbers_in(tree: Any) -> set[int]:

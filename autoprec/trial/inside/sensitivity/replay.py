@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoprec.applying.compiling import is_compiled
 from autoprec.numerics.sharded import rank
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
@@ -48,7 +49,9 @@ class Replay(Events):
         self._device = found.parameters[0].device
         self._gradients = Gradients(found.root_parameters, 1, shared=False)
         self._squares = self._deviation = 0.0
-        self._step = RecordedStep(found.root.parameters(), self._device)
+        # what is compiled would be compiled anew for a forward that is watched
+        modules = () if is_compiled(found.root) else found.root.modules()
+        self._step = RecordedStep(found.root.parameters(), self._device, modules)
         self._ranks = Ranks("gradient errors were measured", "see the rank's log for why it failed")
         self._scale = 0.0
         self._batch = 0
@@ -85,8 +88,24 @@ class Replay(Events):
             self._unclip |= {id(p): (size + 1e-6) / max_norm for p in parameters}
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._found.optimizers[0]:
+            return
+        # a fused optimizer is given scaled gradients, with what they are to be divided by and whether they overflowed
+        overflowed, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if overflowed is not None and float(overflowed):
+            self.skipped_step(optimizer)
+            return
+        if scale is not None:
+            own = (id(p) for p in self._found.root_parameters)
+            self._unclip = {one: self._unclip.get(one, 1.0) / float(scale) for one in own}
+        self._ready()
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """Gradients overflowed under the script's GradScaler: the step that is recorded, or compared, is the next."""
         if optimizer is self._found.optimizers[0]:
-            self._ready()
+            self._batch_loss, self._scale, self._unclip = 0.0, 0.0, {}
+            if self._batch == 0:
+                self._step.forget()
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._weights is not None:  # from the first complete gradients on, weights stay as they are

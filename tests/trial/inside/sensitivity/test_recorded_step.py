@@ -63,6 +63,22 @@ def test_two_micro_batches_are_played_again_and_a_sum_of_losses_is_not() -> None
         step.play()
 
 
+def test_a_forward_that_was_replaced_is_given_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    own = model[0].forward
+    model[0].forward = own  # as accelerate does
+    step = Recorded(model.parameters(), torch.device("cpu"), model.modules())
+    step.start()
+    model.forward(torch.randn(3, 4)).sum().backward()
+    step.stop()
+    before = model[0].weight.grad.clone()
+    model.zero_grad()
+    step.play()
+    assert torch.equal(model[0].weight.grad, before)
+    assert vars(model[0])["forward"] is own
+    assert "forward" not in vars(model)
+
+
 Losses = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 

@@ -81,6 +81,66 @@ def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> 
     assert not any(changed[1:]) or not autocast  # weights of the scan stay; the last update is the script's own
 
 
+class Past(nn.Module):
+    """Calls its layers' forward, as scripts do with a whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down.forward(torch.relu(self.up.forward(x)))
+
+
+@pytest.mark.parametrize("make", [Past, lambda: nn.Linear(6, 5)])
+def test_the_error_of_a_forward_that_is_called_past_the_module(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.Module.__call__(nn.Identity(), None)  # a call to begin at, before the model's
+        model.forward(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+
+    probes = Probe("none", None), Probe("bf16", uniform("bf16"))
+    found = scanned(Found([model], [optimizer], list(model.parameters())), step, *probes)
+    none, bf16 = (row["gradient_error"] for row in found["probes"])
+    assert none == 0.0
+    assert 1e-4 < bf16 < 0.05
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_that_overflows_under_a_scaler_is_not_the_one_replayed(fused: bool, clips: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    seen: list[float] = []
+
+    def step() -> None:
+        loss = (model(torch.randn(8, 16)).half().float() - 3).square().sum()  # 16 bits hold no gradient this large
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        seen.append(loss.item())
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    probes = Probe("none", None), Probe("bf16", uniform("bf16"))
+    found = scanned(Found([model], [optimizer], list(model.parameters())), step, *probes)
+    none, bf16 = (row["gradient_error"] for row in found["probes"])
+    assert scaler.get_scale() < 2.0**14
+    assert none == pytest.approx(0.0, abs=1e-6)
+    assert 1e-4 < bf16 < 0.05
+    assert found["reference_loss"] == pytest.approx(seen[3])
+    assert 0.1 < found["gradient_noise"] < 1
+
+
 def test_a_scan_out_of_time_answers_one_probe_and_ends() -> None:
     model = nn.Linear(6, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
