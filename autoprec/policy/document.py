@@ -18,6 +18,8 @@ from autoprec.support.files import check_kind, parse_document, read_text, write_
 
 P = TypeVar("P", bound=Policy)
 
+#: What a policy's name begins with that is not a file: :mod:`autoprec.policy.library`.
+PUBLISHED = "published:"
 #: A policy with one rule for each of 10,000 layers fits; what does not is not a policy, nor worth a second's time.
 MAX_POLICY_BYTES = 1024 * 1024
 
@@ -138,8 +140,12 @@ def load_policy(path: Path | str, *, cls: type[P] = Policy) -> P:  # type: ignor
     """Load a policy file (YAML or JSON). Data only: nothing is imported or run.
 
     Raises:
-        PolicyError: missing, unreadable, not a valid policy, or not what its checksum line says.
+        PolicyError: missing, unreadable, not a valid policy, or not what its checksum line says; or the name of a
+            published policy, which is one of no model yet.
     """
+    if str(path).startswith(PUBLISHED):
+        fix = f"autoprec inspect --save step.json train.py, then: autoprec show {path} step.json --lean > policy.yaml"
+        raise PolicyError("a published policy names roles, and a file with layer names is needed here", fix=fix)
     try:
         text = read_text(path, most_bytes=MAX_POLICY_BYTES)
     except FileError as error:
@@ -222,7 +228,7 @@ def check_replaceable(path: Path | str) -> Path:
 #: What a lean policy keeps of its evidence: what has an effect, and what it was found for.
 _LEAN = (
     *("target", "source", "verdict", "speedup", "speedup_over_16bit", "divergence", "gradient_error", "seeds", "date"),
-    *("backends", "instructions"),
+    *("backends", "instructions", "published"),
 )
 
 

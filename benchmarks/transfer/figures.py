@@ -331,8 +331,8 @@ def run_llama(_options: argparse.Namespace) -> tuple[list[Row], list[str]]:
 def run_families(_options: argparse.Namespace) -> tuple[list[Row], list[str]]:
     """Count the Hugging Face families of benchmarks/graph/zoo_hf.py whose every tunable layer has a role."""
     from autoprec.graph.recorder import record_step
+    from autoprec.graph.roles import places
     from autoprec.tuning.transfer.counterparts import counterparts
-    from autoprec.tuning.transfer.roles import places
     from benchmarks.graph.zoo_hf import MODELS
 
     mapped, lines = 0, [""]

@@ -38,7 +38,7 @@ Powers = tuple[float, float]  # of width and depth
 
 def measured(kind: str, width: int, depth: int, seed: int) -> Row:
     """Return the gradient errors of one model: ``role|recipe`` for each role alone and for all layers together."""
-    from autoprec.tuning.transfer.roles import places
+    from autoprec.graph.roles import places
     from benchmarks.transfer.models import ONCE, Looked, Size
 
     looked = Looked.at(Size(kind, width, depth, seed=seed))

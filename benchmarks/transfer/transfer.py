@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from autoprec.tuning.transfer.roles import places
+from autoprec.graph.roles import places
 from benchmarks.transfer.figures import run_families, run_llama, run_transfer
 from benchmarks.transfer.models import CHOICES, Looked, Size, Store
 

@@ -235,7 +235,7 @@ def test_what_is_needed_to_record_a_mixture_is_said(tmp_path: Path, monkeypatch:
     ],
 )
 def test_the_mixtures_of_transformers(tmp_path: Path, family: str, more: dict[str, int], role: str) -> None:
-    from autoprec.tuning.transfer.roles import places
+    from autoprec.graph.roles import places
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 128, "num_experts_per_tok": 2}

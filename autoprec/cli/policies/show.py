@@ -11,6 +11,7 @@ import click
 from autoprec.cli import options
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
+from autoprec.cli.policies.published import bound, print_published
 from autoprec.cli.recording import is_saved_step
 from autoprec.errors import PolicyError, UsageError, nearest
 from autoprec.support.units import memory_text
@@ -99,10 +100,11 @@ def _rule(rule: LayerRule) -> str:
     return ", ".join([rule.recipe, *(f"{gemm} {recipe}" for gemm, recipe in rule.gemms.items())])
 
 
-def _load(path: Path) -> Policy:
+def _load(path: Path | None) -> Policy:
     """Load a policy; who names a study instead of a file is told which file is its best policy."""
     from autoprec.policy import load_policy
 
+    path = cast(Path, path)
     try:
         loaded: Policy = load_policy(path)
     except PolicyError as error:
@@ -129,9 +131,12 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
 
     With --lean: the file to commit. With OTHER: what changed from the first to the second, and exit code 1 if that is
     anything that would run. With a step saved by `autoprec inspect --save` in OTHER's place: layer by layer.
+
+    POLICY may be `published:` (the list of policies that others have published) or `published:NAME`.
     """
     from autoprec.graph.report import load_report
     from autoprec.policy import document, resolve
+    from autoprec.policy.library import is_published
 
     if (policy is None) == (schema is None):
         fix = "autoprec show policy.yaml [step.json | OTHER.yaml]"
@@ -139,14 +144,17 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
     if schema is not None:
         print_json(_schema(schema), indent=2)
         return 0
-    loaded = _load(cast(Path, policy))
+    graph = other if other is not None and is_saved_step(str(other)) else None
+    if is_published(str(policy)) and graph is None:
+        print_published(str(policy), as_json=as_json)
+        return 0
+    report = load_report(graph) if graph else None
+    loaded = bound(str(policy), lambda: cast("GraphReport", report)) if is_published(str(policy)) else _load(policy)
     if lean:
         echo(document.yaml_text(document.lean(loaded)).rstrip())
         return 0
-    graph = other if other is not None and is_saved_step(str(other)) else None
     if other is not None and graph is None:
         return _print_differences(loaded, _load(other), as_json=as_json)
-    report = load_report(graph) if graph else None
     if not as_json:
         _print(loaded, report, str(policy))
         return 0

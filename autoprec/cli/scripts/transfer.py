@@ -48,8 +48,8 @@ def _named_layers(path: Path) -> GraphReport:
 
 def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, Any]]:
     """Return one row per rule of the proxy's policy that says something: where it went."""
+    from autoprec.graph.roles import ROLES, shown
     from autoprec.tuning.transfer.proxy import choice_of_rule
-    from autoprec.tuning.transfer.roles import ROLES, shown
 
     rows = []
     for number in [*range(len(policy.layers)), -1]:
@@ -77,8 +77,8 @@ def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, 
 def _document(
     output: str, device: Target, policy: Policy, proxy: Proxy, report: GraphReport, found: Transfer
 ) -> dict[str, Any]:
+    from autoprec.graph.roles import shown
     from autoprec.tuning.transfer.law import SPREAD
-    from autoprec.tuning.transfer.roles import shown
 
     predicted = found.predicted
     return {
@@ -116,7 +116,7 @@ def _document(
 
 
 def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
-    from autoprec.tuning.transfer.roles import shown
+    from autoprec.graph.roles import shown
 
     changes: dict[tuple[str, str], list[str]] = {}
     for name, before, after in found.filled:
@@ -129,7 +129,7 @@ def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
 
 def _untouched(report: GraphReport) -> list[dict[str, Any]]:
     """Return what no policy changes though it has a twentieth of the FLOPs or more, by reason."""
-    from autoprec.tuning.transfer.roles import shown
+    from autoprec.graph.roles import shown
 
     grouped: dict[str, list[Any]] = {}
     for layer in report.layers:
@@ -164,7 +164,7 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
             f"kept      {row['layers']} ({row['count']} layers, {row['flops_share']:.0%} of the FLOPs): {row['reason']}"
         )
     if document["no_counterpart"]:
-        from autoprec.tuning.transfer.roles import shown
+        from autoprec.graph.roles import shown
 
         echo(f"kept      {shown(found.matched.alone)}: no counterpart in the proxy")
     error = document["gradient_error"]
@@ -269,13 +269,13 @@ def transfer(
     of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
     """
     from autoprec.cost import CostModel
+    from autoprec.graph.roles import parse_hints
     from autoprec.policy import load_policy, save_policy
     from autoprec.support.files import check_writable, read_document
     from autoprec.tuning.transfer.correction import Correction
     from autoprec.tuning.transfer.evidence import with_evidence
     from autoprec.tuning.transfer.plan import transfer as carry
     from autoprec.tuning.transfer.proxy import load_proxy
-    from autoprec.tuning.transfer.roles import parse_hints
     from autoprec.tuning.verify import limits_of
 
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None

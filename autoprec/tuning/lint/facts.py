@@ -10,9 +10,9 @@ import yaml
 
 from autoprec.cost.model import CostModel
 from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.roles import Place, places
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
 from autoprec.precision.hardware import Target
-from autoprec.tuning.transfer.roles import Place, places
 
 
 @dataclass(frozen=True, slots=True)

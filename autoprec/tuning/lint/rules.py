@@ -15,12 +15,12 @@ from typing import Any
 
 from autoprec.cost.scale import short_dtype
 from autoprec.errors import nearest
+from autoprec.graph.roles import shown
 from autoprec.policy import Policy, unmatched_rules
 from autoprec.policy.known_layers import unknown_layers
 from autoprec.precision.hardware import alignment, cpu_instructions, recipe_family
 from autoprec.support.files import read_document
 from autoprec.tuning.lint.facts import Facts
-from autoprec.tuning.transfer.roles import shown
 
 SEVERITIES = ("error", "warning", "note")
 #: What the audit of a run notes as well: a policy that runs as asked, and asks for what is known to end worse.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoprec.errors import PolicyMismatchError, nearest
 from autoprec.graph.report import GraphReport
-from autoprec.tuning.transfer.roles import Place
+from autoprec.graph.roles import Place
 
 Choices = Mapping[str, str]
 #: A run of equal blocks at an end is an edge up to this share of the proxy's blocks; a longer one is half a model.

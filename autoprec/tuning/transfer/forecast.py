@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoprec.graph.roles import Place
 from autoprec.policy import Policy
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import Choice
@@ -23,7 +24,6 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.transfer.correction import Correction, segment_name, split_segment
 from autoprec.tuning.transfer.law import Growth, error_factor, noise_factor
 from autoprec.tuning.transfer.proxy import Proxy
-from autoprec.tuning.transfer.roles import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from autoprec.cost.estimate import ratio_bounds
 from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
 from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.roles import Place, places
 from autoprec.policy import LayerPlan, LayerRule, Policy
 from autoprec.policy.solver import IntVector, solve
 from autoprec.policy.space import Choice, SearchSpace
@@ -31,7 +32,6 @@ from autoprec.tuning.transfer.counterparts import Counterparts, counterparts, re
 from autoprec.tuning.transfer.forecast import Forecast, Prediction
 from autoprec.tuning.transfer.law import Growth, growth
 from autoprec.tuning.transfer.proxy import Proxy
-from autoprec.tuning.transfer.roles import Place, places
 
 #: What filling the room must gain of the step: less is not worth leaving the mapped policy for.
 _LEAST_GAIN = 0.005

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autoprec.graph.report import GraphReport
+from autoprec.graph.roles import places
 from autoprec.policy import OptimizerPolicy, Policy, first_match
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
@@ -19,7 +20,6 @@ from autoprec.trial.protocol import Probe
 from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.forecast import segment_of
 from autoprec.tuning.transfer.plan import rendered
-from autoprec.tuning.transfer.roles import places
 
 WHOLE = "whole policy"
 #: Measured over predicted gradient error from which on a prediction is called off.

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoprec.graph.roles import Place, places
 from autoprec.tuning.transfer.counterparts import Edges, counterparts, edges_of
-from autoprec.tuning.transfer.roles import Place, places
-from tests.tuning.transfer.test_roles import layer
+from tests.graph.test_roles import layer
 
 
 def model(blocks: int, *leaves: str, head: str = "head") -> dict[str, Place]:

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from autoprec.graph.roles import places
 from autoprec.policy.space import SearchSpace
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.transfer.correction import Correction
@@ -12,7 +13,6 @@ from autoprec.tuning.transfer.counterparts import counterparts
 from autoprec.tuning.transfer.forecast import Forecast
 from autoprec.tuning.transfer.law import Growth, error_factor, noise_factor
 from autoprec.tuning.transfer.proxy import Proxy
-from autoprec.tuning.transfer.roles import places
 from tests.tuning.models import gpt
 from tests.tuning.transfer.test_proxy import policy, table
 

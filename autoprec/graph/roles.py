@@ -80,6 +80,7 @@ class Place:
         stack: encoder, decoder, vision, ... where the model has several; empty for the only one.
         alike: its name with every component that is a number as ``*``: what it shares with its siblings elsewhere.
         rank, count: it is in the ``rank``-th (from 0) of the ``count`` blocks of its stack that have its role.
+        block, blocks: it is in the ``block``-th (from 0) of the ``blocks`` beside each other; -1 and 0 outside of them.
         guess: where there is no role, the one that the GEMM's shape suggests: for a message, never for a match.
     """
 
@@ -91,6 +92,8 @@ class Place:
     rank: int = 0
     count: int = 1
     guess: str = ""
+    block: int = -1
+    blocks: int = 0
 
 
 def parse_hints(texts: Iterable[str]) -> list[tuple[str, str]]:
@@ -145,17 +148,26 @@ def places(layers: Sequence[Layer], hints: Sequence[tuple[str, str]] = ()) -> di
     """
     names = [layer.name for layer in layers]
     found = {layer.name: _place(layer, names, hints) for layer in layers}
-    blocks = _blocks(names)
-    series: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    blocks, whole = _blocks(names), _whole_blocks(names)
+    series: dict[tuple[str, str], dict[tuple[int, ...], int]] = {}
+    beside: dict[str, dict[tuple[str, ...], int]] = {}
     for place in found.values():
-        ranks = series.setdefault(_series(place), [])
-        if blocks[place.name] not in ranks:
-            ranks.append(blocks[place.name])
-    return {
-        name: replace(place, rank=ranks.index(blocks[name]), count=len(ranks))
-        for name, place in found.items()
-        for ranks in (series[_series(place)],)
-    }
+        ranks = series.setdefault(_series(place), {})
+        ranks.setdefault(blocks[place.name], len(ranks))
+        if whole[place.name]:
+            inside = beside.setdefault(_beside(whole[place.name]), {})
+            inside.setdefault(whole[place.name], len(inside))
+    out = {}
+    for name, place in found.items():
+        ranks, inside = series[_series(place)], beside.get(_beside(whole[name]), {})
+        placed = replace(place, rank=ranks[blocks[name]], count=len(ranks))
+        out[name] = replace(placed, block=inside[whole[name]], blocks=len(inside)) if whole[name] else placed
+    return out
+
+
+def _beside(block: tuple[str, ...]) -> str:
+    """Return what blocks in a row share: ``model.layers``, or ``layer`` of ``layer1`` to ``layer4``."""
+    return block[0].rpartition(".")[0].rstrip("0123456789") if block else ""
 
 
 def _series(place: Place) -> tuple[str, str]:
@@ -170,6 +182,29 @@ def _blocks(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         levels = [(p, n) for p, n in _numbered(name) if not _EXPERT.search(p.rpartition(".")[0].rpartition(".")[2])]
         chosen = [n for p, n in levels if under[p] > 1] or [n for _, n in levels[:1]]
         out[name] = (_stage(name), *chosen)
+    return out
+
+
+def _whole_blocks(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return, per name, the prefixes of the blocks it lies in, outermost first; empty outside of all.
+
+    The first number of a name counts blocks, whatever is in them (attention here, a mixer there). A later one does
+    where what it counts is alike (the blocks of a stage), and not where it counts the parts of one block.
+    """
+    kinds: dict[str, set[str]] = {}
+    for name in names:
+        for prefix, _ in _numbered(name):
+            kinds.setdefault(prefix, set()).add(_NUMBER.sub("*", name.removeprefix(prefix)))
+    alike = Counter((prefix.rpartition(".")[0], frozenset(kind)) for prefix, kind in kinds.items())
+
+    def counts(prefix: str) -> bool:
+        above = prefix.rpartition(".")[0]
+        return alike[above, frozenset(kinds[prefix])] > 1 and not _EXPERT.search(above.rpartition(".")[2])
+
+    out = {}
+    for name in names:
+        first, *later = [prefix for prefix, _ in _numbered(name)] or [""]
+        out[name] = (first, *filter(counts, later)) if first else ()
     return out
 
 

@@ -5,7 +5,7 @@ import pytest
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import UnknownNameError, UsageError
 from autoprec.graph.report import GemmCall, Layer
-from autoprec.tuning.transfer.roles import parse_hints, places, shown
+from autoprec.graph.roles import parse_hints, places, shown
 
 
 def layer(name: str, k: int = 64, n: int = 64, kind: str = "linear", flags: tuple[str, ...] = ()) -> Layer:
@@ -120,3 +120,19 @@ def test_many_names_are_shown_in_a_few_words() -> None:
     assert shown([f"h.{i}.fc1" for i in range(12)] + ["head"]) == "h.{0-11}.fc1, head"
     assert shown(["h.0.fc1", "h.2.fc1"]) == "h.{0,2}.fc1"
     assert shown([f"h.{i}.{c}" for c in "abcdef" for i in (1,)]).endswith("and 2 more kinds")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("h.0.attn.qkv", "h.1.mamba.in_proj", "h.2.mlp.fc"), [(0, 3), (1, 3), (2, 3)]),  # a hybrid
+        (("h.0.moe.experts.0.up", "h.0.moe.experts.1.up", "h.1.fc"), [(0, 2), (0, 2), (1, 2)]),
+        (("b.0.layer.0.attn.q", "b.0.layer.1.mlp.wi", "b.1.layer.0.attn.q"), [(0, 2), (0, 2), (1, 2)]),  # T5
+        (("s.0.blocks.0.fc", "s.0.blocks.1.fc", "s.1.blocks.0.fc"), [(0, 3), (1, 3), (2, 3)]),  # Swin
+        (("layer1.0.conv", "layer1.1.conv", "layer2.0.conv"), [(0, 3), (1, 3), (2, 3)]),  # ResNet
+        (("model.layers.0.fc", "model.layers.1.fc", "mtp.0.fc", "lm_head"), [(0, 2), (1, 2), (0, 1), (-1, 0)]),
+    ],
+)
+def test_the_blocks_of_a_model_whatever_is_in_them(names: tuple[str, ...], expected: list[tuple[int, int]]) -> None:
+    found = places([layer(name) for name in names])
+    assert [(found[name].block, found[name].blocks) for name in names] == expected

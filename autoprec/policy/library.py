@@ -1,0 +1,227 @@
+"""Policies that others have published, by role: which layers stay high, at which source, with what evidence.
+
+Everyone names layers in his own way, so a published policy says *roles* (attention input, router, head) and *blocks*
+(the first two, the last 15 %), and is made a policy of one model by :mod:`autoprec.tuning.decide.published`. The files
+are data in ``autoprec/policy/published/``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoprec.errors import PolicyError, UnknownNameError, nearest
+from autoprec.policy import OperatorPolicy, OptimizerPolicy, Policy, explain
+from autoprec.policy.document import PUBLISHED
+from autoprec.policy.levels import level
+from autoprec.policy.space import Choice
+from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Gemm, Recipe
+from autoprec.support.files import read_document
+
+#: What a policy on the command line begins with that is one of these, and what ends one that is fitted to a depth.
+PREFIX, SCALED = PUBLISHED, ":scaled"
+
+#: Roles that rules may name: those of ``autoprec/graph/roles.py``, some of them divided by the words of a name.
+Role = Literal[
+    "embedding",
+    "head",
+    "router",
+    "latent",
+    "mtp",
+    "conv",
+    "attention.qkv",
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.out",
+    "cross_attention.qkv",
+    "cross_attention.out",
+    "mixer.in",
+    "mixer.inner",
+    "mixer.out",
+    "mlp.in",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.out",
+    "expert.in",
+    "expert.out",
+    "shared_expert.in",
+    "shared_expert.out",
+]
+#: A role that is part of another: the key projection of the attention input.
+WITHIN: dict[str, str] = {
+    **{f"attention.{part}": "attention.qkv" for part in "qkv"},
+    **{f"mlp.{part}": "mlp.in" for part in ("gate", "up")},
+}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Blocks(_Frozen):
+    """Some of a model's blocks: the first or last so many, or that share of them (rounded up)."""
+
+    first: int = Field(0, ge=0)
+    last: int = Field(0, ge=0)
+    last_share: float = Field(0.0, ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _one(self) -> Blocks:
+        if sum(map(bool, (self.first, self.last, self.last_share))) != 1:
+            raise ValueError("blocks: give one of first, last and last_share")
+        return self
+
+    @property
+    def text(self) -> str:
+        """In words: ``the first 2 blocks``."""
+        if self.last_share:
+            return f"the last {self.last_share:.0%} of the blocks"
+        count, side = (self.first, "first") if self.first else (self.last, "last")
+        return f"the {side} {count} blocks" if count > 1 else f"the {side} block"
+
+
+class RoleRule(_Frozen):
+    """What some layers run: those of the roles (all, where none is named) in the blocks (all, and outside of them)."""
+
+    use: str = Field(description="a recipe, and others for single GEMMs: nvfp4/wgrad=bf16")
+    roles: tuple[Role, ...] = ()
+    blocks: Blocks | None = None
+
+    @model_validator(mode="after")
+    def _about_something(self) -> RoleRule:
+        if not self.roles and self.blocks is None:
+            raise ValueError("a rule names roles, blocks or both; what has no rule runs the policy's own 'use'")
+        return self
+
+
+class Tail(_Frozen):
+    """What is different from a share of the run on: single GEMMs of the layers that run the policy's own recipe."""
+
+    start: float = Field(alias="from", gt=0.0, lt=1.0)
+    gemms: dict[Gemm, str] = Field(min_length=1)
+
+
+class Published(_Frozen):
+    """One published policy.
+
+    Attributes:
+        families: words of model classes it was published for (``llama``); empty: for any.
+        blocks: of the model it was published for; 0 where its rules do not count blocks, or that is not published.
+        use: what every tunable layer runs that no rule is about.
+        rules: the first that is about a layer decides. Two that name one role in the same blocks are refused.
+        level: of :mod:`autoprec.policy.levels`, where that says all: recipe, optimizer and communication.
+    """
+
+    name: str = Field(pattern=r"[a-z0-9.-]+")
+    title: str
+    families: tuple[str, ...] = ()
+    source: str
+    date: str
+    blocks: int = Field(0, ge=0)
+    use: str = ""
+    level: str = ""
+    recipes: dict[str, Recipe] = Field(default_factory=dict)
+    rules: tuple[RoleRule, ...] = ()
+    tail: Tail | None = None
+    activations: Literal["keep", "bf16"] = "bf16"
+    operators: OperatorPolicy = OperatorPolicy()
+    optimizer: OptimizerPolicy = OptimizerPolicy()
+    evidence: tuple[str, ...] = Field(min_length=1)
+    not_published: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _resolves(self) -> Published:
+        if bool(self.use) == bool(self.level) or (self.level and self.rules):
+            raise ValueError("give 'use' with rules, or 'level' alone")
+        known, tail = self.all_recipes, {} if self.tail is None else self.tail.gemms
+        for choice in map(Choice.parse, [*self.choices, *tail.values()]):
+            for name in (choice.recipe, *choice.gemms.values()):
+                if name != KEEP and name not in known:
+                    close = nearest(name, known)
+                    raise ValueError(f"unknown recipe '{name}'" + (f"; did you mean '{close[0]}'?" if close else ""))
+        seen: dict[tuple[Any, str], int] = {}
+        for index, rule in enumerate(self.rules):
+            for role in rule.roles:
+                for other in (role, WITHIN.get(role, role), *(part for part in WITHIN if WITHIN[part] == role)):
+                    if (rule.blocks, other) in seen:
+                        raise ValueError(
+                            f"rules[{index}]: '{role}' is named twice in the same blocks, in "
+                            f"rules[{seen[rule.blocks, other]}] as '{other}'; name it in one rule"
+                        )
+                seen[rule.blocks, role] = index
+        return self
+
+    @property
+    def all_recipes(self) -> dict[str, Recipe]:
+        """Every recipe by the name that rules give it."""
+        return {**BUILTIN_RECIPES, **self.recipes}
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What its layers run, in the order of the rules, without repetition."""
+        return tuple(dict.fromkeys(filter(None, (*(rule.use for rule in self.rules), self.use))))
+
+    def around(self) -> Policy:
+        """Return the policy without layers: what surrounds them; of a level all there is."""
+        if self.level:
+            return level(self.level).policy()
+        return Policy(activations=self.activations, operators=self.operators, optimizer=self.optimizer)
+
+    def lines(self) -> list[str]:
+        """Return what runs where, a rule a line, as a person reads it."""
+        if self.level:
+            return [f"everything: level {self.level}, {level(self.level).summary}"]
+        out = []
+        for rule in self.rules:
+            where = [", ".join(rule.roles), "" if rule.blocks is None else rule.blocks.text]
+            out.append(f"{' in '.join(filter(None, where))}: {rule.use}")
+        out.append(f"everything else: {self.use}")
+        if self.tail is not None:
+            changed = ", ".join(f"{gemm} {name}" for gemm, name in self.tail.gemms.items())
+            out.append(f"from {self.tail.start:.0%} of the run on: {changed} where {self.use} is")
+        return out
+
+
+def _folder() -> Path:
+    return Path(__file__).resolve().parent / "published"
+
+
+def published_names() -> list[str]:
+    """Return the names of the policies that ship."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def is_published(text: str) -> bool:
+    """Say whether what stands for a policy names a published one."""
+    return str(text).startswith(PREFIX)
+
+
+@lru_cache(maxsize=64)
+def published(name: str) -> Published:
+    """Return a published policy, with ``published:`` before its name or without, ``:scaled`` behind it or not.
+
+    Raises:
+        UnknownNameError: with the nearest name.
+        PolicyError: its file is not valid.
+    """
+    plain = name.removeprefix(PREFIX).removesuffix(SCALED)
+    if plain not in published_names():
+        raise UnknownNameError("published policy", plain, published_names())
+    return read_published(_folder() / f"{plain}.yaml")
+
+
+def read_published(path: Path) -> Published:
+    """Read one file.
+
+    Raises:
+        PolicyError: not a valid published policy.
+    """
+    try:
+        return Published.model_validate({"name": path.stem, **read_document(path)})
+    except ValidationError as error:
+        what, fix = explain(error, Published)
+        raise PolicyError(what, where=str(path), fix=fix) from error

@@ -1,0 +1,220 @@
+"""A published policy made one of this model: roles and blocks become layer names, and what found no layer is said.
+
+A role that the model lacks, a projection that is fused with others, a layer whose role no name tells: each is a note,
+never silently nothing. A policy that would leave no layer in its low precision here is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autoprec.errors import PolicyMismatchError
+from autoprec.graph.report import GraphReport
+from autoprec.graph.roles import Place, places, shown
+from autoprec.policy import LayerRule, Policy, glob_matches
+from autoprec.policy.library import PREFIX, SCALED, WITHIN, Blocks, Published, RoleRule, published
+from autoprec.policy.space import Choice
+from autoprec.precision.recipes import KEEP
+from autoprec.support.units import counted
+from autoprec.tuning.decide.rules import GlobTable, compact_rules
+
+#: Which layers of a divided role are meant, by the last word of their name; a fused one (``c_attn``) is none of them.
+_PARTS: dict[str, re.Pattern[str]] = {
+    "attention.q": re.compile(r"(to_)?w?q(_proj|_lin|_a_proj|_b_proj)?|(\w+_)?query(_proj)?|queries"),
+    "attention.k": re.compile(r"(to_)?w?kv?(_proj|_lin)?|kv_[ab]_proj\w*|(\w+_)?key(_proj)?|keys"),
+    "attention.v": re.compile(r"(to_)?w?k?v(_proj|_lin)?|kv_[ab]_proj\w*|(\w+_)?value(_proj)?|values"),
+    "mlp.gate": re.compile(r"gate(_proj)?|w1|wi_0"),
+    "mlp.up": re.compile(r"up(_proj)?|w3|wi_1|c_?fc|fc_?(in|1)?|lin1|linear(1|_fc1)|dense_h_to_4h|mlp_in|ffn_in"),
+}
+#: Roles that only some architectures have, told by a word anywhere in a name.
+_WORDS: dict[str, re.Pattern[str]] = {"latent": re.compile(r"latent"), "mtp": re.compile(r"(^|\.)mtp")}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A published policy on one model.
+
+    Attributes:
+        name: as the command line says it, ``published:nvfp4-12b``.
+        policy: in globs on this model's layers.
+        choices: per tunable layer what it runs, as search spaces name it (``nvfp4/wgrad=bf16``).
+        notes: what found no layer, and what else a reader should know, a sentence each.
+    """
+
+    name: str
+    policy: Policy
+    choices: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def is_of(role: str, place: Place) -> bool:
+    """Say whether a layer has a role that a rule may name."""
+    if role in _WORDS:
+        return bool(_WORDS[role].search(place.name))
+    if role in _PARTS:
+        return place.role == WITHIN[role] and bool(_PARTS[role].fullmatch(place.part.lower()))
+    return place.role == role or (role == "conv" and place.role.startswith("conv."))
+
+
+def resolve_published(name: str, report: GraphReport) -> Resolved:
+    """Make a published policy one of the model of a recorded step.
+
+    Args:
+        name: ``published:NAME``; with ``:scaled`` behind it, counts of blocks are the same share of this model's.
+
+    Raises:
+        UnknownNameError: with the nearest name.
+        PolicyMismatchError: nothing would be lowered, or its counts cannot be scaled.
+    """
+    entry = published(name)
+    full = f"{PREFIX}{entry.name}"
+    if name.endswith(SCALED):
+        full += SCALED
+        if not entry.blocks:
+            raise PolicyMismatchError(
+                f"{full}: it is not known for how many blocks this was published, or it counts none",
+                fix=f"use {PREFIX}{entry.name}",
+            )
+    found = places(report.layers)
+    inside = {layer.name: found[layer.name] for layer in report.tunable}
+    matcher = _Matcher(entry, scaled=name.endswith(SCALED))
+    choices = {layer: matcher.choice(place) for layer, place in inside.items()}
+    around = entry.around()
+    if entry.level:
+        choices = dict.fromkeys(inside, around.default)
+    else:
+        _refuse_nothing(entry, full, choices, inside)
+    notes = [] if entry.level else [*_missing(matcher, report, found), *_depth(matcher, full, inside)]
+    facts = {"published": entry.name, "published_in": entry.source, "published_on": entry.date}
+    return Resolved(full, _rendered(entry, around, report, choices, facts), choices, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Matcher:
+    entry: Published
+    scaled: bool
+
+    def count(self, blocks: Blocks, place: Place) -> int:
+        """Return how many blocks of a layer's stack are meant."""
+        if blocks.last_share:
+            return math.ceil(blocks.last_share * place.blocks)
+        asked = blocks.first or blocks.last
+        return math.ceil(asked * place.blocks / self.entry.blocks) if self.scaled else asked
+
+    def within(self, blocks: Blocks | None, place: Place) -> bool:
+        if blocks is None:
+            return True
+        if not place.blocks:
+            return False
+        count = self.count(blocks, place)
+        return place.block < count if blocks.first else place.block >= place.blocks - count
+
+    def choice(self, place: Place) -> str:
+        rules = (rule for rule in self.entry.rules if self.applies(rule, place))
+        return next((rule.use for rule in rules), self.entry.use)
+
+    def applies(self, rule: RoleRule, place: Place) -> bool:
+        named = not rule.roles or any(is_of(role, place) for role in rule.roles)
+        return named and self.within(rule.blocks, place)
+
+
+def _low(entry: Published, choice: str) -> bool:
+    parsed = Choice.parse(choice)
+    names = {parsed.recipe, *parsed.gemms.values()} - {KEEP}
+    return any(entry.all_recipes[name].scaled for name in names)
+
+
+def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str], inside: Mapping[str, Place]) -> None:
+    """Refuse a policy under which no layer would run in its low precision."""
+    if any(_low(entry, choice) for choice in choices.values()):
+        return
+    depth = max((place.blocks for place in inside.values()), default=0)
+    counts = " and ".join(rule.blocks.text for rule in entry.rules if rule.blocks is not None)
+    if counts:
+        made = f" of {entry.blocks}" if entry.blocks else ""
+        fix = "choose one that keeps fewer: autoprec show published:"
+        if entry.blocks and not full.endswith(SCALED):
+            fix = f"{full}{SCALED} keeps the same share of this model's blocks; or {fix}"
+        why = f"it keeps {counts}{made} high, and this model has {depth}"
+    else:
+        roles = ", ".join(dict.fromkeys(role for rule in entry.rules for role in rule.roles))
+        why, fix = f"it is about {roles}, which this model has not", "autoprec show published: lists others"
+    raise PolicyMismatchError(f"{full}: no layer would run in its low precision: {why}", fix=fix)
+
+
+def _missing(matcher: _Matcher, report: GraphReport, found: Mapping[str, Place]) -> Iterator[str]:
+    """Yield a sentence for every role or choice of blocks that is about no layer, and for layers without a role."""
+    tunable = {layer.name for layer in report.tunable}
+    reasons = {layer.name: layer.reason for layer in report.layers if not layer.tunable}
+    for rule in matcher.entry.rules:
+        for role in rule.roles:
+            named = [place.name for place in found.values() if is_of(role, place)]
+            if tunable.isdisjoint(named):
+                yield _why_none(role, named, reasons, found, rule.use)
+        if rule.blocks is not None and not any(found[name].blocks for name in tunable):
+            yield f"{rule.blocks.text}: the layers of this model are in no numbered blocks"
+    if any(rule.roles for rule in matcher.entry.rules):
+        unknown = [name for name in tunable if not found[name].role and not any(is_of(w, found[name]) for w in _WORDS)]
+        if unknown:
+            listed = shown([layer.name for layer in report.tunable if layer.name in unknown])
+            count = counted(len(unknown), "layer")
+            yield f"no name tells the role of {count}, which no rule for a role takes: {listed}"
+
+
+def _why_none(role: str, named: list[str], reasons: Mapping[str, str], found: Mapping[str, Place], use: str) -> str:
+    if named:
+        return f"{role}: {shown(named)} runs as the script wrote it: {reasons[named[0]]}"
+    fused = [place.name for place in found.values() if role in WITHIN and place.role == WITHIN[role]]
+    if fused:
+        return f"{role}: one layer with others here ({shown(fused)}), which does not take {use} for it"
+    if role == "embedding":
+        return "embedding: a look-up in this model, not a GEMM: it stays as the script wrote it"
+    return f"{role}: this model has none"
+
+
+def _depth(matcher: _Matcher, full: str, inside: Mapping[str, Place]) -> Iterator[str]:
+    """Yield what a count of blocks comes to in a model of another depth."""
+    entry, counted_rules = matcher.entry, [rule.blocks for rule in matcher.entry.rules if rule.blocks is not None]
+    asked = sum(blocks.first + blocks.last for blocks in counted_rules)
+    depths: dict[str, int] = {}
+    for place in inside.values():
+        depths[place.stack] = max(place.blocks, depths.get(place.stack, 0))
+    for stack, depth in depths.items() if asked and entry.blocks and not matcher.scaled else ():
+        if depth and depth != entry.blocks:
+            where = f"the {stack}" if stack else "this model"
+            yield (
+                f"published for {entry.blocks} blocks, {where} has {depth}: {min(asked / depth, 1):.0%} of its blocks "
+                f"stay high, {asked / entry.blocks:.0%} there; {full}{SCALED} keeps the share"
+            )
+
+
+def _rendered(
+    entry: Published, around: Policy, report: GraphReport, choices: Mapping[str, str], facts: Mapping[str, str]
+) -> Policy:
+    """Return the policy in as few globs as say it exactly."""
+    document = around.to_dict() | {"model": dict(report.model), "evidence": dict(facts)}
+    if entry.level:
+        return Policy.model_validate(document)
+    table, used, low = GlobTable([layer.name for layer in report.layers]), set(choices.values()), entry.use
+    document["layers"] = _rules(table, choices)
+    if entry.tail is not None:
+        late = Choice.parse(low).model_copy(update={"gemms": {**Choice.parse(low).gemms, **entry.tail.gemms}}).name
+        changed = {name: late if choice == low else choice for name, choice in choices.items()}
+        document["phases"] = [{"from": entry.tail.start, "layers": _rules(table, changed)}]
+        used.add(late)
+    parts = [Choice.parse(choice) for choice in used]
+    recipes = {name for part in parts for name in (part.recipe, *part.gemms.values())} - {KEEP}
+    document["recipes"] = {name: entry.all_recipes[name].to_dict() for name in sorted(recipes)}
+    return Policy.model_validate(document)
+
+
+def _rules(table: GlobTable, choices: Mapping[str, str]) -> list[LayerRule]:
+    """Return ordered rules; one that only exempts what no policy reaches may match nothing where it is applied."""
+    rules = []
+    for glob, name in compact_rules(table, choices, KEEP):
+        choice, spare = Choice.parse(name), not any(glob_matches(glob, layer) for layer in choices)
+        rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms), optional=spare))
+    return rules
