@@ -62,7 +62,8 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
     """Compare protections with what ran: ``{softmax: {"requested", "executed", "ok", "reason"}, ...}``.
 
     A policy reaches what runs inside the model's forward. What the script computes beside it, such as a softmax of the
-    model's output in the script's own autocast, is told and is not held against the policy.
+    model's output in the script's own autocast, or all of a model whose parts alone are called, is told and is not held
+    against the policy.
 
     Args:
         report: a step recorded under the policy.
@@ -78,7 +79,7 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
             found.update(ran["operators"].get(cls, {}))
             for dtype, seen in ran["modules"].get(cls, {}).items():
                 low += [module for module in seen if dtype not in ("fp32", "fp64")]
-        reached = [module for module in low if not _is_outside(module)]
+        reached = [module for module in low if report.root_called and not _is_outside(module)]
         ok = requested != "fp32" or not reached
         reason = "" if ok else f"ran in low precision in {', '.join(reached[:5])}"
         if ok and requested == "fp32" and low:

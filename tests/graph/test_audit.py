@@ -52,6 +52,20 @@ def test_what_the_script_computes_beside_the_model_is_told_and_not_the_policys_f
     assert "beside the model's forward" in row["reason"]
 
 
+def test_a_norm_of_a_model_whose_parts_alone_are_called_is_told_and_not_the_policys_fault():
+    model = nn.Sequential(nn.Linear(16, 32), nn.RMSNorm(32), nn.Linear(32, 16))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model[0](torch.randn(4, 16))
+            model[2](model[1].to(torch.bfloat16)(out)).float().square().sum().backward()
+
+    row = protection_rows(record_step(model, step), {"norm": "fp32"})["norm"]
+    assert "bf16" in row["executed"]
+    assert row["ok"]
+    assert "beside the model's forward" in row["reason"]
+
+
 def test_a_policy_shows_in_the_recorded_step():
     from autoprec import Policy
 

@@ -132,6 +132,7 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
         if row["requested"] == "fp32" and row["executed"]:
             seen = ", ".join(sorted(row["executed"]))
             audit["operators"][name] = {**row, "executed": seen if row["ok"] else f"{seen} (recorded)"}
+            audit["ok"] = audit["ok"] and row["ok"]
     return audit
 
 

@@ -198,7 +198,7 @@ class Agent:
         if self.trial is not None:
             self.trial.at_exit()
         elif self.mode == "host" and not self._reached and self._saw_training():
-            self._report_end("")
+            self._report_end(self._first.why())
 
     def _saw_training(self) -> bool:
         return bool(self._first.forwards or self.hooks.backwards or self.hooks.optimizers)

@@ -62,6 +62,10 @@ class FirstStep(Events):
         elif self._registered is not None:
             self._stop(self._registered, model, (), {})
 
+    def why(self) -> str:
+        """Return the code of why the script ended without a step; empty where what the hooks counted says it."""
+        return "no_module" if self._unowned and not self.forwards else ""
+
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the living optimizers, without those of models that were passed over."""
         known = self._passed_over

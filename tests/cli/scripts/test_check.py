@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from autoprec.cli.scripts import check
-from autoprec.cli.scripts.check import _refusal
+from autoprec.cli.scripts.check import _refusal, _with_recording
 from autoprec.errors import AuditError, NothingAcceptableError, PolicyMismatchError
+from autoprec.graph.recorder import record_step
 from autoprec.precision.recipes import by_recipe
 from autoprec.trial.protocol import TrialResult
 from tests.cli.helpers import autoprec
@@ -93,6 +96,15 @@ def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPat
     text = " ".join(found.out.split())
     assert "head bf16 keep (fprop), bf16 (dgrad, wgrad) NO fprop ran as keep" in text
     assert "softmax fp32 bf16 NO autocast reached it" in text
+
+
+def test_what_a_recorded_step_shows_counts_in_the_documents_ok() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.RMSNorm(32)).to(torch.bfloat16)
+    report = record_step(model, lambda: model(torch.randn(4, 16).bfloat16()).float().sum().backward())
+    audit = {"ok": True, "layers": [], "operators": {"norm": {"requested": "fp32", "executed": "fp32", "ok": True}}}
+    found = _with_recording(audit, report.to_json(), {"schema": "autoprec.policy/1"})
+    assert not found["operators"]["norm"]["ok"]
+    assert found["ok"] is False
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ def test_a_script_without_modules_is_not_searched_at_every_step(
     hooks: Any = SimpleNamespace(functional=None, backwards=1, optimizers=optimizers)
     reasons: list[str] = []
     first = FirstStep(hooks, lambda *_: None, reasons.append)
-    for _ in range(1000):
+    assert first.why() == ""
+    for step in range(1000):
+        if step == 3:
+            assert first.why() == "no_module"  # a script that ends here is told the same
         if with_optimizer:
             first.after_step(optimizers[0])
         else:
