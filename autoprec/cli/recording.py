@@ -78,6 +78,7 @@ def step_of(
     *,
     batch: int = SIZE[0],
     seq: int = SIZE[1],
+    recompute: str = "",
     weights: str = "",
     timeout_s: float = 600.0,
 ) -> tuple[GraphReport, HostInfo | None]:
@@ -85,7 +86,7 @@ def step_of(
 
     Args:
         words: a script with its arguments, or else one word: a preset, a ``config.json``, a saved step.
-        batch, seq: of a configuration: sequences on a device, and tokens in each.
+        batch, seq, recompute: of a configuration, see :func:`autoprec.cost.transformer.decoder_report`.
         weights, timeout_s: of a script, see :func:`running`.
 
     Raises:
@@ -97,7 +98,7 @@ def step_of(
         return record_step(words, phases, timeout_s=timeout_s, weights=weights)
     if len(words) > 1:
         raise UsageError(f"{words[0]} takes no arguments: found {words[1]}", fix="options come before it")
-    return described_step(words[0], phases, batch=batch, seq=seq), None
+    return described_step(words[0], phases, batch=batch, seq=seq, recompute=recompute), None
 
 
 def is_saved_step(text: str) -> bool:
@@ -116,23 +117,24 @@ def is_saved_step(text: str) -> bool:
     return "operators" in found and "schema" not in found  # a policy has both
 
 
-def described_step(text: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:
+def described_step(text: str, phases: Phases, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
     """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --save`` holds.
 
     Raises:
         UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
-        UsageError: a size is asked of a saved step.
+        UsageError: a size or recomputation is asked of a saved step.
     """
     from autoprec.cost.transformer import config_report, is_mixture
     from autoprec.graph.report import load_report
 
     if is_saved_step(text):
-        if (batch, seq) != SIZE:
-            raise UsageError("--batch and --seq have no effect on a saved step", where=text, fix="leave them out")
+        if (batch, seq, recompute) != (*SIZE, ""):
+            what = "--batch, --seq and --recompute have no effect on a saved step"
+            raise UsageError(what, where=text, fix="leave them out")
         return load_report(text)
     if is_mixture(text):
         phases.begin("building the mixture of experts without weights, and recording one step of it")
-    return config_report(text, batch=batch, seq=seq)
+    return config_report(text, batch=batch, seq=seq, recompute=recompute)
 
 
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:

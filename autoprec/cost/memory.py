@@ -8,7 +8,7 @@ from math import prod
 
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
 from autoprec.cost.saved import saved_bytes
-from autoprec.cost.scale import CostScale, in_block
+from autoprec.cost.scale import CostScale, block_of, in_block
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 
@@ -18,7 +18,9 @@ class MemoryEstimate:
     """Bytes of one step by purpose; ``total`` is the peak, reached when backward begins.
 
     ``weight_casts`` are low-precision copies of weights that live from forward to backward; they are part of what
-    autograd saves, and are shown apart because they grow with the model and not with the batch.
+    autograd saves, and are shown apart because they grow with the model and not with the batch. ``backward`` is what
+    the backward pass of a configuration holds beside that (it is not known of recorded steps): gradients of the logits,
+    or those of a block and what a checkpointed block makes again; ``gathered`` what shards hold whole at once.
     """
 
     parameters: float
@@ -26,11 +28,13 @@ class MemoryEstimate:
     optimizer: float
     saved: float
     weight_casts: float
+    backward: float = 0.0
+    gathered: float = 0.0
 
     @property
     def total(self) -> int:
         """All purposes together; gradients of the last step are freed before the next in most scripts, yet count."""
-        return int(self.parameters + self.gradients + self.optimizer + self.saved + self.weight_casts)
+        return int(sum(asdict(self).values()))
 
     def to_json(self) -> dict[str, int]:
         """Return whole bytes by purpose, and their total."""
@@ -75,6 +79,19 @@ def _growth_by_layers(report: GraphReport, scale: CostScale) -> float:
     return scale.tokens * scale.width * (share * scale.depth + 1.0 - share)
 
 
+def _gathered(report: GraphReport) -> float:
+    """Return the bytes that FSDP holds whole at once: two blocks' and the head's weights in 16 bits, and gradients.
+
+    The gradients of the largest of these are there in 16 bits, and in float32 while they are reduced.
+    """
+    units: dict[str, int] = {}
+    for layer in report.layers:
+        units[block_of(layer.name)] = units.get(block_of(layer.name), 0) + layer.parameters
+    others = units.pop("", 0)
+    blocks = sorted(units.values())[-2:]
+    return 2.0 * (sum(blocks) + others) + 6.0 * max((others, *blocks))
+
+
 def memory_estimate(
     report: GraphReport,
     scale: CostScale,
@@ -86,6 +103,7 @@ def memory_estimate(
     gpu: bool = False,
     script: float | None = None,
     wide: Collection[str] = ("norm",),
+    shared: bool = False,
 ) -> MemoryEstimate | None:
     """Return the modelled bytes of one step; None when the report counted no memory.
 
@@ -93,7 +111,7 @@ def memory_estimate(
         scale, parameters: of the model whose memory is asked.
         shards: devices that share parameters, gradients and optimizer state.
         gpu: quantised layers keep their 8-bit weights from forward to backward.
-        script, wide: see :func:`autoprec.cost.saved.saved_bytes`.
+        script, wide, shared: see :func:`autoprec.cost.saved.saved_bytes`.
     """
     seen = report.memory
     if not seen:
@@ -106,11 +124,13 @@ def memory_estimate(
         (stored - before) * parameters / shards if seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0) else 0.0
     )
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
-    saved, casts = saved_bytes(report, plans, activations, gpu=gpu, script=script, wide=wide)
+    saved, casts = saved_bytes(report, plans, activations, gpu=gpu, script=script, wide=wide, shared=shared)
     return MemoryEstimate(
         parameters=seen.get("parameters", 0) * grown,
         gradients=seen.get("gradients", 0) * grown * lean,
         optimizer=max(0.0, seen.get("optimizer", 0) * grown + change),
         saved=max(0.0, saved - casts) * activation_growth(report, scale),
         weight_casts=casts * parameters / recorded,
+        backward=seen.get("backward", 0) * scale.tokens * scale.width,
+        gathered=_gathered(report) * parameters / recorded if shards > 1 else 0.0,
     )

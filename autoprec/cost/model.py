@@ -323,6 +323,8 @@ class CostModel:
         """
         state = optimizer or OptimizerPolicy()
         gpu = not self.target.is_cpu
+        if self.report.source == "analytic":  # in 16 bits as it is: autocast changes no dtype there
+            activations = "keep"
         if self._saved_as_written is None:
             self._saved_as_written = sum(saved_by_rules(self.report, {}, "keep", gpu=gpu))
         return memory_estimate(
@@ -336,6 +338,7 @@ class CostModel:
             gpu=gpu,
             script=self._saved_as_written,
             wide=wide,
+            shared=gpu and self.compiled,
         )
 
     def _memory_bytes(

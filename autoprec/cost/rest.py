@@ -56,7 +56,7 @@ def rest_operators(report: GraphReport) -> list[Operator]:
     Products of two activations, and softmaxes, in a module that does not attend get the classes ``product`` and
     ``softmax_alone``: the graph calls every product without a weight attention.
     """
-    attending = {row.module for row in report.operators if row.attends or row.op == "sdpa"}  # a configuration's
+    attending = {row.module for row in report.operators if row.attends}
     weights = {layer.weight for layer in report.layers}
     names = {layer.name for layer in report.layers}
     out = []

@@ -29,6 +29,9 @@ _PRODUCTS = ("attention", "gemm", "conv")
 #: Products that autocast leaves in the dtype of their operands.
 _NOT_AUTOCAST = ("_grouped_mm", "_scaled_grouped_mm")
 _KEEP = LayerPlan()
+#: Formats whose product (``_scaled_mm_v2``) is not among the operators whose results selective checkpointing keeps
+#: (``torch._functorch.partitioners.get_default_op_list``), so that it runs again. torchtitan's NVFP4 is such.
+_NOT_LISTED = ("nvfp4",)
 #: How the recorder names what runs outside every module.
 _SCRIPT = "<script>"
 
@@ -40,6 +43,7 @@ class _Value:
     ``saved`` are the bytes autograd saved of it in the script; ``asked`` says that an operator whose rule is known
     would save it in some form, ``kept`` that one saves it as it is, ``widened`` that a float32 copy was added;
     ``counted`` is False where the recorder could not count (``torch.func``) and ``saved`` is what saving would take.
+    ``cast`` are the recipes whose codes of it are saved.
     """
 
     script: float
@@ -49,6 +53,7 @@ class _Value:
     kept: bool = False
     widened: bool = False
     counted: bool = True
+    cast: set[Recipe] = field(default_factory=set)
 
     def keep(self) -> None:
         self.asked = self.kept = True
@@ -84,6 +89,8 @@ class _Walk:
     wide_attention: bool = False
     wide_norms: bool = True
     layer_modules: frozenset[str] = frozenset()
+    again: frozenset[str] = frozenset()
+    shared: bool = False
     counted: bool = True
 
     def reads(self, operator: Operator) -> list[_Read]:
@@ -166,7 +173,9 @@ def _planned(walk: _Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size
     if "wgrad" in roles:
         recipe = plan.wgrad
         if recipe is not None and recipe.scaled:
-            walk.copies += _codes(recipe, read.size, float(tokens))
+            known = read.value.cast if walk.shared and read.value is not None else set()
+            walk.copies += _codes(recipe, read.size, float(tokens)) if recipe not in known else 0.0
+            known.add(recipe)
             if read.value is not None:
                 read.value.asked = True
         elif read.value is not None:
@@ -257,6 +266,9 @@ def _result(walk: _Walk, index: int, operator: Operator, layer: Layer | None, na
         script = _BYTES.get(dtype)
         if slot == 0 and script is not None:
             size = script * prod(operator.out_shapes[0] or (1,))
+            plan = _KEEP if layer is None else walk.plans.get(layer.name, _KEEP)
+            if operator.module in walk.again and plan.fprop is not None and plan.fprop.format in _NOT_LISTED:
+                saved = 0
             value = _Value(script, _width(walk, operator, script, name, layer), float(saved) if walk.counted else size)
             value.counted = walk.counted
             if name in _SAVES_OUTPUT or name.startswith("_scaled_dot_product"):
@@ -274,18 +286,20 @@ def saved_by_rules(
     *,
     gpu: bool = False,
     wide: Collection[str] = ("norm",),
+    shared: bool = False,
 ) -> tuple[float, float]:
     """Return the bytes that the rules say a step saves: activations, and copies of weights.
 
     On a GPU a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
     emulation quantises the weight again where its scales lie along the contraction. ``wide`` names what a policy keeps
-    in float32 under autocast (attention, norm); on a GPU autocast itself keeps norms.
+    in float32 under autocast (attention, norm); on a GPU autocast itself keeps norms. Where casts are ``shared``,
+    layers that read one input (q, k and v in a compiled step) save its codes once.
     """
     by_weight = {layer.weight: layer for layer in report.layers}
     by_name = {layer.name: layer for layer in report.layers}
     # checkpointing runs these modules again in the backward pass: their forward saves nothing
-    again = {row.module for row in report.operators if row.phase == "recompute"}
-    walk = _Walk(plans, activations, gpu, _BYTES.get(activations, 0.0))
+    again = frozenset(row.module for row in report.operators if row.phase == "recompute")
+    walk = _Walk(plans, activations, gpu, _BYTES.get(activations, 0.0), again=again, shared=shared)
     # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
     walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
     walk.wide_attention, walk.wide_norms = "attention" in wide, gpu or "norm" in wide
@@ -318,6 +332,7 @@ def saved_bytes(
     gpu: bool = False,
     script: float | None = None,
     wide: Collection[str] = ("norm",),
+    shared: bool = False,
 ) -> tuple[int, int]:
     """Return the modelled bytes saved for backward, and how many of them are copies of weights.
 
@@ -327,11 +342,11 @@ def saved_bytes(
         plans: layer -> plan; layers not named keep the script's dtype.
         activations: autocast dtype around the model, or keep.
         script: what the rules say of the script as written, where the caller knows it already.
-        wide: see :func:`saved_by_rules`.
+        wide, shared: see :func:`saved_by_rules`.
     """
     counted = report.memory.get("saved_for_backward", 0)
     if not counted:
         return 0, 0
-    values, weights = saved_by_rules(report, plans, activations, gpu=gpu, wide=wide)
+    values, weights = saved_by_rules(report, plans, activations, gpu=gpu, wide=wide, shared=shared)
     before = sum(saved_by_rules(report, {}, "keep", gpu=gpu)) if script is None else script
     return max(0, round(counted + values + weights - before)), round(weights)

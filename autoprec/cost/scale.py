@@ -113,6 +113,12 @@ class GemmWork:
         return float(self.tokens) * self.out * self.batch
 
 
+def block_of(name: str) -> str:
+    """Return the repeated block that a module sits in (``h.3.`` of ``h.3.mlp``); empty outside blocks."""
+    found = _NUMBERED.search(name)
+    return name[: found.end()] if found else ""
+
+
 @lru_cache(maxsize=65536)
 def in_block(name: str) -> bool:
     """Say whether a module sits in a repeated block: a component of its name is a number (``h.3.mlp``)."""

@@ -8,12 +8,13 @@ it from its configuration, and one step is recorded on tensors without data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import FileError, UnknownNameError
+from autoprec.errors import FileError, UnknownNameError, UsageError
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
 from autoprec.support.files import read_document
 from autoprec.support.optional import require
@@ -52,6 +53,7 @@ PRESETS: dict[str, DecoderConfig] = {
     "llama3-8b": DecoderConfig(4096, 32, 32, 14336, 128256, kv_heads=8),
     "llama3-70b": DecoderConfig(8192, 80, 64, 28672, 128256, kv_heads=8),
     "llama3-405b": DecoderConfig(16384, 126, 128, 53248, 128256, kv_heads=8),
+    "qwen3-8b": DecoderConfig(4096, 36, 32, 12288, 151936, kv_heads=8, head_dim=128),
     "gpt2": DecoderConfig(768, 12, 12, 3072, 50257, gated=False, tied=True),
     "nanochat-d12": DecoderConfig(768, 12, 6, 3072, 32768, gated=False),
     "nanochat-d26": DecoderConfig(1664, 26, 13, 6656, 32768, gated=False),
@@ -159,15 +161,40 @@ def _layer(name: str, group: str, tokens: int, inp: int, out: int, flags: tuple[
 
 
 class _Operators:
-    """Collects operators of one module, forward and backward."""
+    """Collects the operators of a step, forward and backward, with what autograd saves of each result."""
 
-    def __init__(self, bytes_per_value: int = 2) -> None:
+    def __init__(self) -> None:
         self.rows: list[Operator] = []
-        self.size = bytes_per_value
 
-    def add(self, module: str, op: str, cls: str, values: float, *, flops: float = 0.0, dtype: str = "bf16") -> None:
-        """Add an operator that moves ``values`` values forward; backward moves 1.5 times that, 2.5 times the FLOPs."""
-        for phase, traffic, work in (("forward", 1.0, 1.0), ("backward", 1.5, 2.5)):
+    def add(
+        self,
+        module: str,
+        op: str,
+        cls: str,
+        moved: float,
+        reads: Sequence[tuple[int, tuple[int, ...]]],
+        made: tuple[int, ...],
+        *,
+        saved: bool,
+        flops: float = 0.0,
+        dtype: str = "bf16",
+        weight: str = "",
+        again: bool = False,
+    ) -> int:
+        """Add an operator that moves ``moved`` values of 16 bits forward, 1.5 times that and 2.5 times the FLOPs back.
+
+        Args:
+            reads: of each tensor it reads, the operator that made it (-1: a weight or the batch) and its shape.
+            made, dtype: shape and dtype of its result; ``saved``: autograd keeps that for backward.
+            again: it is recomputed in the backward pass at its whole cost.
+
+        Returns:
+            Its position in the step.
+        """
+        position, size = len(self.rows), 4 if dtype == "fp32" else 2
+        phases = [("forward", 1.0, 1.0), *([("recompute", 1.0, 1.0)] if again else []), ("backward", 1.5, 2.5)]
+        for phase, traffic, work in phases if moved else phases[:-1]:
+            first = phase == "forward"
             self.rows.append(
                 Operator(
                     name=f"{op}_{len(self.rows)}",
@@ -177,69 +204,156 @@ class _Operators:
                     cls=cls,
                     precision="follow",
                     reason="from the configuration",
-                    shapes=(),
-                    dtypes=(dtype,),
+                    shapes=tuple(shape for _, shape in reads) if first else (),
+                    dtypes=("bf16",) * max(1, len(reads)),
                     flops=int(flops * work),
-                    bytes=int(values * traffic * self.size),
+                    bytes=int(moved * traffic * 2),
+                    weight=weight,
+                    out_shapes=(made,) if first else (),
+                    out_dtypes=(dtype,) if first else (),
+                    out_saved=(size * prod(made) if saved else 0,) if first else (),
+                    sources=tuple(source for source, _ in reads) if first else (),
                 )
             )
+        return position
+
+    def linear(self, layer: Layer, source: int, *, saved: bool, checkpointed: bool) -> int:
+        """Add a layer's forward product; of a checkpointed block something of every layer runs again."""
+        gemm = layer.gemms[0]
+        reads = [(source, (gemm.m, gemm.k)), (-1, (gemm.n, gemm.k))]
+        out = self.add(layer.name, "aten::mm", "gemm", 0.0, reads, (gemm.m, gemm.n), saved=saved, weight=layer.weight)
+        if checkpointed:
+            again = replace(self.rows[out], phase="recompute", op="aten::t", cls="view", out_shapes=(), out_saved=())
+            self.rows.append(replace(again, shapes=(), out_dtypes=(), sources=()))
+        return out
+
+    @property
+    def saved(self) -> int:
+        return sum(sum(row.out_saved) for row in self.rows)
 
 
-def _block_operators(out: _Operators, prefix: str, c: DecoderConfig, tokens: int, seq: int) -> None:
-    wide = float(tokens) * c.hidden
-    qkv = float(tokens) * (c.q_size + 2 * c.kv_size)
-    out.add(f"{prefix}.input_layernorm", "rms_norm", "norm", 2 * wide)
-    out.add(f"{prefix}.self_attn", "rotary", "pointwise", 2 * qkv)
+def _block(
+    out: _Operators, layers: Mapping[str, Layer], c: DecoderConfig, tokens: int, seq: int, x: int, recompute: str
+) -> int:
+    """Add one block that reads the residual stream ``x``; return the operator that writes it anew.
+
+    Without recomputation autograd saves what norms read and write, the rotated queries and keys, values, attention's
+    result, and the MLP's inner tensors. A checkpointed block saves its input (which the caller counts); "selective",
+    as torchtitan's per-operator policy in a compiled block, also attention's result and every second product.
+    """
+    plain, full = not recompute, recompute == "full"
+    wide, inner = (tokens, c.hidden), (tokens, c.intermediate)
+    q, kv, prefix = (tokens, c.q_size), (tokens, c.kv_size), layers["q_proj"].name.rpartition(".self_attn")[0]
+    kept = {"q_proj": recompute == "selective", "v_proj": not full, "up_proj": plain}
+    kept["gate_proj" if c.gated else "up_proj"] = not full
+
+    def linear(name: str, source: int) -> int:
+        return out.linear(layers[name], source, saved=kept.get(name, False), checkpointed=not plain)
+
+    def rest(module: str, op: str, cls: str, moved: float, reads: Sequence[Any], made: Any, **how: Any) -> int:
+        return out.add(module, op, cls, moved, reads, made, again=full, **{"saved": plain, **how})
+
+    size = float(tokens)
+    turned = (tokens, c.q_size + c.kv_size)
+    a = rest(f"{prefix}.input_layernorm", "rms_norm", "norm", 2 * size * c.hidden, [(x, wide)], wide)
+    queries, keys, values = (linear(f"{name}_proj", a) for name in "qkv")
+    reads = [(queries, q), (keys, kv)]
+    r = rest(f"{prefix}.self_attn", "rotary", "pointwise", 2 * size * (c.q_size + 2 * c.kv_size), reads, turned)
     # causal: half of the score matrix
-    out.add(f"{prefix}.self_attn", "sdpa", "attention", qkv + tokens * c.q_size, flops=2.0 * tokens * seq * c.q_size)
-    out.add(prefix, "add", "pointwise", 3 * wide)
-    out.add(f"{prefix}.post_attention_layernorm", "rms_norm", "norm", 2 * wide)
-    inner = float(tokens) * c.intermediate
-    out.add(f"{prefix}.mlp", "silu_mul" if c.gated else "gelu", "pointwise", (3 if c.gated else 2) * inner)
-    out.add(prefix, "add", "pointwise", 3 * wide)
+    moved, flops = size * (2 * c.q_size + 2 * c.kv_size), 2.0 * tokens * seq * c.q_size
+    s = rest(
+        f"{prefix}.self_attn",
+        "aten::_scaled_dot_product_flash_attention",
+        "attention",
+        moved,
+        [(r, turned), (values, kv)],
+        q,
+        flops=flops,
+        saved=not full,
+    )
+    o = linear("o_proj", s)
+    x = rest(prefix, "add", "pointwise", 3 * size * c.hidden, [(x, wide), (o, wide)], wide)
+    b = rest(f"{prefix}.post_attention_layernorm", "rms_norm", "norm", 2 * size * c.hidden, [(x, wide)], wide)
+    branches = [(linear(name, b), inner) for name in ("gate_proj", "up_proj") if name in layers]
+    op = "silu_mul" if c.gated else "gelu"
+    m = rest(f"{prefix}.mlp", op, "pointwise", (1 + len(branches)) * size * c.intermediate, branches, inner)
+    d = linear("down_proj", m)
+    # what the next block, or the last norm, reads
+    return rest(prefix, "add", "pointwise", 3 * size * c.hidden, [(x, wide), (d, wide)], wide, saved=True)
 
 
-def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
+def _projections(c: DecoderConfig) -> list[tuple[str, str, int, int]]:
+    """Return name, group, inputs and outputs of a block's linear layers, in the order in which they run."""
+    rows = [("self_attn.q_proj", "qkv", c.hidden, c.q_size), ("self_attn.k_proj", "qkv", c.hidden, c.kv_size)]
+    rows += [("self_attn.v_proj", "qkv", c.hidden, c.kv_size), ("self_attn.o_proj", "o", c.q_size, c.hidden)]
+    rows += [("mlp.gate_proj", "gate_up", c.hidden, c.intermediate)] if c.gated else []
+    return [
+        *rows,
+        ("mlp.up_proj", "gate_up", c.hidden, c.intermediate),
+        ("mlp.down_proj", "down", c.intermediate, c.hidden),
+    ]
+
+
+def _block_layers(c: DecoderConfig, prefix: str, tokens: int, recompute: str) -> dict[str, Layer]:
+    """Return a block's layers by the last part of their names; "selective" recomputes every second one."""
+    out = {}
+    for number, (name, group, inputs, outputs) in enumerate(_projections(c)):
+        again = recompute == "full" or (recompute == "selective" and number % 2 == 1)
+        made = _layer(f"{prefix}.{name}", f"{prefix}.{group}", tokens, inputs, outputs, (), again)
+        out[name.rpartition(".")[2]] = made
+    return out
+
+
+def _rebuilt(c: DecoderConfig, tokens: int, seq: int, recompute: str) -> int:
+    """Return the bytes that the backward pass of one checkpointed block has to make again."""
+    sizes = []
+    for mode in ("", recompute):
+        block = _Operators()
+        _block(block, _block_layers(c, "0", tokens, mode), c, tokens, seq, -1, mode)
+        sizes.append(block.saved)
+    return sizes[0] - sizes[1]
+
+
+def decoder_report(
+    config: DecoderConfig, *, batch: int, seq: int, recompute: str = "", loss_chunks: int = 1
+) -> GraphReport:
     """Return the step of a decoder trained in bf16 on ``batch`` sequences of ``seq`` tokens.
 
     Args:
         batch, seq: of one device and step.
-        recompute: activation checkpointing: "" none, "full" (every forward GEMM of a block runs twice), or
-            "selective" (every second one does, as torchtitan's per-operator checkpointing).
+        recompute: activation checkpointing: "" none, "full" (every forward operator of a block runs twice), or
+            "selective" (every second GEMM does, as torchtitan's per-operator checkpointing).
+        loss_chunks: parts in which logits and loss are computed, one after the other.
     """
     tokens, h = batch * seq, config.hidden
     layers: list[Layer] = []
     groups: dict[str, tuple[str, ...]] = {}
     operators = _Operators()
-    operators.add("model.embed_tokens", "embedding", "embedding", 2.0 * tokens * h)
+    wide = (tokens, h)
+    x = operators.add("model.embed_tokens", "embedding", "embedding", 2.0 * tokens * h, [], wide, saved=True)
     for index in range(config.layers):
-        prefix = f"model.layers.{index}"
-        shapes = [("self_attn.q_proj", "qkv", h, config.q_size), ("self_attn.k_proj", "qkv", h, config.kv_size)]
-        shapes += [("self_attn.v_proj", "qkv", h, config.kv_size), ("self_attn.o_proj", "o", config.q_size, h)]
-        if config.gated:
-            shapes.append(("mlp.gate_proj", "gate_up", h, config.intermediate))
-        shapes += [
-            ("mlp.up_proj", "gate_up", h, config.intermediate),
-            ("mlp.down_proj", "down", config.intermediate, h),
-        ]
-        for number, (name, group, inp, out) in enumerate(shapes):
-            full = f"{prefix}.{group}"
-            again = recompute == "full" or (recompute == "selective" and number % 2 == 1)
-            layers.append(_layer(f"{prefix}.{name}", full, tokens, inp, out, (), again))
-            groups[full] = (*groups.get(full, ()), f"{prefix}.{name}")
-        _block_operators(operators, prefix, config, tokens, seq)
-    operators.add("model.norm", "rms_norm", "norm", 2.0 * tokens * h)
-    layers.append(_layer("lm_head", "lm_head", tokens, h, config.vocab, ("head",), False))
+        block = _block_layers(config, f"model.layers.{index}", tokens, recompute)
+        layers += block.values()
+        for layer in block.values():
+            groups[layer.group] = (*groups.get(layer.group, ()), layer.name)
+        x = _block(operators, block, config, tokens, seq, x, recompute)
+    n = operators.add("model.norm", "rms_norm", "norm", 2.0 * tokens * h, [(x, wide)], wide, saved=True)
+    head = _layer("lm_head", "lm_head", tokens, h, config.vocab, ("head",), False)
+    layers.append(head)
     groups["lm_head"] = ("lm_head",)
-    operators.add("", "cross_entropy", "loss", 3.0 * tokens * config.vocab, dtype="bf16")
+    logits = operators.linear(head, n, saved=False, checkpointed=False)
+    words, at_once = (tokens, config.vocab), (-(-tokens // loss_chunks), config.vocab)
+    values = 3.0 * tokens * config.vocab
+    operators.add("", "cross_entropy", "loss", values, [(logits, words)], at_once, saved=True, dtype="fp32")
     weights = sum(layer.parameters for layer in layers) + (0 if config.tied else config.vocab * h)
     weights += (2 * config.layers + 1) * h
-    per_token = h * 4 + config.q_size * 2 + 2 * config.kv_size + (3 if config.gated else 2) * config.intermediate
-    saved = (
-        tokens * config.layers * (2 * h if recompute == "full" else 2 * per_token + 2 * h) + tokens * config.vocab * 4
-    )
     in_layers = sum(layer.total_flops for layer in layers)
     total = in_layers + sum(row.flops for row in operators.rows)
+    memory = {"parameters": weights * 4, "gradients": weights * 4, "optimizer": weights * 8}
+    memory["saved_for_backward"] = operators.saved
+    # while a block's backward runs, what it recomputes and its MLP's gradients are there; the loss's are gone by then
+    loss, inner = 4 * prod(at_once), 2 * tokens * config.intermediate * (3 if config.gated else 2)
+    memory["backward"] = max(loss, _rebuilt(config, tokens, seq, recompute) + inner - loss)
     return GraphReport(
         model={"class": "Decoder", "parameters": weights, "fingerprint": ""},
         layers=tuple(layers),
@@ -248,12 +362,7 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: st
         total_flops=total,
         tunable_flops_share=in_layers / total if total else 0.0,
         batch={"samples": batch, "tokens": tokens},
-        memory={
-            "parameters": weights * 4,
-            "gradients": weights * 4,
-            "optimizer": weights * 8,
-            "saved_for_backward": saved,
-        },
+        memory=memory,
         notes=("from the configuration: no model was run",),
         source="analytic",
     )
@@ -282,19 +391,23 @@ def is_mixture(value: str) -> bool:
     return value not in PRESETS and Path(value).is_file() and _has_experts(read_document(value))
 
 
-def config_report(value: str, *, batch: int, seq: int) -> GraphReport:
+def config_report(value: str, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
     """Return the step of a decoder in bf16 from a preset or a ``config.json``: written down, or recorded for a mixture.
 
     Args:
         value: name of a preset, or path.
-        batch, seq: of one device and step.
+        batch, seq, recompute: see :func:`decoder_report`.
 
     Raises:
+        UsageError: recomputation is asked of a mixture.
         UnknownNameError, FileError: see :func:`config_from`; or transformers does not know the family.
         MissingDependencyError: a mixture, without transformers.
     """
     if not is_mixture(value):
-        return decoder_report(config_from(value), batch=batch, seq=seq)
+        return decoder_report(config_from(value), batch=batch, seq=seq, recompute=recompute)
+    if recompute:
+        fix = "leave it out, or record a script that checkpoints: autoprec estimate train.py"
+        raise UsageError("--recompute is not modelled of a mixture of experts", where=value, fix=fix)
     document = read_document(value)
     _check_decoder(document, value)
     return _recorded(document, value, batch, seq)

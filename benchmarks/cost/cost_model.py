@@ -48,14 +48,15 @@ def published() -> Lines:
     for row in rows:
         error = (
             f"{row.error:+.1%}"
-            if row.kind == "ms"
+            if row.kind in ("ms", "size")
             else f"{100 * row.error:+.1f} points"
-            if row.kind == "speedup"
+            if row.kind in ("speedup", "memory")
             else ""
         )
-        shown = f"{row.published:.3f}" if row.kind != "sign" else "slower"
+        size = 2**30 if row.published > 2**30 else 2**20 if row.kind == "size" else 1
+        shown = f"{row.published / size:.3f}" if row.kind != "sign" else "slower"
         lines.append(
-            f"| {row.use} | {row.target} | {row.what} | {row.family} | {shown} | {row.modelled:.3f} | {error} |"
+            f"| {row.use} | {row.target} | {row.what} | {row.family} | {shown} | {row.modelled / size:.3f} | {error} |"
         )
     scored = [row for row in rows if row.use == "score"]
 
@@ -82,6 +83,12 @@ def published() -> Lines:
         f"worst {100 * found:.1f} points, {close} of {len(ao)} within 5, signs {'right' if signs else 'WRONG'}",
         found <= 0.05 and signs,
     )
+    change = [row for row in scored if row.kind == "memory"]
+    found, close = max(abs(row.error) for row in change), sum(abs(row.error) <= 0.05 for row in change)
+    text = f"worst {100 * found:.1f} points, {close} of {len(change)} within 5"
+    goal("torchtitan: memory over bf16's, Llama3-8B and Qwen3-8B", "within 5 points", text, found <= 0.05)
+    found = worst(lambda r: r.source == "te-memory")
+    goal("Transformer Engine: memory of one linear layer", "each within 1 %", f"worst {found:.1%}", found <= 0.01)
     chat = [row for row in scored if row.source == "nanochat"]
     found = max(abs(row.error) for row in chat if row.kind == "speedup")
     signs = all((row.modelled > 1) == (row.published > (0 if row.kind == "sign" else 1)) for row in chat)

@@ -17,7 +17,7 @@ from autoprec.cost.model import CostModel
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.scale import GemmWork
 from autoprec.cost.transformer import PRESETS, decoder_report
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target, target
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
@@ -40,7 +40,7 @@ _RECIPES: dict[str, Recipe] = {
 class Row:
     """One published figure beside the modelled one.
 
-    ``kind`` is ms (a time), speedup (over bf16) or sign; ``use`` is fit or score.
+    ``kind`` is ms (a time), speedup (over bf16), sign, size (bytes) or memory (over bf16); ``use`` is fit or score.
     """
 
     target: str
@@ -54,8 +54,8 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative error of a time; difference of a speed-up; 0 or 1 of a sign."""
-        if self.kind == "ms":
+        """Relative error of a time or size; difference of a ratio over bf16; 0 or 1 of a sign."""
+        if self.kind in ("ms", "size"):
             return self.modelled / self.published - 1.0
         if self.kind == "sign":
             return float((self.modelled > 1.0) != (self.published > 0))
@@ -165,6 +165,105 @@ def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> lis
     return out
 
 
+def _memory_rows(rows: list[dict[str, Any]]) -> list[Row]:
+    """Return the peak of each run in GiB: bf16's own, and what the others are of it."""
+    out = []
+    for row in rows:
+        report = decoder_report(
+            PRESETS[row["model"]], batch=row["batch"], seq=row["seq"], recompute="selective", loss_chunks=row["chunks"]
+        )
+        model = CostModel(report, published_target(row["target"]), shards=row["gpus"])
+        blocks, base = PRESETS[row["model"]].layers, 0.0
+        for family, measured in row["gib"].items():
+            last = blocks - row["bf16_tail"].get(family, 0)
+            names = [layer.name for layer in report.layers if layer.name != "lm_head"]
+            plans = {name: family_plan(family) for name in names if int(name.split(".")[2]) < last}
+            found = model.memory(plans)
+            assert found is not None
+            base = base or found.total
+            what, kind = f"memory {row['model']}", "size" if family == "bf16" else "memory"
+            shown = (
+                (measured * 2**30, found.total)
+                if family == "bf16"
+                else (measured / row["gib"]["bf16"], found.total / base)
+            )
+            out.append(Row(row["target"], what, family, kind, row["use"], row["source"], *shown))
+    return out
+
+
+def _linear_memory_rows(row: Mapping[str, Any]) -> list[Row]:
+    """Return what is allocated after the forward of one linear layer: weight, what is saved for backward, output."""
+    tokens, inputs, outputs = row["shape"]
+    size = 2 * tokens * inputs
+    layer = Layer(
+        "linear",
+        "Linear",
+        "linear",
+        "linear.weight",
+        "linear",
+        tuple(GemmCall(role, tokens, inputs, outputs) for role in ("fprop", "dgrad", "wgrad")),
+        inputs * outputs,
+        True,
+        "",
+        dtype="bf16",
+    )
+    made = Operator(
+        "x",
+        "",
+        "input",
+        "forward",
+        "allocation",
+        "keep",
+        "",
+        (),
+        (),
+        0,
+        0,
+        out_shapes=((tokens, inputs),),
+        out_dtypes=("bf16",),
+        out_saved=(size,),
+    )
+    product = Operator(
+        "y",
+        "linear",
+        "aten::mm",
+        "forward",
+        "gemm",
+        "keep",
+        "",
+        ((tokens, inputs), (outputs, inputs)),
+        ("bf16", "bf16"),
+        0,
+        0,
+        weight="linear.weight",
+        out_shapes=((tokens, outputs),),
+        out_dtypes=("bf16",),
+        out_saved=(0,),
+        sources=(0, -1),
+    )
+    report = GraphReport(
+        model={"parameters": inputs * outputs},
+        layers=(layer,),
+        operators=(made, product),
+        groups={},
+        total_flops=0,
+        tunable_flops_share=1.0,
+        memory={"parameters": 2 * inputs * outputs, "saved_for_backward": size},
+    )
+    model, out = CostModel(report, published_target(row["target"])), []
+    for name, measured in row["mib"].items():
+        family, _, _ = name.partition("_inference")
+        found = model.memory({"linear": family_plan(family)} if family != "bf16" else {})
+        assert found is not None
+        # for inference the weight is kept in 8 bits alone, and nothing for backward
+        held = found.weight_casts if name.endswith("_inference") else found.total
+        modelled = held + 2 * tokens * outputs
+        out.append(
+            Row(row["target"], "memory linear", name, "size", row["use"], row["source"], measured * 2**20, modelled)
+        )
+    return out
+
+
 def evaluate(override: Mapping[str, Rates] | None = None, *, use: str = "", architecture: str = "") -> list[Row]:
     """Return every published figure beside the modelled one.
 
@@ -184,4 +283,6 @@ def evaluate(override: Mapping[str, Rates] | None = None, *, use: str = "", arch
         *_gemm_rows(gemms, rates),
         *_linear_rows(list(filter(wanted, document["linears"])), rates),
         *_step_rows(list(filter(wanted, document["steps"])), rates),
+        *_memory_rows(list(filter(wanted, document["memory"]))),
+        *(row for linear in filter(wanted, document["linear_memory"]) for row in _linear_memory_rows(linear)),
     ]

@@ -21,7 +21,9 @@ def test_no_row_is_fitted_and_scored() -> None:
     for row in ROWS:
         seen[(row.target, row.what, row.family)].add(row.use)
     assert all(len(uses) == 1 for uses in seen.values())
-    assert 0.4 <= len(SCORED) / len(ROWS) <= 0.65
+    timed = [row for row in ROWS if row.kind not in ("size", "memory")]
+    assert 0.4 <= sum(row.use == "score" for row in timed) / len(timed) <= 0.65
+    assert all(row.use == "score" for row in ROWS if row not in timed)
 
 
 def test_every_row_names_its_source() -> None:
@@ -59,6 +61,17 @@ def test_nanochat_within_8_points_and_the_sign_right(row: Row) -> None:
     else:
         assert (row.modelled > 1) == (row.published > 1)
         assert abs(row.error) <= 0.08
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "memory"], ids=named)
+def test_memory_over_that_of_bf16(row: Row) -> None:
+    """Within 5 points, apart from Llama3-8B in NVFP4 (5.2: what the bf16 run reserved filled the device)."""
+    assert abs(row.error) <= (0.055 if (row.what, row.family) == ("memory llama3-8b", "nvfp4") else 0.05)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.source == "te-memory"], ids=named)
+def test_memory_of_one_linear_of_transformer_engine_within_1_percent(row: Row) -> None:
+    assert abs(row.error) <= 0.01
 
 
 def test_wgrad_in_bf16_gains_over_row_wise_on_mi300x_as_published() -> None:

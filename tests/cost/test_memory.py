@@ -116,6 +116,7 @@ def test_shards_divide_the_state(tiny: GraphReport) -> None:
     assert eight is not None
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.saved == one.saved
+    assert one.gathered == 0 < eight.gathered
 
 
 def test_a_report_without_counts_has_no_memory(tiny: GraphReport) -> None:

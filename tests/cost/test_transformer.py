@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autoprec.cost import CostModel
@@ -22,8 +23,11 @@ from autoprec.cost.transformer import (
     load_config,
 )
 from autoprec.errors import FileError, MissingDependencyError, UnknownNameError
+from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
+from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import TARGETS
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
 
 
@@ -59,7 +63,73 @@ def test_recomputation_repeats_forward_gemms() -> None:
     counts = [sum(layer.total_flops for layer in report.layers) for report in (plain, half, full)]
     assert counts == sorted(counts)
     assert counts[2] < counts[0] * 4 / 3
-    assert full.memory["saved_for_backward"] < plain.memory["saved_for_backward"]
+    saved = [report.memory["saved_for_backward"] for report in (full, half, plain)]
+    assert saved == sorted(saved)
+    assert full.memory["backward"] >= half.memory["backward"] >= plain.memory["backward"]
+
+
+class Block(nn.Module):
+    """What a configuration without a gate describes: LayerNorms, causal attention, an MLP with GELU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        q, k, v = (part(y).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.o(y)
+        result: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
+        return result
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int, blocks: int, words: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.layers:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), ids.flatten())
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_tensorwise", "mxfp8"])
+def test_a_configuration_saves_what_the_model_saves(recipe: str | None) -> None:
+    model = Decoder(64, 3, 256).bfloat16()
+    with StepRecorder(model) as recorder:
+        model(torch.randint(0, 256, (2, 128))).backward()
+    totals = []
+    for report in (recorder.report(), decoder_report(DecoderConfig(64, 3, 4, 256, 256, gated=False), batch=2, seq=128)):
+        plan = LayerPlan() if recipe is None else LayerPlan.uniform(BUILTIN_RECIPES[recipe])
+        plans = {layer.name: plan for layer in report.layers}
+        found = CostModel(report, TARGETS["b200"], compiled=False).memory(plans)
+        assert found is not None
+        totals.append((found.saved, found.weight_casts))
+    assert totals[1][0] == pytest.approx(totals[0][0], rel=0.03)
+    assert totals[1][1] == pytest.approx(totals[0][1])
+
+
+def test_checkpointed_blocks_save_no_codes_and_nvfp4_runs_wholly_again() -> None:
+    saved = {}
+    for mode in ("", "selective", "full"):
+        report = decoder_report(PRESETS["llama3-8b"], batch=1, seq=4096, recompute=mode)
+        model = CostModel(report, TARGETS["b200"])
+        for name in ("bf16", "mxfp8", "nvfp4"):
+            plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+            found = model.memory({layer.name: plan for layer in report.layers if layer.name != "lm_head"})
+            assert found is not None
+            assert (found.weight_casts > 0) == (not mode and name != "bf16")
+            saved[mode, name] = found.saved
+    assert saved["", "nvfp4"] < saved["", "mxfp8"] < 0.9 * saved["", "bf16"]
+    assert saved["selective", "nvfp4"] < 0.5 * saved["selective", "bf16"] == 0.5 * saved["selective", "mxfp8"]
+    assert len({saved["full", name] for name in ("bf16", "mxfp8", "nvfp4")}) == 1
 
 
 def test_a_report_from_a_configuration_is_a_report() -> None:

@@ -79,11 +79,9 @@ def _memory(model: Any, verdict: Any, plans: Any) -> dict[str, Any]:
         return found.to_json() if found else None
 
     base, best = held(verdict.baseline), verdict.best_uniform[0]
-    # a configuration says nothing about which tensor autograd saves, so what a policy changes there is not known
-    known = model.report.source != "analytic" and best != verdict.baseline
     return {
         "baseline": base,
-        "best_uniform": held(best) if known else None,
+        "best_uniform": held(best) if best != verdict.baseline else None,
         "device_bytes": model.target.memory_bytes,
         "fits": base is None or base["total"] <= model.target.memory_bytes,
     }
@@ -94,9 +92,9 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     if base is None:
         return "memory    not modelled: the record counted none"
     saved = base["saved"] + base["weight_casts"]
-    parts = [("weights", base["parameters"]), ("gradients", base["gradients"])]
-    parts += [("optimizer", base["optimizer"]), ("saved for backward", saved)]
-    listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts)
+    parts = [("weights", base["parameters"]), ("gradients", base["gradients"]), ("optimizer", base["optimizer"])]
+    parts += [("saved for backward", saved), ("in the backward pass", base["backward"] + base["gathered"])]
+    listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts if size)
     other = f"; {memory_text(best['total'])} with {verdict.best_uniform[0]}" if best else ""
     line = f"memory    {memory_text(base['total'])} as {verdict.baseline_run} ({listed}){other}; "
     if memory["fits"]:
@@ -175,10 +173,10 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _check_size(script: tuple[str, ...], batch: int, seq: int) -> None:
+def _check_size(script: tuple[str, ...], batch: int, seq: int, shards: int) -> None:
     """Refuse what cannot be, and what would be ignored."""
     asked = click.get_current_context().get_parameter_source
-    for name, count in (("batch", batch), ("seq", seq)):
+    for name, count in (("batch", batch), ("seq", seq), ("shards", shards), ("recompute", 1)):
         if asked(name) is click.core.ParameterSource.COMMANDLINE and not is_description(script[0]):
             raise UsageError(f"--{name} has no effect on a script", fix=f"set it in the script, or leave --{name} out")
         if count < 1:
@@ -191,6 +189,14 @@ def _check_size(script: tuple[str, ...], batch: int, seq: int) -> None:
 @options.of_search("cost_scale")
 @click.option("--batch", default=SIZE[0], show_default=True, metavar="N", help="Of a config: sequences per device.")
 @click.option("--seq", default=SIZE[1], show_default=True, metavar="N", help="Of a config: tokens per sequence.")
+@click.option(
+    "--recompute",
+    type=click.Choice(("none", "selective", "full")),
+    default="none",
+    show_default=True,
+    help="Of a config: activations that are computed again in the backward pass (selective: as torchtitan does).",
+)
+@click.option("--shards", default=1, show_default=True, metavar="N", help="Of a config: GPUs that share its state.")
 @click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
 @options.of_search("calibration")
 @click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
@@ -202,6 +208,8 @@ def estimate(
     cost_scale: str,
     batch: int,
     seq: int,
+    recompute: str,
+    shards: int,
     eager: bool,
     calibration: str,
     sweep: bool,
@@ -219,7 +227,7 @@ def estimate(
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
 
-    _check_size(script, batch, seq)
+    _check_size(script, batch, seq, shards)
     scale = check_scale(cost_scale, target, calibration) if cost_scale else None
     given = load_space(space) if space else None
     measured = load_calibration(Path(calibration)) if calibration else None
@@ -228,7 +236,7 @@ def estimate(
         if measured:
             check_target(measured, asked, calibration)
     with Phases() as phases:
-        report, host = step_of(script, phases, batch=batch, seq=seq)
+        report, host = step_of(script, phases, batch=batch, seq=seq, recompute="" if recompute == "none" else recompute)
     device = host.device if host else _device_here() if target == "auto" else "cpu"
     tunable(report)
     found, here = resolve_target(target, device)
@@ -236,7 +244,7 @@ def estimate(
         check_target(measured, found, calibration)
     elif here and device != "cpu":
         measured = kept_calibration(device)
-    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured)
+    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, shards=shards)
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}

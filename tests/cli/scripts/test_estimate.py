@@ -94,7 +94,19 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
     document = json.loads(run("--target", "h100", "--json", "llama3-70b").output)["memory"]
     assert not document["fits"]
     assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)
-    assert document["best_uniform"] is None  # a configuration does not say what autograd saves
+    assert document["best_uniform"]["saved"] < document["baseline"]["saved"]
+
+
+def test_recomputation_and_shards_are_numbers_of_a_configuration() -> None:
+    def memory(*args: str) -> dict[str, int]:
+        size = ("--batch", "4", "--seq", "4096")
+        return json.loads(run("--target", "b200", "--json", *size, *args, "llama3-8b").output)["memory"]["baseline"]
+
+    plain, half, full = (memory("--recompute", mode) for mode in ("none", "selective", "full"))
+    assert plain["saved"] > 2 * half["saved"] > 4 * full["saved"]
+    shared = memory("--shards", "8")
+    assert shared["optimizer"] == pytest.approx(plain["optimizer"] / 8)
+    assert shared["gathered"] > 0
 
 
 def test_a_recorded_step_says_what_fp8_does_to_memory(tmp_path: Path) -> None:
@@ -167,6 +179,8 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         (["llama3-8b", "train.py"], UsageError, "takes no arguments"),
         (["--target", "h10", "llama3-8b"], UnknownNameError, "did you mean 'h100'"),
         (["--target", "h100", "--batch", "0", "llama3-8b"], UsageError, "--batch 0 is not a count"),
+        (["--target", "h100", "--shards", "0", "llama3-8b"], UsageError, "--shards 0 is not a count"),
+        (["--recompute", "full", "train.py"], UsageError, "--recompute has no effect on a script"),
         (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq has no effect on a script"),
         (["--target", "h100", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
         (["--target", "h100", "missing.json"], FileError, "no such file"),
