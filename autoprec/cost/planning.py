@@ -89,6 +89,47 @@ def break_even_tokens(points: Sequence[SweepPoint], threshold: float = 0.03) -> 
     return found
 
 
+#: What a step may fill of a device: torch's allocator reserves more than it hands out.
+USABLE_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The largest micro-batch of one choice that a device holds, and what a step of it does.
+
+    ``samples`` is 0 where not even one fits; ``tokens_per_s`` and ``memory_bytes`` are of one device.
+    """
+
+    choice: str
+    samples: int
+    tokens_per_s: float
+    memory_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def at_the_limit(model: CostModel, choices: Choices, activations: str = "keep") -> list[Limit]:
+    """Return the largest micro-batch of every choice and its tokens per second there, the fastest first.
+
+    Empty for a step whose number of samples or whose memory is not known.
+    """
+    recorded, tokens = model.report.batch.get("samples", 0), model.report.batch.get("tokens", 0)
+    out = []
+    for name, plans in choices.items():
+        held = model.memory(plans, activations=activations)
+        if not (recorded and tokens and held):
+            return []
+        growing = held.saved + held.backward
+        room = USABLE_MEMORY * model.target.memory_bytes - (held.total - growing)
+        samples = max(0, math.floor(room / growing * recorded + 1e-9))
+        limit = model.at(replace(model.scale, tokens=model.scale.tokens * max(1, samples) / recorded))
+        step = limit.estimate(plans, activations=activations)
+        rate = max(1, samples) * tokens * model.scale.tokens / recorded / step.time_ms * 1e3
+        out.append(Limit(name, samples, rate if samples else 0.0, step.memory_bytes))
+    return sorted(out, key=lambda limit: -limit.tokens_per_s)
+
+
 #: Hardly a run is longer: what is paid back later never is.
 HORIZON_STEPS = 10_000_000
 

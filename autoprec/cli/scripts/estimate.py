@@ -106,8 +106,12 @@ def _more(model: Any, verdict: Any, plans: Any, *, sweep: bool) -> dict[str, Any
     """Return payback, what compiling would change, and sweeps where asked."""
     from autoprec.cost import judge, planning
 
+    if model.report.source == "analytic" and not model.target.is_cpu:
+        limits = planning.at_the_limit(model, plans, verdict.activations)
+    else:
+        limits = []
     paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
-    out: dict[str, Any] = {"payback": paid}
+    out: dict[str, Any] = {"payback": paid, "at_the_limit": limits}
     if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
         out["compiled"] = judge(model.executed("compile"), plans, written=verdict.written)
     if sweep:
@@ -171,6 +175,32 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
     if "break_even_tokens" in more:
         lines += ["", _break_even(more["batch_sweep"], more["break_even_tokens"])]
     return lines
+
+
+def _limit_lines(limits: list[Any], baseline: str, device_bytes: int) -> list[str]:
+    """Return the table of the largest micro-batches, and the sentence on which choice wins there."""
+    from autoprec.cost.planning import USABLE_MEMORY
+
+    rate = next((limit.tokens_per_s for limit in limits if limit.choice == baseline), 0.0)
+    rows = tuple(
+        (
+            p.choice,
+            str(p.samples),
+            f"{p.tokens_per_s:,.0f}",
+            memory_text(p.memory_bytes),
+            f"{p.tokens_per_s / rate:.2f}x"
+            if rate and p.samples
+            else "-"
+            if p.samples
+            else "one sequence does not fit",
+        )
+        for p in limits
+    )
+    best = limits[0]
+    title = f"in {USABLE_MEMORY:.0%} of one device's {memory_text(device_bytes)}, modelled"
+    wins = f"at the limit of memory {best.choice} wins" if best.samples else "no choice holds one sequence: shard"
+    headings = ("choice", "micro-batch", "tokens/s", "memory", f"over {baseline}")
+    return ["", Table(headings, rows, title=title, notes=(wins,)).text()]
 
 
 def _check_size(script: tuple[str, ...], batch: int, seq: int, shards: int) -> None:
@@ -269,5 +299,7 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
-        echo("\n".join([*head, *_more_lines(more)]))
+        limits = more["at_the_limit"]
+        held = _limit_lines(limits, verdict.baseline, found.memory_bytes) if limits else []
+        echo("\n".join([*head, *held, *_more_lines(more)]))
     return 0
