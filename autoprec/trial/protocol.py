@@ -61,6 +61,7 @@ class TrialSpec:
         within_s: seconds after which a scan begins no further probe (the first one is always answered), a duel no
             further round, and a trial no further step: it ends after two where they show that it will take longer;
             None: no limit.
+        on_the_clock: a duel's seconds are those on the clock, not its process's own.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
@@ -80,6 +81,7 @@ class TrialSpec:
     backend: str = "auto"
     probes: tuple[Probe, ...] = ()
     within_s: float | None = None
+    on_the_clock: bool = False
     precision: float = 0.01
     side_by_side: int = 1
     timeout_s: float = 600.0

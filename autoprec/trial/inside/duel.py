@@ -27,7 +27,7 @@ from autoprec.policy import policy_from_dict
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
-from autoprec.trial.intervals import median_interval
+from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
@@ -104,7 +104,9 @@ class Duel:
         self._timed += 1
         if not self._block:  # the first settled step tells how long one takes
             step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
-            self._block = max(1, min(_MOST_STEPS, math.ceil(_BLOCK_S / step_s)))
+            within = math.inf if self._spec.within_s is None else self._spec.within_s
+            block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
+            self._block = max(1, min(_MOST_STEPS, math.ceil(block_s / step_s)))
         elif self._timed < self._block:
             return
         else:
@@ -157,7 +159,10 @@ class Duel:
     def _is_late(self) -> bool:
         """Say whether the time is used up: that of this process, or on a busy machine that on the clock."""
         within, own_s = self._spec.within_s, time.process_time() - self._own
-        return within is not None and (own_s > within or time.monotonic() - self._began > _BUSY * within)
+        if within is None:
+            return False
+        most = within if self._spec.on_the_clock else _BUSY * within
+        return own_s > within or time.monotonic() - self._began > most
 
 
 def ratios_of(rounds: list[dict[str, float]], name: str) -> list[float]:

@@ -351,6 +351,7 @@ def choose(
             "low": best.low,
             "high": best.high,
             "over_16bit": _bounds_over_16bit(best),
+            "untimed": best.low is None and not best.modelled,
         },
     )
     return Decision("adopt", (reason,), ranking, chosen, rejected, rests_on=(chosen, *tied), run=best.run)

@@ -132,6 +132,7 @@ def _adopted(
     high: float | None = None,
     so_far: bool = False,
     over_16bit: Sequence[float] | None = None,
+    untimed: bool = False,
 ) -> str:
     gain = speed_text(speedup, low, high)
     if sixteen_bit:
@@ -139,6 +140,7 @@ def _adopted(
         gain = f"{over} over 16-bit ({gain} over the script as written)"
         if f"{speedup / sixteen_bit:.2f}" == "1.00":  # bf16 for a script in fp32: a gain of 1.00x is not why to adopt
             gain = f"{speed_text(speedup, low, high)} over the script as written, and as fast as the best 16-bit run"
+    gain += " by its own trials, not timed beside the script" if untimed else ""
     text = f"{name} is the {_BEST[objective]} acceptable policy{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""

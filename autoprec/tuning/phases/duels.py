@@ -24,7 +24,7 @@ from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.paired import BUSY, PairedRunner
+from autoprec.tuning.paired import BUSY, OVERRUN, PairedRunner
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 
@@ -32,6 +32,8 @@ from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 _PRECISE, _PRECISE_BESIDE_LOAD = 0.01, 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
 _FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
+#: Seconds of a block in the shortest duel that a time budget keeps time for.
+_SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
 _PROCESSES, _STEPS, _WARMUP = 4, 6, 2
 #: Policies of one duel: each holds its compiled graphs.
@@ -71,15 +73,27 @@ class Duels:
         asked = {run.name: run for run in runs if run.ok and run.policy and run.name not in known}
         return [run for name, run in asked.items() if name not in self._tried]
 
-    def time(self, runs: Sequence[Run]) -> bool:
-        """Time policies that were not yet; returns whether anything was learnt."""
+    def least_s(self, runs: Sequence[Run]) -> float:
+        """Return the seconds on the clock of the shortest duel with an interval, of one of some runs; 0 for none."""
+        return self._least_s(1) if self.wanted(runs) else 0.0
+
+    def time(self, runs: Sequence[Run], *, kept_s: float = 0.0) -> bool:
+        """Time policies that were not yet; returns whether anything was learnt.
+
+        Args:
+            runs: of a policy each; a time budget that is short leaves out the last of them.
+            kept_s: what a time budget keeps for other runs before the answer; 0: these are what the answer rests on.
+        """
         wanted = self.wanted(runs)[:MOST_AT_ONCE]
         if not wanted:
             return False
-        within = self._seconds(len(wanted))
-        if within <= 0:
-            self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
+        while wanted and self._seconds(len(wanted), kept_s) <= 0:
+            wanted.pop()
+        if not wanted:
+            if not kept_s:
+                self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
             return False
+        within = self._seconds(len(wanted), kept_s)
         self._tried |= {run.name for run in wanted}
         began = time.time(), time.monotonic()
         together = [run for run in wanted if can_be_exchanged(run.policy)]
@@ -88,6 +102,7 @@ class Duels:
             self._runner.spec(self._setup.reference_policy()),
             {run.name: run.policy for run in together},
             within,
+            on_the_clock=self._setup.options.budget_s is not None,
         )
         self._rounds += rounds
         if failure:
@@ -98,20 +113,39 @@ class Duels:
         found = [self._record(run, times[run.name], began) for run in wanted if len(times[run.name]) >= FEWEST]
         for one in found:
             self._ledger.store.add(replace(one, number=self._ledger.store.next_number()))
+        if together and not failure and len(rounds) < FEWEST and self._setup.options.budget_s is not None:
+            self._ledger.cut("the time budget ended a duel before it had an interval")
         if found:
             told = ", ".join(f"{one.name} {one['speedup']:.3g}x {interval_text(one)}" for one in found)
             self._ledger.listener.note(f"timed beside the script in one process: {told}")
         self._ledger.add_seconds("duels_s", time.monotonic() - began[1])
         return bool(found)
 
-    def _seconds(self, count: int) -> float:
-        """Return the seconds of its own that a duel may take; 0 where the budget leaves none."""
+    def _seconds(self, count: int, kept_s: float) -> float:
+        """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
+
+        Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
+        after the budget, as a trial may.
+        """
         ledger, budget = self._ledger, self._setup.options.budget_s
-        most = max(usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
+        least = self._least_s(count)
+        most = max(least, usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
         if budget is None:
             return most
-        left = budget - ledger.elapsed() - ledger.seconds_to_close()
-        return min(most, left) if left > 0 else 0.0
+        used = ledger.elapsed() + ledger.seconds_to_close() + kept_s
+        if budget - used >= least:
+            return min(most, budget - used)
+        return least if not kept_s and OVERRUN * budget - used >= least else 0.0
+
+    def _least_s(self, count: int) -> float:
+        """Return the seconds on the clock of the fewest rounds of so many policies, the start of the process included.
+
+        A round has a block of each contender, and a step before it that is not timed.
+        """
+        options, timings = self._setup.options, self._ledger.timings
+        step_s = timings.get("reference_run_s", 0.0) / (options.steps + options.warmup)
+        start_s = timings.get("start_s_sum", 0.0) / max(1.0, timings.get("starts", 1.0))
+        return start_s + (count + 1) * (FEWEST * (max(step_s, _SHORT_BLOCK_S) + step_s) + _WARMUP * step_s)
 
     def _apart(self, run: Run, within_s: float) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
@@ -142,7 +176,12 @@ def usual_seconds(count: int) -> float:
 
 
 def timed_together(
-    run: Callable[[TrialSpec], TrialResult], spec: TrialSpec, policies: Mapping[str, dict[str, Any]], within_s: float
+    run: Callable[[TrialSpec], TrialResult],
+    spec: TrialSpec,
+    policies: Mapping[str, dict[str, Any]],
+    within_s: float,
+    *,
+    on_the_clock: bool = False,
 ) -> tuple[list[dict[str, float]], str]:
     """Time policies beside the reference in one process, or in a few where the script ends soon.
 
@@ -150,6 +189,7 @@ def timed_together(
         run: runs one trial.
         spec: of the reference.
         policies: name -> document; each :func:`can_be_exchanged`.
+        within_s: a process's own seconds, or those on the clock, which a time budget counts.
 
     Returns:
         Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; and why a
@@ -161,7 +201,8 @@ def timed_together(
     for _ in range(_PROCESSES if probes else 0):
         left = max(1.0, within_s - (time.monotonic() - began))
         precision = _PRECISE_BESIDE_LOAD if busy else _PRECISE
-        result = run(replace(spec, kind="duel", probes=probes, within_s=left, precision=precision, by_block=False))
+        asked = replace(spec, kind="duel", probes=probes, within_s=left, on_the_clock=on_the_clock)
+        result = run(replace(asked, precision=precision, by_block=False))
         if not result.ok:
             return rounds, f"{result.status}: {result.reason}"
         found = result.payload["duel"]["rounds"]

@@ -159,10 +159,16 @@ class Race:
         self._ledger.cut("the time budget ended the paired seeds while one more could still have changed the answer")
         return True
 
+    @property
+    def duel_s(self) -> float:
+        """Seconds kept for a duel of the best acceptable policy; 0 where it had one, or there is none."""
+        best = min((self._ok[i] for i in self.now.accepted), key=self._ledger.rank, default=None)
+        return 0.0 if best is None else self.duels.least_s([best])
+
     def _is_late(self) -> bool:
         """Whether the time budget leaves no room for one more paired seed."""
         budget = self._setup.options.budget_s
-        needed = self.seed_s + self._ledger.seconds_to_close()
+        needed = self.seed_s + self.duel_s + self._ledger.seconds_to_close()
         return budget is not None and self._ledger.elapsed() + needed > budget
 
     # --- measuring --------------------------------------------------------------------------------------------------

@@ -232,8 +232,9 @@ class _Loop:
         # what people write by hand is run before anything else, whatever is kept for further seeds
         if self.by_hand - self.seen.keys():
             return self.ledger.elapsed() > budget
-        kept = reserve(self.setup, self.race, self.ledger, self.began_s) + self.ledger.seconds_to_close()
-        return self.ledger.elapsed() + self.ledger.seconds_per_run() + kept > budget
+        kept = reserve(self.setup, self.race, self.ledger, self.began_s) + self.race.duel_s
+        needed = self.ledger.seconds_per_run() + kept + self.ledger.seconds_to_close()
+        return self.ledger.elapsed() + needed > budget
 
     def room(self) -> int:
         """Return how many more trials may be started now."""
@@ -260,7 +261,9 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
     ledger.listener.phase("search")
     _drive(loop, only_queued=True)
-    if race.duels.time([record for record in store.learned() if problem.key(record.params) in loop.by_hand]):
+    hand = [record for record in store.learned() if problem.key(record.params) in loop.by_hand and record.ok]
+    hand.sort(key=lambda record: (not ledger.acceptable(record), ledger.rank(record)))
+    if race.duels.time(hand, kept_s=race.seed_s):
         race.update()
         loop.taught = -1
         loop.teach()

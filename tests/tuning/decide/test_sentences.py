@@ -31,6 +31,7 @@ REASONS = [
     Reason("adopted", ADOPTED),
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.25, "tied": 2, "so_far": True}),
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.499}),
+    Reason("adopted", ADOPTED | {"untimed": True}),
     Reason("adopted", ADOPTED | {"objective": "balanced", "caveat": Reason("loss_flat")}),
     Reason("faster_not_taken", {"name": "fp8", "speedup": 1.5, "sixteen_bit": 1.25, "why": BEYOND, "more": 1}),
     Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True}),

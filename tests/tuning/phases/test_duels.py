@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autoprec.tuning.phases.duels import can_be_exchanged
+from autoprec.trial.intervals import FEWEST
+from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.phases import duels
+from autoprec.tuning.phases.duels import Duels, can_be_exchanged
 from autoprec.tuning.study.run import DUEL, Metric, Run, metrics_of, pooled
-from tests.simulated import SimulatedScript
+from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import here, options, search  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let any CPU multiply bf16: these searches are simulated."""
+    monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda: ("AVX512-BF16",))
 
 
 def test_what_is_adopted_was_timed_in_a_duel_and_says_its_interval(here: Path) -> None:  # noqa: F811
@@ -67,3 +78,63 @@ def test_the_speed_of_a_duel_stands_for_that_of_trials() -> None:
     assert (found["divergence"], found["seeds"]) == (0.001, 2.0)
     assert found["throughput"] == pytest.approx(10.0 * 1.5 / 1.2)
     assert pooled([trials[0], duel])["a"]["speedup"] == 1.5
+
+
+def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, step_s: float, duel_s: float) -> None:
+    """Let a search's seconds be what its runs would take: 23 steps each, a duel as much as it needs and is given."""
+
+    real = SimulatedRunner._duel
+
+    def elapsed(_ledger: Ledger) -> float:
+        runs = [spec for _, spec in simulated.calls]
+        return sum(
+            min(spec.within_s or 0.0, duel_s * len(spec.probes))
+            if spec.kind == "duel"
+            else 23 * step_s * (spec.kind == "train")
+            for spec in runs
+        )
+
+    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+        done, share = real(runner, spec), (spec.within_s or 0.0) / (duel_s * len(spec.probes))
+        rounds = done.payload["duel"]["rounds"][: int(FEWEST * share + 1e-3)]
+        return replace(done, payload={"duel": done.payload["duel"] | {"rounds": rounds}})
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", duel)
+    monkeypatch.setattr(duels, "_PROCESSES", 1)
+    monkeypatch.setattr(Ledger, "elapsed", elapsed)
+    monkeypatch.setattr(Ledger, "seconds_to_close", lambda _ledger: 5.0)
+    monkeypatch.setattr(Ledger, "seconds_per_seed", lambda *_: 2 * 23 * step_s)
+    monkeypatch.setattr(Ledger, "seconds_per_run", lambda _ledger: 23 * step_s)
+    monkeypatch.setattr(Duels, "_least_s", lambda _duels, count: duel_s * count)
+
+
+@pytest.mark.parametrize("budget_s", [90.0, 100.0, 110.0, 150.0, 230.0])
+def test_a_budget_keeps_time_for_a_duel_of_what_is_adopted(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    budget_s: float,
+) -> None:
+    """Runs take 11.5 s: the reference 34.5 s, what people write by hand 23 s, a second seed 23 s; a duel 15 s."""
+    simulated = SimulatedScript()
+    on_a_clock(monkeypatch, simulated, step_s=0.5, duel_s=15.0)
+    made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=30, budget_s=budget_s))
+    assert result.verdict == "adopt"
+    assert "speedup" in result.best["intervals"], "what is adopted was timed beside the script"
+    assert "not timed" not in result.reason
+    assert made.ledger is not None
+    assert made.ledger.elapsed() + 5.0 <= 1.25 * budget_s + 0.5
+
+
+def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated = SimulatedScript()
+    on_a_clock(monkeypatch, simulated, step_s=0.5, duel_s=15.0)
+    made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=30, budget_s=80.0))
+    assert result.verdict == "adopt"
+    assert not any(spec.kind == "duel" for _, spec in simulated.calls)
+    assert "x by its own trials, not timed beside the script, divergence" in result.reason
+    assert "left no time to time beside" in result.cut_short
+    assert made.ledger is not None
+    assert made.ledger.elapsed() + 5.0 <= 1.25 * 80.0 + 0.5
