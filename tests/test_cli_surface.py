@@ -13,7 +13,7 @@ SURFACE = {
     "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden])
     + " --dry-run --json --quiet --verbose",
     "inspect": "--json --passes --save --sensitivity --space --target",
-    "estimate": "--batch --cost-scale --eager --json --recompute --seq --shards --space --sweep --target",
+    "estimate": "--batch --cost-scale --eager --json --policy --recompute --seq --shards --space --sweep --target",
     "run": "--audit --backend --policy",
     "check": "--backend --json --numerics --policy --sensitivity --steps --strict",
     "verify": "--backend --json --max-divergence --max-gradient-error --policy --seeds --steps",

@@ -13,6 +13,7 @@ from typing import Any
 from autoprec.cost import Verdict
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport
+from autoprec.policy.library import is_published
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.decide.presets import widest
@@ -70,9 +71,11 @@ def by_hand(known: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict
 
     ``torch.autocast`` in bf16, every layer in bf16, and where they are offered the default recipes of torchao
     (``convert_to_float8_training``: a scale per tensor) and of Transformer Engine (``fp8_autocast``: delayed scales;
-    MXFP8 on GPUs that multiply it); where a space has none for the head, with the head as its baseline says.
+    MXFP8 on GPUs that multiply it); where a space has none for the head, with the head as its baseline says. And what
+    was published for the family of the model.
     """
-    order = (*NAMES, *(widest(recipe, {name for name, _ in known}) for recipe in LIBRARY_DEFAULTS))
+    order = [*NAMES, *(widest(recipe, {name for name, _ in known}) for recipe in LIBRARY_DEFAULTS)]
+    order += [name for name, _ in known if is_published(name)]
     return [preset for name in order for preset in known if _is_named(preset[0], name)]
 
 

@@ -156,7 +156,7 @@ def _print_table(audit: dict[str, Any]) -> None:
 
 
 @script_command("check")
-@click.option("--policy", required=True, type=click.Path(path_type=Path), help="Policy file to audit.")
+@click.option("--policy", required=True, type=click.Path(path_type=Path), help="Policy file, or published:NAME.")
 @options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
 @click.option("--sensitivity", default=0, metavar="N", type=click.IntRange(min=0), help="Also: spot check, N passes.")
@@ -182,9 +182,9 @@ def check(
     With --numerics every GEMM of the steps (fprop, dgrad, wgrad) is held against the exact product of its quantised
     operands: the first layer and GEMM beyond the bound of its recipe is named, and the exit code is 1.
     """
-    from autoprec.policy import load_policy
+    from autoprec.cli.policies.published import policy_of
 
-    loaded: Policy = load_policy(policy)
+    loaded = policy_of(policy, script)
     audit, spot = _audited(script, loaded, backend, steps, sensitivity, numerics)
     if as_json:
         print_json(audit | ({"sensitivity": spot[0].to_json()} if spot else {}))

@@ -102,6 +102,41 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
 
 
+def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:
+    """Return what a step would take under a policy, as it begins; nothing where layers of it cannot run on the target.
+
+    ``cannot_run`` maps the reason to those layers.
+    """
+    from autoprec.policy import resolve
+
+    plans = resolve(policy.stages[0], [layer.name for layer in model.report.tunable])
+    asked = model.executed(policy.execution)
+    step = asked.estimate(
+        plans,
+        activations=policy.activations,
+        attention=policy.operators.attention,
+        norm=policy.operators.norm,
+        optimizer=policy.optimizer,
+    )
+    refused: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        tried = [model.can_run(name, recipe) for recipe in dict.fromkeys(plan.recipes) if recipe is not None]
+        if why := next((reason for ok, reason in tried if not ok), ""):
+            refused.setdefault(why, []).append(name)
+    if refused:
+        return {"step_ms": None, "speedup": None, "cannot_run": refused}
+    return {"step_ms": step.time_ms, "speedup": baseline_ms / step.time_ms, "cannot_run": {}}
+
+
+def _policy_lines(found: dict[str, Any], name: str, verdict: Any) -> list[str]:
+    """Return the text of :func:`_under`."""
+    cannot = [f"{len(names)} layers: {why}" for why, names in found["cannot_run"].items()]
+    if cannot:
+        return [f"policy    {name} does not run on the target: {'; '.join(cannot)}"]
+    gain = f"{found['speedup']:.2f}x over {verdict.baseline_run}"
+    return [f"policy    {_ms(found['step_ms'])} ms under {name}: {gain}; {verdict.label}"]
+
+
 def _more(model: Any, verdict: Any, plans: Any, *, sweep: bool) -> dict[str, Any]:
     """Return payback, what compiling would change, and sweeps where asked."""
     from autoprec.cost import judge, planning
@@ -217,6 +252,7 @@ def _check_size(script: tuple[str, ...], batch: int, seq: int, shards: int) -> N
 @options.of_search("target")
 @options.of_search("space", help="Search space whose choices are compared.")
 @options.of_search("cost_scale")
+@click.option("--policy", metavar="FILE", help="Also: a step under this policy, or under published:NAME.")
 @click.option("--batch", default=SIZE[0], show_default=True, metavar="N", help="Of a config: sequences per device.")
 @click.option("--seq", default=SIZE[1], show_default=True, metavar="N", help="Of a config: tokens per sequence.")
 @click.option(
@@ -236,6 +272,7 @@ def estimate(
     target: str,
     space: str,
     cost_scale: str,
+    policy: str | None,
     batch: int,
     seq: int,
     recompute: str,
@@ -249,6 +286,7 @@ def estimate(
 
     In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or a step saved by `inspect --save`.
     """
+    from autoprec.cli.policies.published import bound
     from autoprec.cost import CostModel, judge
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.reasons import AS_WRITTEN
@@ -284,6 +322,7 @@ def estimate(
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     more = _more(model, verdict, plans, sweep=sweep)
     memory = _memory(model, verdict, plans)
+    under = _under(bound(policy, lambda: report), model, step.time_ms) if policy else None
     if as_json:
         document = {
             "target": found.name,
@@ -293,12 +332,14 @@ def estimate(
             "step": step.to_json(),
             "memory": memory,
             "source": "modelled",
+            **({"policy": {"name": policy, **under}} if under else {}),
             **{key: _plain(value) for key, value in more.items()},
         }
         print_json(document)
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
-        head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
+        head = [*_lines(verdict, step, offered), _memory_line(memory, verdict)]
+        head += [*(_policy_lines(under, str(policy), verdict) if under else []), *_layer_lines(verdict, 12)]
         limits = more["at_the_limit"]
         held = _limit_lines(limits, verdict.baseline, found.memory_bytes) if limits else []
         echo("\n".join([*head, *held, *_more_lines(more)]))

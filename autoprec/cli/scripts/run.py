@@ -12,7 +12,8 @@ from autoprec.errors import UsageError
 
 
 @script_command("run")
-@click.option("--policy", type=click.Path(path_type=Path), help="Policy file; without one the script runs as written.")
+@click.option("--policy", type=click.Path(path_type=Path),
+              help="Policy file, or published:NAME; without one the script runs as written.")  # fmt: skip
 @options.backend
 @click.option("--run-steps", type=click.IntRange(min=1), metavar="N", hidden=True,
               help="Optimizer steps of the whole run, for a policy whose phases begin at a share of it.")  # fmt: skip
@@ -28,7 +29,7 @@ def run(
 
     The exit code is the script's own. Its output, files and arguments are untouched.
     """
-    from autoprec.policy import load_policy
+    from autoprec.cli.policies.published import policy_of
     from autoprec.support.files import check_kind, holds_keys
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.script import run_script
@@ -36,7 +37,7 @@ def run(
     if policy is None:
         _refuse_late(script)
     command = ScriptCommand.parse(script)
-    loaded = load_policy(policy) if policy is not None else None
+    loaded = policy_of(policy, script) if policy is not None else None
     if audit is not None:
         check_kind(audit, "an audit", holds_keys("ok", "layers", "operators"), option="--audit")
     code = run_script(

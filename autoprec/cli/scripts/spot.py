@@ -72,7 +72,8 @@ def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path) ->
     from autoprec.tuning.transfer.spot import corrected
 
     mended, removed = corrected(policy, report, found)
-    written = save_policy(mended, path.with_name(f"{path.stem}.checked{path.suffix or '.yaml'}"))
+    stem = path.stem.replace(":", "-")  # of a published policy
+    written = save_policy(mended, path.with_name(f"{stem}.checked{path.suffix or '.yaml'}"))
     raise AuditError(
         f"the gradient error is {found.whole.measured:.4f} on this model, beyond {found.limit:.4f}",
         where=str(path),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @script_command("verify")
-@click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file to verify.")
+@click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file, or published:NAME.")
 @options.of_search("steps", default=40, help="Measured steps per run.")
 @options.of_search("seeds", help="Paired seeds.", hidden=False)
 @options.of_search(
@@ -43,7 +43,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 
     Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
     """
-    from autoprec.policy import Policy, load_policy
+    from autoprec.cli.policies.published import policy_of
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.tuning.options import SearchOptions
@@ -59,7 +59,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
     from autoprec.tuning.verify import verify as run_verification
     from autoprec.tuning.workers.local import HostPool
 
-    policy: Policy = load_policy(policy_path)
+    policy = policy_of(policy_path, script)
     command, first = ScriptCommand.parse(script), first_fresh_seed(policy)
     limits = limits_of(policy, values["max_divergence"], values["max_gradient_error"])
     asked = SearchOptions(command=script, **(values | limits))

@@ -2,7 +2,7 @@
 
 They are what people run today: the script as written, bf16 everywhere, one FP8 recipe everywhere, and that recipe with
 the usual exceptions (first and last block, attention or the output layer in bf16, the MLPs only, torchao's filter by
-layer size). A study that ends early has compared these at least.
+layer size), and what was published for the family of the model. A study that ends early has compared these at least.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from autoprec.graph.report import Layer
 from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
+from autoprec.tuning.decide.published import published_presets
 
 _MLP = re.compile(
     r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)"
@@ -29,11 +30,11 @@ def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
 
     The script as written, all bf16, each uniform choice (``head X`` where only the head offers it), each of them with
     the first and last block in the baseline, with attention in the baseline, in the MLPs only, with the head out, and
-    where torchao's filter would put it; and the presets of the space. Names are unique.
+    where torchao's filter would put it; the presets of the space, and published ones. Names are unique.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     seen: dict[tuple[Any, ...], int] = {}
-    own = {preset.name for preset in problem.space.presets}
+    own = {preset.name for preset in problem.space.presets} | {name for name, _ in published_presets(problem)}
     for name, params in _candidates(problem):
         key = problem.key(params)
         if key in seen and name in own:  # known by the space's name as well
@@ -81,6 +82,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{_name(problem, choice)}, compiled", _uniform(problem, choice, problem.groups, execution=execution)
     for choice in quantised:
         yield from _partial(problem, choice, execution)
+    yield from published_presets(problem)
 
 
 def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,17 +10,30 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from autoprec.errors import PolicyMismatchError
+from autoprec.errors import AutoPrecError, PolicyMismatchError
 from autoprec.graph.report import GraphReport
 from autoprec.graph.roles import Place, places, shown
 from autoprec.policy import LayerRule, Policy, glob_matches
-from autoprec.policy.library import PREFIX, SCALED, WITHIN, Blocks, Published, RoleRule, published
+from autoprec.policy.library import (
+    PREFIX,
+    SCALED,
+    WITHIN,
+    Blocks,
+    Published,
+    RoleRule,
+    published,
+    published_names,
+)
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.support.units import counted
+from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
 
+#: Published policies that a search measures beside its other presets: each is a trial.
+MOST_PRESETS = 2
 #: Which layers of a divided role are meant, by the last word of their name; a fused one (``c_attn``) is none of them.
 _PARTS: dict[str, re.Pattern[str]] = {
     "attention.q": re.compile(r"(to_)?w?q(_proj|_lin|_a_proj|_b_proj)?|(\w+_)?query(_proj)?|queries"),
@@ -218,3 +231,49 @@ def _rules(table: GlobTable, choices: Mapping[str, str]) -> list[LayerRule]:
         choice, spare = Choice.parse(name), not any(glob_matches(glob, layer) for layer in choices)
         rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms), optional=spare))
     return rules
+
+
+def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name, params) of the policies published for the family of this model that the problem can express.
+
+    The family is told by the class of the model. A policy counts whose quantised recipes are choices of the space, so
+    that the target runs them; its 16-bit layers take the space's baseline where they have no other. One that was
+    published for another depth keeps the share of blocks. A policy with phases is not a point of a search.
+    """
+    family = str(problem.report.model.get("class", "")).lower()
+    found: list[tuple[str, dict[str, Any]]] = []
+    for entry in map(published, published_names()):
+        if entry.level or entry.tail is not None or not any(word in family for word in entry.families):
+            continue
+        name = f"{PREFIX}{entry.name}{SCALED if entry.blocks else ''}"
+        try:
+            choices = resolve_published(name, problem.report).choices
+        except AutoPrecError:
+            continue  # it would lower nothing in this model
+        params = _params(problem, entry, choices)
+        if params is not None and len(found) < MOST_PRESETS:
+            found.append((name, params))
+    return found
+
+
+def _params(problem: Problem, entry: Published, choices: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the point of a problem at which each layer runs its choice; None where a group offers no such choice."""
+    activations = {"activations": "bf16"} if "bf16" in problem.parameters.get("activations", ()) else {}
+    params = problem.params_of(problem.baseline, **activations)
+    for group in problem.groups:
+        choice = _offered(problem, entry, group, {choices[name] for name in group.layers})
+        if choice is None:
+            return None
+        if len(group.choices) > 1:
+            params[layer_key(group.name)] = choice
+    return params
+
+
+def _offered(problem: Problem, entry: Published, group: GroupVariable, wanted: set[str]) -> str | None:
+    """Return the choice of a group that runs what its layers shall, its baseline for other 16 bits; None for none."""
+    recipes = problem.space.all_recipes
+    plans = {Choice.parse(choice).plan(entry.all_recipes) for choice in wanted}
+    same = [choice for choice in group.choices if {Choice.parse(choice).plan(recipes)} == plans]
+    plain = [choice for choice in (problem.baseline, *group.choices) if not Choice.parse(choice).plan(recipes).scaled]
+    usable = same or ([] if any(plan.scaled for plan in plans) else [c for c in plain if c in group.choices])
+    return next(iter(usable), None)

@@ -20,6 +20,30 @@ def step(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(64, 32)\n"
+        "    def forward(self, x):\n"
+        "        return x + self.down_proj(self.up_proj(x).relu())\n"
+        "model = nn.Sequential()\n"
+        "model.layers, model.lm_head = nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(32, 32)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    model(torch.randn(16, 32)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n",
+        encoding="utf-8",
+    )
+    return path
+
+
 def test_all_are_listed_with_evidence() -> None:
     found = autoprec("show", "published:")
     assert found.code == 0
@@ -59,3 +83,23 @@ def test_a_file_is_loaded_without_a_step(policy_file: Path) -> None:
         raise AssertionError("no step is needed")
 
     assert bound(policy_file, step).layers  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("run",), ("check", "--steps", "1")])
+def test_a_script_runs_under_a_published_policy(command: tuple[str, ...], script: Path) -> None:
+    found = autoprec(*command, "--policy", "published:torchtitan-nvfp4-8b", script)
+    assert found.code == 0, found.err
+    assert "published:torchtitan-nvfp4-8b: router: this model has none" in found.err
+    refused = autoprec(*command, "--policy", "published:nvfp4-12b", script)
+    assert refused.code == 1
+    assert "this model has 3" in refused.err
+
+
+def test_an_unknown_one_is_refused_before_the_script_is_started(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("open('started', 'w')\n", encoding="utf-8")
+    found = autoprec("run", "--policy", "published:deepseek-v9", script)
+    assert found.code == 2
+    assert "did you mean 'deepseek-v" in found.err
+    assert not (tmp_path / "started").exists()

@@ -242,3 +242,15 @@ def test_a_file_that_is_not_a_recorded_step_is_the_users_to_mend(tmp_path: Path,
     path.write_text(text)
     with pytest.raises(FileError, match=r"is not a recorded step|holds a list"):
         run("--target", "h100", str(path))
+
+
+def test_a_step_under_a_policy_is_told_and_one_that_the_target_cannot_run_is_refused_by_name() -> None:
+    asked = ("--policy", "published:torchtitan-nvfp4-8b")
+    found = json.loads(run("--target", "b200", *asked, "--json", "llama3-8b").stdout)
+    told = found["policy"]
+    assert told["name"] == "published:torchtitan-nvfp4-8b"
+    assert told["speedup"] == pytest.approx(found["step"]["time_ms"] / told["step_ms"])
+    assert told["speedup"] > 1.1
+    assert f"{told['speedup']:.2f}x over bf16" in run("--target", "b200", *asked, "llama3-8b").output
+    other = run("--target", "h100", *asked, "llama3-8b").output
+    assert "does not run on the target: 189 layers: NVFP4 needs compute capability 10.0" in other

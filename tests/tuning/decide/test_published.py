@@ -1,5 +1,7 @@
 """Published policies on models: which layers get what, and what found no layer is said."""
 
+from dataclasses import replace
+
 import pytest
 
 from autoprec.cost.transformer import DecoderConfig, decoder_report
@@ -9,7 +11,11 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import resolve
 from autoprec.policy.levels import level
 from autoprec.policy.library import published_names
-from autoprec.tuning.decide.published import resolve_published
+from autoprec.policy.space import load_space
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.published import MOST_PRESETS, published_presets, resolve_published
+from autoprec.tuning.sixteen_bit import by_hand
 
 
 def decoder(blocks: int) -> GraphReport:
@@ -155,3 +161,28 @@ def test_a_level_is_the_level() -> None:
     plain = found.policy.model_copy(update={"model": None, "evidence": {}})
     assert plain.to_dict() == level("msamp-o3").policy().to_dict()
     assert set(found.choices.values()) == {"fp8_msamp"}
+
+
+def named(report: GraphReport, model_class: str) -> GraphReport:
+    return replace(report, model={**report.model, "class": model_class})
+
+
+def test_a_search_measures_what_was_published_for_the_family_and_the_space_offers() -> None:
+    report = named(decoder(12), "LlamaForCausalLM")
+    problem = Problem.build(report, load_space("blackwell-nvfp4"))
+    found = dict(published_presets(problem))
+    assert 1 <= len(found) <= MOST_PRESETS
+    for name, params in found.items():
+        asked = resolve_published(name, report).choices
+        ran = problem.assignment(params)
+        assert all(ran[layer] == choice for layer, choice in asked.items() if choice not in ("keep", "bf16"))
+        assert set(ran.values()) <= {"bf16", *asked.values()}
+    assert set(found) & {name for name, _ in presets(problem)}
+    assert [name for name, _ in by_hand(presets(problem)) if name.startswith("published:")]
+
+
+def test_no_search_grows_where_the_family_or_the_target_has_none() -> None:
+    llama = named(decoder(12), "LlamaForCausalLM")
+    assert published_presets(Problem.build(named(decoder(12), "GPT"), load_space("blackwell-nvfp4"))) == []
+    for space in ("cpu", "hopper-fp8", "ampere-bf16"):
+        assert published_presets(Problem.build(llama, load_space(space))) == []
