@@ -17,7 +17,7 @@ from autoprec.errors import PolicyError, UnknownNameError, nearest
 from autoprec.policy import OperatorPolicy, OptimizerPolicy, Policy, explain
 from autoprec.policy.document import PUBLISHED
 from autoprec.policy.levels import level
-from autoprec.policy.space import Choice
+from autoprec.policy.space import Blocks, Choice
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
 
@@ -60,28 +60,6 @@ WITHIN: dict[str, str] = {
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-
-class Blocks(_Frozen):
-    """Some of a model's blocks: the first or last so many, or that share of them (rounded up)."""
-
-    first: int = Field(0, ge=0)
-    last: int = Field(0, ge=0)
-    last_share: float = Field(0.0, ge=0.0, le=1.0)
-
-    @model_validator(mode="after")
-    def _one(self) -> Blocks:
-        if sum(map(bool, (self.first, self.last, self.last_share))) != 1:
-            raise ValueError("blocks: give one of first, last and last_share")
-        return self
-
-    @property
-    def text(self) -> str:
-        """In words: ``the first 2 blocks``."""
-        if self.last_share:
-            return f"the last {self.last_share:.0%} of the blocks"
-        count, side = (self.first, "first") if self.first else (self.last, "last")
-        return f"the {side} {count} blocks" if count > 1 else f"the {side} block"
 
 
 class RoleRule(_Frozen):

@@ -113,12 +113,35 @@ class StabilitySpace(_Frozen):
     outlier: tuple[float, ...] = (0.0,)
 
 
+class Blocks(_Frozen):
+    """Some of a model's blocks: the first or last so many, or that share of them (rounded up)."""
+
+    first: int = Field(0, ge=0)
+    last: int = Field(0, ge=0)
+    last_share: float = Field(0.0, ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _one(self) -> Blocks:
+        if sum(map(bool, (self.first, self.last, self.last_share))) != 1:
+            raise ValueError("blocks: give one of first, last and last_share")
+        return self
+
+    @property
+    def text(self) -> str:
+        """In words: ``the first 2 blocks``."""
+        if self.last_share:
+            return f"the last {self.last_share:.0%} of the blocks"
+        count, side = (self.first, "first") if self.first else (self.last, "last")
+        return f"the {side} {count} blocks" if count > 1 else f"the {side} block"
+
+
 class SpacePreset(_Frozen):
     """A named starting point beside the built-in ones: a choice for some layers, and parameter values."""
 
     name: str = Field(min_length=1)
     choice: str = Field("", description="for every layer that offers it; empty is the baseline")
     layers: tuple[Glob, ...] = Field(("*",), description="globs of the layers that get the choice")
+    kept: Blocks | None = Field(None, description="blocks that stay at the baseline, with what lies in no block")
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from autoprec.errors import PolicyError, UnknownNameError
 from autoprec.policy import load_policy
-from autoprec.policy.library import Blocks, is_published, published, published_names, read_published
-from autoprec.policy.space import Choice
+from autoprec.policy.library import is_published, published, published_names, read_published
+from autoprec.policy.space import Blocks, Choice
 from autoprec.precision.recipes import KEEP
 
 

@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from autoprec.graph.report import Layer
+from autoprec.graph.roles import places
 from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
-from autoprec.tuning.decide.published import published_presets
+from autoprec.tuning.decide.published import in_blocks, published_presets
 
 _MLP = re.compile(
     r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)"
@@ -117,9 +118,19 @@ def _without(problem: Problem) -> str:
 
 
 def _from_space(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the presets of the space; one that would keep every block has nothing to say about this model."""
+    found = places(problem.report.layers) if any(preset.kept for preset in problem.space.presets) else {}
     for preset in problem.space.presets:
         values = {k: v for k, v in preset.parameters.items() if k in problem.parameters}
-        yield preset.name, problem.params_of(preset.choice or problem.baseline, preset.layers, **values)
+        params = problem.params_of(preset.choice or problem.baseline, preset.layers, **values)
+        if preset.kept is not None:
+            inside = [place.name for place in found.values() if place.blocks and not in_blocks(preset.kept, place)]
+            groups = [group for group in problem.free_groups if not set(group.layers) <= set(inside)]
+            if len(groups) == len(problem.free_groups):
+                continue
+            usual = problem.params_of(problem.baseline, **values)
+            params |= {layer_key(group.name): usual[layer_key(group.name)] for group in groups}
+        yield preset.name, params
 
 
 def _uniform(problem: Problem, choice: str, groups: Any, **parameters: Any) -> dict[str, Any]:

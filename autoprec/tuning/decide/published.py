@@ -20,13 +20,12 @@ from autoprec.policy.library import (
     PREFIX,
     SCALED,
     WITHIN,
-    Blocks,
     Published,
     RoleRule,
     published,
     published_names,
 )
-from autoprec.policy.space import Choice
+from autoprec.policy.space import Blocks, Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.support.units import counted
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
@@ -72,6 +71,16 @@ def is_of(role: str, place: Place) -> bool:
     return place.role == role or (role == "conv" and place.role.startswith("conv."))
 
 
+def in_blocks(blocks: Blocks, place: Place, depth: int = 0) -> bool:
+    """Say whether a layer lies in some of its model's blocks; counts are of a model of ``depth``, 0: of this one."""
+    count = blocks.first or blocks.last
+    if blocks.last_share:
+        count = math.ceil(blocks.last_share * place.blocks)
+    elif depth:
+        count = math.ceil(count * place.blocks / depth)
+    return 0 <= place.block < count if blocks.first else place.block >= max(0, place.blocks - count)
+
+
 def resolve_published(name: str, report: GraphReport) -> Resolved:
     """Make a published policy one of the model of a recorded step.
 
@@ -110,28 +119,14 @@ class _Matcher:
     entry: Published
     scaled: bool
 
-    def count(self, blocks: Blocks, place: Place) -> int:
-        """Return how many blocks of a layer's stack are meant."""
-        if blocks.last_share:
-            return math.ceil(blocks.last_share * place.blocks)
-        asked = blocks.first or blocks.last
-        return math.ceil(asked * place.blocks / self.entry.blocks) if self.scaled else asked
-
-    def within(self, blocks: Blocks | None, place: Place) -> bool:
-        if blocks is None:
-            return True
-        if not place.blocks:
-            return False
-        count = self.count(blocks, place)
-        return place.block < count if blocks.first else place.block >= place.blocks - count
-
     def choice(self, place: Place) -> str:
         rules = (rule for rule in self.entry.rules if self.applies(rule, place))
         return next((rule.use for rule in rules), self.entry.use)
 
     def applies(self, rule: RoleRule, place: Place) -> bool:
         named = not rule.roles or any(is_of(role, place) for role in rule.roles)
-        return named and self.within(rule.blocks, place)
+        depth = self.entry.blocks if self.scaled else 0
+        return named and (rule.blocks is None or in_blocks(rule.blocks, place, depth))
 
 
 def _low(entry: Published, choice: str) -> bool:

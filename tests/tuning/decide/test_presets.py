@@ -116,3 +116,24 @@ def test_apex_levels_are_presets_by_name() -> None:
     assert problem.policy(found["O0"]).loss_scaling == "none"
     assert problem.policy(found["O3"]).optimizer.weights == "fp16_scaled"
     assert problem.policy(found["GLM-130B"]).stability.embedding_gradient == 0.1
+
+
+def test_a_preset_of_the_space_may_keep_the_last_blocks_and_the_head() -> None:
+    problem = Problem.build(gpt(6), load_space("blackwell-nvfp4"))
+    found = dict(presets(problem))
+
+    def kept(name: str) -> set[str]:
+        return {layer for layer, choice in problem.assignment(found[name]).items() if choice == "bf16"}
+
+    def inside(*blocks: int) -> set[str]:
+        return {name for name in problem.layer_names if any(f".{block}." in name for block in blocks)}
+
+    assert kept("nvfp4, last 15% of the blocks and the head in bf16") == inside(5) | {"lm_head"}
+    assert kept("nvfp4, last 4 blocks and the head in bf16") == inside(2, 3, 4, 5) | {"lm_head"}
+    forward = problem.assignment(found["nvfp4, fprop in bf16, last 15% of the blocks and the head in bf16"])
+    assert set(forward.values()) == {"bf16", "nvfp4/fprop=bf16"}
+
+
+def test_a_preset_that_would_keep_every_block_is_left_out() -> None:
+    names = [name for name, _ in presets(Problem.build(gpt(3), load_space("blackwell-nvfp4")))]
+    assert not any("last 4 blocks" in name for name in names)
