@@ -101,6 +101,13 @@ def test_a_falling_loss_learns_and_a_flat_one_does_not(seed: int) -> None:
     assert not has_learnt(1.0 + 1.0 * batch)  # whatever it learns is lost between the batches
 
 
+def test_the_noise_of_batches_hardly_ever_passes_for_learning() -> None:
+    """A learning rate of 1e-9: what a script says then is the noise of its batches, and every policy is within."""
+    draws = np.random.default_rng(0).normal(1.0, 0.1, (4000, 23))
+    assert np.mean([has_learnt(losses) for losses in draws]) < 0.02
+    assert has_learnt(draws[0] * np.linspace(1.0, 0.7, 23))
+
+
 def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
     assert has_learnt([1.0] * 5)
     assert has_learnt([math.nan] * 20)
