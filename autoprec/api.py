@@ -50,6 +50,7 @@ def search(
     force: bool = False,
     seeds: int = 4,
     backend: str = "auto",
+    variant: tuple[str, ...] = (),
     track: bool = True,
     progress: bool = False,
 ) -> SearchResult:
@@ -122,6 +123,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"),
     "float": ((int, float), "a number"),
     "bool": ((bool,), "True or False"),
+    "tuple[str, ...]": ((list, tuple), "a list of texts"),
 }
 
 
@@ -150,7 +152,7 @@ def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
             )
         if about.parse == "parse_share" and value is asked[name]:
             check_share(value)
-        out[name] = value
+        out[name] = tuple(value) if isinstance(value, list) else value
     return out
 
 

@@ -48,6 +48,8 @@ def of_search(name: str, **changes: Any) -> Callable[[F], F]:
     kind: dict[str, Any] = {"default": _shown(about), "show_default": bool(about.default)}
     if about.is_flag:
         kind = {"is_flag": True}
+    elif isinstance(about.default, tuple):
+        kind = {"multiple": True}
     elif about.choices:
         kind["type"] = click.Choice(about.choices)
     elif not about.parse and about.default is not None:

@@ -15,7 +15,7 @@ from autoprec.report.parallel import parallel_chart
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS
 from autoprec.report.summary import Summary, important, summarise
-from autoprec.report.text import cost_text, verdict_lines
+from autoprec.report.text import cost_text, variant_cells, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import SearchResult
@@ -62,6 +62,11 @@ def _table(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> 
 
 def _list(items: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>" if items else ""
+
+
+def _variants(result: SearchResult) -> str:
+    titles, rows = variant_cells(result)
+    return _table(titles, [("", cells) for cells in rows]) if rows else ""
 
 
 def _section(title: str, lead: str, body: str) -> str:
@@ -165,6 +170,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  _reasons(result)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
+        _section("Variants", "The script with further arguments, timed beside itself.", _variants(result)),
         _section("What it cost", "", f"<p>{escape(cost_text(summary))}</p>"),
         _section("Use it", "", _usage(result, records)),
         _section("Notes", "", _list(result.notes)),

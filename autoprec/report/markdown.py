@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoprec.report.summary import important, summarise
-from autoprec.report.text import cost_text, verdict_lines
+from autoprec.report.text import cost_text, variant_cells, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
@@ -60,6 +60,8 @@ def markdown(result: SearchResult, records: Sequence[Run]) -> str:
         titles, rows = result.comparison(result.front)
         named = [(str(row.get("name", "?")), *cells[1:]) for row, cells in rows]
         lines += ["", "## The front", "", *_table(("what", *titles[1:]), named)]
+    if result.variants:
+        lines += ["", "## Variants", "", *_table(*variant_cells(result))]
     lines += ["", "## Cost", "", cost_text(summary)]
     if summary.failures:
         lines += [

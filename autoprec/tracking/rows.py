@@ -53,7 +53,7 @@ def trial_runs(
         TrialRun(
             name=_name(record, marks.get(index, {})),
             status=_STATUS.get(record.status, "FAILED"),
-            params={key.replace("layer:", "layer/", 1): str(value) for key, value in record.params.items()},
+            params=_params(record),
             figures=_figures(record, known.get(index)),
             tags=_tags(record, study) | marks.get(index, {}),
         )
@@ -102,6 +102,12 @@ def _figures(record: Run, at_end: Mapping[str, Any] | None) -> dict[str, float]:
     if record.kind == "reference" and (at_end is None or metrics.get("speedup_over_16bit", 1.0) < _NEAR):
         shown.pop("divergence_pct", None)
     return _finite({**metrics, **shown, "seconds": record.seconds})
+
+
+def _params(record: Run) -> dict[str, str]:
+    """Return what was decided of a run, and the variant of the script that it ran under, where it did."""
+    found = {key.replace("layer:", "layer/", 1): str(value) for key, value in record.params.items()}
+    return found | ({"variant": record.variant} if record.variant else {})
 
 
 def _name(record: Run, marks: Mapping[str, str]) -> str:

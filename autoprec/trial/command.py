@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from autoprec.errors import UsageError, nearest
-from autoprec.support.redact import remember
+from autoprec.support.redact import redact_arguments, remember
 
 #: Programs and modules that start the processes in which the script runs.
 _STARTERS = frozenset(
@@ -25,6 +27,56 @@ _PROCESS_FLAGS = frozenset(("nproc-per-node", "num-processes", "num-gpus", "np",
 #: Starters that start one process where nothing is said; others take what they find, or what a file of theirs says.
 _ONE_PROCESS = frozenset(("torchrun", "torch.distributed.run", "torch.distributed.launch", "fabric"))
 _PYTHONS = ("python", "python3", "python3.11", "python3.12", "python3.13", "python3.14")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Another way to run the same optimisation step: arguments behind the script's own, over which they win."""
+
+    name: str
+    args: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read ``NAME: ARGS``.
+
+        Raises:
+            UsageError: it is not that.
+        """
+        name, _, words = text.partition(":")
+        try:
+            args = tuple(shlex.split(words))
+        except ValueError as error:
+            raise UsageError(f"--variant {text!r} cannot be read: {error}", fix="close the quotes") from error
+        if not args or not re.fullmatch(r"\w[\w.+-]*", name.strip()):
+            fix = "a name of letters and digits, a colon, arguments: --variant 'mb16: --micro-batch 16 --accum 2'"
+            raise UsageError(f"--variant {text!r} is not NAME: ARGS", fix=fix)
+        remember(list(args))
+        return cls(name.strip(), args)
+
+    @property
+    def arguments(self) -> str:
+        """Its arguments as text, with their secrets hidden."""
+        return shlex.join(redact_arguments(self.args))
+
+    @property
+    def label(self) -> str:
+        """The variant as it is typed, with its secrets hidden."""
+        return f"{self.name}: {self.arguments}"
+
+
+def parse_variants(texts: Sequence[str]) -> tuple[Variant, ...]:
+    """Return the variants of a command line.
+
+    Raises:
+        UsageError: one cannot be read, or two have one name.
+    """
+    found = tuple(map(Variant.parse, texts))
+    names = [variant.name for variant in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two variants are called {name}", fix="give each a name of its own")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +169,10 @@ class ScriptCommand:
                 value = value or next(iter(self.args[index + 1 : index + 2]), "")
                 return int(value) if value.isdecimal() else 0
         return int(Path(self.target).name in _ONE_PROCESS)
+
+    def under(self, variant: Variant) -> ScriptCommand:
+        """Return the command with a variant's arguments behind its own."""
+        return replace(self, args=(*self.args, *variant.args))
 
     def argv(self) -> list[str]:
         """Return the command line to start, without AutoPrec's own environment."""

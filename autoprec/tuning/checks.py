@@ -9,6 +9,7 @@ from autoprec.errors import UnknownNameError, UsageError
 from autoprec.policy import check_replaceable
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
+from autoprec.trial.command import parse_variants
 from autoprec.tuning.options import RUNS, SearchOptions
 from autoprec.tuning.workers.slots import visible_gpus
 
@@ -27,6 +28,10 @@ def check_early(options: SearchOptions) -> None:
             f"--study {name!r} cannot be a folder below {RUNS}",
             fix="e.g. --study first-try",
         )
+    parse_variants(options.variant)
+    if options.variant and (options.target not in ("auto", "cpu") or options.cost_scale):
+        fix = "search on the device itself, or leave --variant out and use `autoprec estimate` for sizes"
+        raise UsageError("--variant is timed, and this is a rehearsal", fix=fix)
     if options.target != "auto":
         target(options.target)
     if options.space:

@@ -10,6 +10,7 @@ durable, and leaves a policy behind however it ends.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import threading
@@ -26,9 +27,9 @@ from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, 
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.precision.recipes import KEEP
-from autoprec.support.files import file_lock, keep_earlier, write_atomic, write_json
+from autoprec.support.files import file_lock, keep_earlier, read_document, write_atomic, write_json
 from autoprec.support.units import speed_text
-from autoprec.trial.command import ScriptCommand
+from autoprec.trial.command import ScriptCommand, Variant, parse_variants
 from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
@@ -53,6 +54,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
+from autoprec.tuning.phases.variants import SEARCH_SHARE, Variants, choose
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -115,6 +117,7 @@ class Search:
         self._calibration: dict[str, Any] | None = None
         self._store: StudyStore | None = None
         self._info: SearchInfo | None = None
+        self._variants: list[dict[str, Any]] = []
 
     @property
     def records(self) -> list[Run]:
@@ -157,6 +160,8 @@ class Search:
             named = sqlite_file(self.options.storage)
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
+            if self.options.variant:
+                self._choose_variant()
             pool = stack.enter_context(HostPool(self._trial_factory(), self.study_dir / "hosts"))
             try:
                 return self._run(pool, stack)
@@ -223,13 +228,14 @@ class Search:
         graph = self.graph = record_step(pool, self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
-        setup = Setup.of(self.options, host, graph, self._calibration)
+        setup = Setup.of(self._of_search(), host, graph, self._calibration)
         verdict = setup.verdict()
         beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
         nothing = verdict.kind == "stay" and not self.options.force and narrow is None
         setup = narrow or setup
         self._sign(setup, store)
-        ledger = Ledger(store, self.listener, self.options, self._started)
+        ledger = Ledger(store, self.listener, setup.options, self._started)
+        ledger.variants = self._variants
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
         runner = PairedRunner(setup, pool, ledger)
         self._info = self._introduction(setup, store)
@@ -256,6 +262,8 @@ class Search:
                 answer = answer.with_reasons(Reason("only_sixteen_bit", bound))
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
             answer = with_size(answer, setup, ledger)
+        if self._chosen is not None:
+            answer = answer.with_reasons(Reason("under_variant", self._chosen))
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
@@ -269,7 +277,49 @@ class Search:
                 self.listener.note(line)
         self.listener.phase("sensitivity")
         table = measure_table(setup, runner, ledger)
-        return with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
+        answer = run_study(setup, runner, ledger, table)
+        accepted = [row["name"] for row in self._variants if row["status"] == "accepted"]
+        if accepted and not self._chosen and setup.measured:
+            self.listener.phase("variants")
+            tried = Variants(setup, runner, ledger, self._hosts_of, self.options.budget_s)
+            answer = tried.compare([v for v in parse_variants(self.options.variant) if v.name in accepted], answer)
+        return with_unknown(settled(answer, ledger), setup, ledger)
+
+    def _of_search(self) -> SearchOptions:
+        """Return the options of the search itself: variants, which come after it, have a share of a time budget."""
+        budget = self.options.budget_s
+        kept = budget is None or not self.options.variant
+        return self.options if kept else replace(self.options, budget_s=SEARCH_SHARE * (budget or 0.0))
+
+    def _hosts_of(self, variant: Variant) -> RunnerFactory:
+        return self._factory or runner_factory(self.options, self.command.under(variant))
+
+    @property
+    def _chosen(self) -> dict[str, Any] | None:
+        """The row of the variant that the search is of; None for the script as it was given."""
+        return next((row for row in self._variants if row.get("chosen")), None)
+
+    def _choose_variant(self) -> None:
+        """Search under the variant that is surely faster as it is, if any; a resumed search under the same one."""
+        kept = self.study_dir / "variants.json"
+        if self.options.resume and kept.exists():
+            self._variants = read_document(kept)["rows"]
+        else:
+            budget = self.options.budget_s or math.inf
+            self.listener.phase("variants")
+            self._variants = choose(
+                self.options,
+                self.command,
+                lambda command: self._factory or runner_factory(self.options, command),
+                self.study_dir / "hosts",
+                lambda: time.monotonic() - self._started > (1.0 - SEARCH_SHARE) * budget,
+            )
+            write_json(kept, {"rows": self._variants})
+            for row in self._variants:
+                self.listener.note(f"variant {row['name']}: {row['arguments']}: {row['status']}: {row['reason']}")
+        for variant in parse_variants(self.options.variant):
+            if self._chosen is not None and variant.name == self._chosen["name"]:
+                self.command = self.command.under(variant)
 
     def _kept_calibration(self, store: StudyStore, host: HostInfo) -> dict[str, Any] | None:
         """Return what is known of the device at hand; a study goes on under what it was begun with."""
@@ -325,6 +375,8 @@ class Search:
         """
         model, sources = str(setup.graph.model["fingerprint"]), source_digests(self.command)
         signature = self.options.signature(setup.space.model_dump_json(), model, self._calibration, sources)
+        if self._chosen is not None:
+            signature["variant"] = f"{self._chosen['name']}: {self._chosen['arguments']}"
         stored = store.signature
         if stored is None and store.records:
             where = f"{store.url}, study {self.options.study}"

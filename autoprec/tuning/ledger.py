@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoprec.tuning.decide.decision import Rules, gradient_limit
 from autoprec.tuning.decide.metrics import Reference
@@ -41,6 +42,7 @@ class Ledger:
         cut_short: what was left out for want of time; empty when the search came to its own end.
         stopped: why no further trial was run; empty where none was asked for.
         needed_s: seconds that the whole search usually takes; 0 before the reference was measured.
+        variants: how each variant went, as rows of the result.
     """
 
     store: StudyStore
@@ -58,6 +60,7 @@ class Ledger:
     cut_short: list[str] = field(default_factory=list)
     stopped: str = ""
     needed_s: float = 0.0
+    variants: list[dict[str, Any]] = field(default_factory=list)
 
     def elapsed(self) -> float:
         """Return the seconds since the search began."""

@@ -22,6 +22,7 @@ from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.support.amounts import LEAST_BYTES
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
+from autoprec.trial.command import Variant
 from autoprec.trial.protocol import STEPS
 
 #: The folder of all studies, in the working directory.
@@ -93,6 +94,13 @@ class SearchOptions:
         "script", "What divergence and speed are compared with.", WHAT, choices=("script", "fp32", "bf16")
     )
     backend: str = option("auto", "Who runs the GEMMs.", WHAT, metavar="NAME")
+    variant: tuple[str, ...] = option(
+        (),
+        "Further arguments of the script under which the best policies are run, too; may be repeated.",
+        WHAT,
+        metavar="'NAME: ARGS'",
+        python="a list of texts: ['mb16: --micro-batch 16 --accum 2']",
+    )
     trials: int = option(30, "Trials at most, presets included.", HOW_LONG, metavar="N", least=1)
     budget_s: float | None = option(
         None,
@@ -204,6 +212,11 @@ class SearchOptions:
                 continue
             if name == "storage":
                 value = redact_uri(re.sub(r"(://[^:/@]*):[^@]*@", r"\1:PASSWORD@", value), hidden="PASSWORD")
+            if isinstance(value, tuple):
+                words += [
+                    word for text in value for word in (about.flag, Variant.parse(text).label if stored else text)
+                ]
+                continue
             words.append(about.flag)
             if not isinstance(value, bool):
                 words.append(f"{value:g}s" if about.parse == "parse_duration" else str(value))

@@ -216,6 +216,9 @@ def _limit_lines(limits: list[Any], baseline: str, device_bytes: int) -> list[st
     """Return the table of the largest micro-batches, and the sentence on which choice wins there."""
     from autoprec.cost.planning import USABLE_MEMORY
 
+    best = limits[0]
+    if not best.samples:
+        return ["", f"no choice holds one sequence in {USABLE_MEMORY:.0%} of a device: --shards, --recompute full"]
     rate = next((limit.tokens_per_s for limit in limits if limit.choice == baseline), 0.0)
     rows = tuple(
         (
@@ -231,9 +234,8 @@ def _limit_lines(limits: list[Any], baseline: str, device_bytes: int) -> list[st
         )
         for p in limits
     )
-    best = limits[0]
     title = f"in {USABLE_MEMORY:.0%} of one device's {memory_text(device_bytes)}, modelled"
-    wins = f"at the limit of memory {best.choice} wins" if best.samples else "no choice holds one sequence: shard"
+    wins = f"at the limit of memory {best.choice} wins"
     headings = ("choice", "micro-batch", "tokens/s", "memory", f"over {baseline}")
     return ["", Table(headings, rows, title=title, notes=(wins,)).text()]
 

@@ -116,6 +116,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     console.print(replace(result.table(), notes=("; ".join(result.facts()),)).rich())  # the verdict follows
     first, *caveats = verdict_lines(result)
     lines = [f"verdict: {result.verdict}. {first}", *(f"         - {line}" for line in caveats)]
+    lines += [f"variant: {row['name']} {row['status']}: {row['reason']}" for row in result.variants]
     if result.stopped:
         lines.append(f"stopped: {result.stopped}")
     if result.resume:

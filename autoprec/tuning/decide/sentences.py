@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoprec.support.units import counted, memory_text, speed_text
+from autoprec.support.units import counted, memory_text, percent_text, speed_text
 from autoprec.tuning.study.run import METRICS, noise_text
 
 #: A gain over the best preset below this is too small to matter to anybody.
@@ -110,6 +110,34 @@ def _gradient_beyond(error: float, limit: float, noise: float | None = None) -> 
 def _tied(noise: float, also: Reason | None = None) -> str:
     text = f"it is faster by no more than {noise_text(noise)}"
     return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
+
+
+def _under_variant(name: str, arguments: str, speedup: float, low: float, high: float, **_: Any) -> str:
+    return (
+        f"give the script {arguments}: the search was of the script under this variant ({name}), which is "
+        f"{speed_text(speedup, low, high)} over the script as it was given; gains are over the script under it"
+    )
+
+
+def _variant(
+    name: str,
+    arguments: str,
+    policy: str,
+    speedup: float,
+    low: float,
+    high: float,
+    divergence: float,
+    over_answer: float,
+    **_: Any,
+) -> str:
+    """Say under which variant the answer was found; over what it was timed."""
+    without = f", {over_answer:.2f}x over the answer without the variant" if over_answer != speedup else ""
+    what = "the script as it is" if policy == "script" else policy
+    return (
+        f"give the script {arguments} (variant {name}): {what} is then {speed_text(speedup, low, high)} over the "
+        f"script as written{without}; the script's own losses under the variant are {percent_text(divergence)} from "
+        "those as written"
+    )
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -248,6 +276,8 @@ SENTENCES: dict[str, Callable[..., str]] = {
     ),
     "adopted": _adopted,
     "faster_not_taken": _faster_not_taken,
+    "under_variant": _under_variant,
+    "variant": _variant,
     "over_preset": _over_preset,
     "taken_back": lambda groups, error, saving: (
         f"{', '.join(groups[:3])}{f' and {len(groups) - 3} more' if len(groups) > 3 else ''} kept in more precision, "

@@ -25,6 +25,7 @@ from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger, rank
 from autoprec.tuning.options import versions
+from autoprec.tuning.phases.variants import figures
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
     fastest_plain,
@@ -107,6 +108,8 @@ def _with_bounds(row: dict[str, Any], setup: Setup, params: Mapping[str, Any]) -
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
     run, chosen = decision.run, decision.chosen
+    if run is None and decision.variant:
+        return figures(decision.variant, reference_metrics(setup, ledger))
     if run is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
     out = run.to_row()
@@ -158,12 +161,14 @@ def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
 
 def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     metrics = final_metrics(setup, ledger, decision)
+    variant = decision.variant or next((row for row in ledger.variants if row.get("chosen")), {})
     out: dict[str, Any] = {
         "target": setup.target.name,
         "source": _source(metrics, setup),
         "verdict": decision.verdict,
         "reason": decision.reason,
         **({"caveat": str(decision.chosen.caveat)} if decision.chosen is not None and decision.chosen.caveat else {}),
+        **({"variant": f"{variant['name']}: {variant['arguments']}"} if variant else {}),
         "reference": setup.options.reference,
         "seeds": decision.seeds,
         "steps": setup.options.steps,
@@ -304,6 +309,7 @@ def search_result(
         stopped=ledger.stopped,
         resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
         explanation=decision.explanation,
+        variants=tuple(ledger.variants),
         rejected={name: str(why) for name, why in decision.rejected.items()},
         not_taken={name: str(why) for name, why in decision.not_taken.items()},
         reasons=tuple(reason.to_json() for reason in decision.reasons),

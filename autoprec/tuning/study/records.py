@@ -44,6 +44,9 @@ class SearchResult(Shown):
         rejected: why a policy is not acceptable, by name; ``not_taken`` why another that was measured to be faster is
             not the answer: too few paired seeds, or faster by no more than the timing noise.
         cut_short: what was left out, and ``resume`` the command that goes on; both are empty where nothing was.
+        variants: how each variant of the script's arguments went: ``name``, ``arguments``, ``status`` (accepted,
+            refused or failed) and ``reason``; where it was measured ``divergence`` of the script's own losses under it,
+            and the fastest ``policy`` with its ``speedup`` over the script as written (``low``, ``high`` if timed).
         stopped: why no further trial was run ("converged after 9 of 30 trials: ..."); in ``trials`` of the JSON, too.
     """
 
@@ -73,6 +76,7 @@ class SearchResult(Shown):
     cut_short: str = ""
     resume: str = ""
     stopped: str = ""
+    variants: tuple[dict[str, Any], ...] = ()
     #: The storage with its password, which ``storage`` hides; never printed or written.
     _address: str = field(default="", compare=False)
 

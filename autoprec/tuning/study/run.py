@@ -22,6 +22,8 @@ from autoprec.support.units import memory_text, percent_text, ratio_text, speed_
 BY_BLOCK = "by_block"
 #: The kind of a run that timed a policy beside the reference: its speed-up has an interval, its losses mean nothing.
 DUEL = "duel"
+#: The kind of a run of a policy under other arguments of the script, beside the trials.
+VARIANT = "variant"
 MEASURED, MODELLED = "measured", "modelled"
 
 
@@ -116,7 +118,8 @@ class Run:
 
     Attributes:
         number: 0, 1, 2, ... in order of asking; finalist and reference runs have their own numbers.
-        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search``, ``finalist`` or ``duel``.
+        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search``, ``finalist``, ``duel`` or
+            ``variant``.
         name: what a person calls it: a preset's name, or ``trial 17``.
         params: what Optuna decided (``layer:<group>`` -> choice, and other parameters).
         policy: the policy document that ran; empty for the reference.

@@ -104,7 +104,10 @@ def test_recomputation_and_shards_are_numbers_of_a_configuration() -> None:
 
     plain, half, full = (memory("--recompute", mode) for mode in ("none", "selective", "full"))
     assert plain["saved"] > 2 * half["saved"] > 4 * full["saved"]
-    assert "no choice holds one sequence: shard" in run("--target", "b200", "--batch", "2", "llama3-70b").output
+    assert (
+        "no choice holds one sequence in 90% of a device: --shards"
+        in run("--target", "b200", "--batch", "2", "llama3-70b").output
+    )
     shown = run("--target", "b200", "--seq", "2048", "llama3-8b").output
     assert "in 90% of one device's 167.6 GiB, modelled" in shown
     assert "at the limit of memory fp8_delayed wins" in shown

@@ -1,0 +1,206 @@
+"""Variants of the script's arguments: which are the same training, which is fastest, and what the answer says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.errors import ScriptError, StudyError, UsageError
+from autoprec.policy import load_policy
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.base import Runner
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.phases.variants import choose
+from autoprec.tuning.study.records import SearchResult
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+from tests.tuning.test_engine import here, options  # noqa: F401
+
+
+class Other(SimulatedRunner):
+    """A simulated script whose results are changed."""
+
+    def __init__(self, script: SimulatedScript, change: Callable[[TrialSpec, TrialResult], TrialResult]) -> None:
+        super().__init__(script)
+        self._change = change
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        result = super().run(spec)
+        return self._change(spec, result) if spec.kind in ("train", "duel") and result.ok else result
+
+
+class Broken(SimulatedRunner):
+    def start(self) -> HostInfo:
+        raise ScriptError("the script ended with exit code 1\nbefore its first step", fix="no such package")
+
+
+def faster(share: float, with_policy: float = 1.0) -> Callable[[TrialSpec, TrialResult], TrialResult]:
+    def change(spec: TrialSpec, result: TrialResult) -> TrialResult:
+        factor = with_policy if spec.policy else share
+        return replace(result, step_ms=tuple(ms * factor for ms in result.step_ms))
+
+    return change
+
+
+def hosts(simulated: SimulatedScript, **variants: Callable[[SimulatedScript], Runner]) -> Any:
+    def factory(_seed: int, folder: Path) -> Runner:
+        name = folder.parent.name.removeprefix("variant-")
+        return variants[name](simulated) if name in variants else SimulatedRunner(simulated, _seed)
+
+    return factory
+
+
+def search(simulated: SimulatedScript, asked: SearchOptions, factory: Any) -> tuple[Search, SearchResult]:
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), factory)
+    return made, made.run()
+
+
+VARIANTS = (
+    "half: --half",
+    "slow: --slow",
+    "wrong: --wrong",
+    "crash: --crash",
+    "wide: --wide",
+    "batch: --batch",
+    "oom: --oom",
+)
+
+
+def all_kinds(simulated: SimulatedScript) -> Any:
+    wide = simulated_graph(2, width=128)
+    return hosts(
+        simulated,
+        half=lambda s: Other(s, faster(0.5)),
+        slow=lambda s: Other(s, faster(2.0)),
+        wrong=lambda s: Other(s, lambda _, r: replace(r, losses=tuple(1.01 * loss for loss in r.losses))),
+        crash=lambda s: Broken(s),
+        wide=lambda s: SimulatedRunner(replace(s, graph=wide)),
+        batch=lambda s: Other(s, lambda _, r: replace(r, samples=16)),
+        oom=lambda s: Other(s, lambda _, r: replace(r, status="oom", reason="out of memory: 3 GiB\nmore")),
+    )
+
+
+def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    asked = options(variant=VARIANTS, target="cpu")
+    factory = all_kinds(simulated)
+    rows = choose(asked, ScriptCommand.parse(("train.py",)), lambda _: factory, here / "hosts", lambda: False)
+    told = {row["name"]: row for row in rows}
+    assert list(told) == [text.partition(":")[0] for text in VARIANTS]
+    states = {name: row["status"] for name, row in told.items()}
+    assert [name for name, state in states.items() if state == "accepted"] == ["half", "slow"]
+    assert [name for name, state in states.items() if state == "refused"] == ["wrong", "wide", "batch"]
+    assert [name for name, state in states.items() if state == "failed"] == ["crash", "oom"]
+    assert told["half"]["chosen"]
+    assert told["half"]["reason"] == "the script is 2.00x [2.00, 2.00] over the script as given"
+    assert told["slow"]["reason"] == "the script is 0.50x over the script as given: no faster"
+    assert "it changes the training: the script's own losses under it are 1.000 % from" in told["wrong"]["reason"]
+    assert told["batch"]["reason"] == "it changes the training: 16 samples in a step, as given 8"
+    assert told["wide"]["reason"].startswith("it changes the model: ")
+    assert told["crash"]["reason"] == "the script ended with exit code 1: no such package"
+    assert told["oom"]["reason"] == "the script ended as oom under it: out of memory: 3 GiB"
+    assert all("\n" not in row["reason"] for row in rows)
+
+
+def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    asked = options(variant=VARIANTS, target="cpu", space="cpu-bf16", trials=6, study="one")
+    made, result = search(simulated, asked, all_kinds(simulated))
+    assert made.command.args == ("--half",)
+    assert {row["name"]: row["status"] for row in result.variants}["half"] == "accepted"
+    assert [reason["code"] for reason in result.reasons][-1] == "under_variant"
+    assert "give the script --half: the search was of the script under this variant (half)" in result.reason
+    assert load_policy(here / "policy.yaml").evidence["variant"] == "half: --half"
+    _, again = search(simulated, replace(asked, resume=True, trials=8), all_kinds(simulated))
+    assert again.variants == result.variants
+    with pytest.raises(StudyError, match="variant: was 'half: --half', is None"):
+        search(simulated, replace(asked, resume=True, variant=()), all_kinds(simulated))
+
+
+def test_a_pair_of_policy_and_variant_is_the_answer_where_it_is_surely_faster(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    factory = hosts(simulated, pays=lambda s: Other(s, faster(1.0, with_policy=0.5)))
+    asked = options(variant=("pays: --pays",), target="cpu", space="cpu-bf16", trials=6)
+    made, result = search(simulated, asked, factory)
+    _, without = search(simulated, replace(asked, variant=(), study="without"), factory)
+    assert result.verdict == without.verdict == "adopt"
+    assert result.best["speedup"] == pytest.approx(2 * without.best["speedup"], rel=0.01)
+    assert result.best["intervals"]["speedup"][0] == pytest.approx(result.best["speedup"])
+    assert result.reasons[0]["code"] == "variant"
+    assert "over the answer without the variant" in result.reason
+    assert load_policy(made.study_dir / "best.yaml").evidence["variant"] == "pays: --pays"
+    tried = [run for run in made.records if run.variant]
+    assert tried
+    assert all(run.kind == "variant" and run.name.endswith(" under pays") for run in tried)
+
+
+def test_a_variant_that_gains_nothing_changes_no_answer(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    asked = options(variant=("same: --same",), target="cpu", space="cpu-bf16", trials=6)
+    _, result = search(simulated, asked, hosts(simulated))
+    _, without = search(simulated, replace(asked, variant=(), study="without"), hosts(simulated))
+    assert result.best["name"] == without.best["name"]
+    assert [reason["code"] for reason in result.reasons] == [reason["code"] for reason in without.reasons]
+    assert "variant" not in load_policy(here / "policy.yaml").evidence
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": ("mb16 --micro-batch 16",)}, "is not NAME: ARGS"),
+        ({"variant": ("a: --x", "a: --y")}, "two variants are called a"),
+        ({"variant": ("a: --x",), "target": "h100"}, "--variant is timed, and this is a rehearsal"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_script_starts(
+    here: Path,  # noqa: F811
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        search(SimulatedScript(), options(**changes), hosts(SimulatedScript()))
+
+
+SCRIPT = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--micro", type=int, default=4)
+parser.add_argument("--accum", type=int, default=4)
+parser.add_argument("--dropout", type=float, default=0.0)
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Dropout(args.dropout),
+                            torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+data, target = torch.randn(512, 16), torch.randint(0, 4, (512,))
+for step in range(40):
+    for part in range(args.accum):
+        rows = (torch.arange(args.micro) + (step * args.accum + part) * args.micro) % 512
+        (torch.nn.functional.cross_entropy(model(data[rows]), target[rows]) / args.accum).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_real_script_repeats_its_losses_under_another_micro_batch_and_not_under_dropout(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variants = ("mb16: --micro 16 --accum 1", "dropout: --micro 16 --accum 1 --dropout 0.1")
+    asked = SearchOptions(command=("train.py",), variant=variants, steps=8)
+
+    def start(command: ScriptCommand) -> Any:
+        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed)
+
+    rows = choose(asked, ScriptCommand.parse(("train.py",), tmp_path), start, tmp_path / "hosts", lambda: False)
+    same, other = rows
+    assert same["status"] == "accepted", same
+    assert same["divergence"] < 1e-5
+    assert other["status"] == "refused", other
+    assert other["divergence"] > 10 * other["limit"]
