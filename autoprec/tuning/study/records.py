@@ -172,11 +172,11 @@ class SearchResult(Shown):
         return titles, [(row, row_cells(row, over_16bit=over)) for row in (self.rows() if rows is None else rows)]
 
     def table(self) -> Table:
-        """Return the policy, the script as written and the presets, with the verdict below."""
+        """Return the policy, the script as written and the presets; below, why some are not taken, and the verdict."""
         titles, rows = self.comparison()
-        shown = [(f"{name} ({why})" if (why := note_of(row)) else name, *cells) for row, (name, *cells) in rows]
-        notes = ("; ".join(self.facts()), f"verdict: {self.verdict}. {self.reason}")
-        return Table(titles, tuple(shown), self.title, tuple(filter(None, notes)))
+        others = (f"{row.get('name', '?')}: {why}" for row, _ in rows if (why := note_of(row)))
+        notes = (*others, "; ".join(self.facts()), f"verdict: {self.verdict}. {self.reason}")
+        return Table(titles, tuple(cells for _, cells in rows), self.title, tuple(filter(None, notes)))
 
     def __repr__(self) -> str:
         gain = f", {headline(self.best)}" if "speedup" in self.best else ""

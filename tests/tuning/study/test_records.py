@@ -92,3 +92,13 @@ def test_the_study_and_the_trials_of_a_result(tmp_path: Path) -> None:
     gone = replace(RESULT, study_name="another", _address=default_storage(tmp_path))
     with pytest.raises(AutoPrecError, match="the study 'another' cannot be opened"):
         _ = gone.study
+
+
+def test_why_a_policy_is_not_taken_stands_below_the_table_in_full() -> None:
+    """In the cell of its name it made every line of a piped table as long as the reason."""
+    why = "not taken: its gradient error of 12.3 % is beyond " + "0.1 " * 30
+    result = replace(RESULT, presets=tuple({**row, "reason": why} for row in RESULT.presets))
+    lines = result.table().text().splitlines()
+    at = lines.index(f"{result.presets[0]['name']}: {why}")
+    assert max(map(len, lines[:at])) < 120
+    assert not any("not taken" in cell for row in result.table().rows for cell in row)
