@@ -9,10 +9,11 @@ different. Other strategies run their 30 trials first, and then get the same rac
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,10 @@ TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
 
 @dataclass(frozen=True)
 class Ending:
-    """What one search decided: its row (empty for "stay"), its mean over fresh seeds, trials, runs, all it asked."""
+    """What one search decided: its row (empty for "stay"), its mean over fresh seeds, trials, runs, all it asked.
+
+    ``bound`` is what it said that anything else gains at most; NaN where it did not converge.
+    """
 
     row: bytes
     mean: float
@@ -42,6 +46,7 @@ class Ending:
     runs: int
     converged: bool
     asked: tuple[bytes, ...] = ()
+    bound: float = math.nan
 
 
 class Replay:
@@ -135,7 +140,8 @@ def searched(case: Case, seed: int, trials: int = TRIALS, told: list[str] | None
         best = sampler.best(study) if len(replay.rows) < trials else None
         gain = best.value if best is not None else 0.0
         if max(gain, replay.now.gain) <= 0:
-            return replay.ending(converged=len(replay.rows) < trials)
+            ending = replay.ending(converged=len(replay.rows) < trials)
+            return replace(ending, bound=sampler.bound()) if ending.converged else ending
         if replay.now.gain > gain:
             if replay.now.next is None:
                 return replay.ending(converged=len(replay.rows) < trials)

@@ -6,6 +6,7 @@
     python benchmarks/search/quality.py --run ours,missing       # ours again, and what was never run
     python benchmarks/search/quality.py --front 1                # look longer for the true front
     python benchmarks/search/quality.py --output NAME            # also write results/NAME.md and NAME.json
+    python benchmarks/search/quality.py --stop --cases gpt-b200   # does "at most x % left" hold?
     python benchmarks/search/quality.py --output NAME --resume   # leave out the cases that NAME.json already has
 
 Every (strategy, seed) is an Optuna study of 30 trials that sees the noise of its own seed; what it asked is scored by
@@ -222,6 +223,24 @@ def noise_of(case: Case) -> float:
     return float(np.median(spreads)) if spreads else 0.36
 
 
+def stop(name: str) -> tuple[int, int]:
+    """Print whether what whole searches said to be left at most holds; return (how often it does, how many said it).
+
+    Left is the fastest policy within the budget under the 48 fresh seeds against what was adopted; a search that stays
+    counts as one that adopted the 16-bit run. Policies that no stored run has are trained.
+    """
+    case = Case.load(name)
+    worth, _ = judged_front(case, [])
+    fastest_ms = fastest_fresh(case, picked(case, case.values, worth))
+    found = [ending for ending in decisions(case, "search", list(TRIAL_SEEDS)) if ending.converged]
+    left = [max(0.0, case.time(ending.row or case.baseline) / fastest_ms - 1) for ending in found]
+    bounds = [ending.bound for ending in found]
+    holds = sum(x <= bound for x, bound in zip(left, bounds, strict=True))
+    figures = f"{np.mean(left):.2%} left, {np.mean(bounds):.2%} said" if found else "none converged"
+    print(f"{name}: {figures} on average; the bound holds in {holds} of {len(found)} searches", flush=True)
+    return holds, len(found)
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -229,12 +248,17 @@ def main() -> None:
     parser.add_argument("--run", default="", help=f"missing, or strategies of {', '.join(STRATEGIES)}")
     parser.add_argument("--front", type=int, default=0, help="rounds of the long run for the true front")
     parser.add_argument("--quick", action="store_true", help="two seeds per case, and nothing is stored")
+    parser.add_argument("--stop", action="store_true", help="does what a search says to be left hold? Stores nothing")
     parser.add_argument("--grow", action="store_true", help="only run strategies and store them")
     parser.add_argument("--output", default="", help="name of the result files")
     parser.add_argument("--resume", action="store_true", help="keep the cases that the result file already has")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if args.stop:
+        holds = np.sum([stop(name) for name in args.cases.split(",")], axis=0)
+        print(f"the bound holds in {holds[0]} of {holds[1]} searches")
+        return
     path = RESULTS / f"{args.output}.json"
     results = json.loads(path.read_text()) if args.resume and args.output and path.exists() else []
     for name in args.cases.split(","):
