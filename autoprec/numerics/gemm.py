@@ -19,14 +19,14 @@ from torch import Tensor
 
 from autoprec.numerics.operand import QuantizedOperand, Spec
 from autoprec.numerics.quantize import operand_values
-from autoprec.numerics.rounding import fast_bf16_gemm
+from autoprec.numerics.rounding import INTEGER_UNITS_ON_CPU, fast_bf16_gemm
 
 #: Values along the contraction axis that one FP8 instruction multiplies and adds at full precision.
 CHUNK = 32
 #: Fraction bits the accumulator keeps.
 ACCUMULATOR_BITS = 13
 #: Products of two codes that int32 can hold the sum of: 2**31 / 2**14.
-_LONGEST_SUM = 1 << 17
+LONGEST_SUM = 1 << 17
 _MASK = -(1 << (23 - ACCUMULATOR_BITS))
 
 
@@ -109,7 +109,7 @@ def emulated_multiply(
         wide: keep the FP32 sums of 16-bit operands.
     """
     if a.codes.dtype is b.codes.dtype is torch.int8:
-        out = _integer_matmul(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
+        out = integer_matmul(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
     elif fast:
         left, right = operand_values(a, torch.float32), operand_values(b, torch.float32)
         out = limited_matmul(left if axes[0] == 1 else left.t(), right if axes[1] == 0 else right.t())
@@ -129,26 +129,27 @@ def emulated_multiply(
 def exact_sums(a: Tensor, b: Tensor) -> bool:
     """Say whether ``torch._int_mm`` gives the exact sums of two int8 matrices ``[M, K]`` and ``[K, N]``.
 
-    On a CPU it misreads a transposed operand of one row or column (torch 2.13: wrong numbers, no error), and without
-    VNNI takes a vector on the right for the left operand, whose codes may saturate (``rounding.integer_format``). On a
-    GPU it takes more than 16 rows and multiples of 8 only. Longer sums than ``2**17`` may not fit into int32.
+    On a CPU it misreads a transposed operand of one row or column (torch 2.13: wrong numbers, no error). Without VNNI
+    it is a plain loop, 20 times slower than float32; and where ``ONEDNN_MAX_CPU_ISA`` forbids VNNI, two products of a
+    signed and an unsigned byte are added in 16 bits (``vpmaddubsw``) and overflow. On a GPU it takes more than 16 rows
+    and multiples of 8 only. Longer sums than ``2**17`` may not fit into int32.
     """
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
-    if inner > _LONGEST_SUM:
+    if inner > LONGEST_SUM:
         return False
     if a.device.type == "cpu":
-        return min(rows, inner, columns) > 1
+        return INTEGER_UNITS_ON_CPU and min(rows, inner, columns) > 1
     return rows > 16 and inner % 8 == 0 and columns % 8 == 0
 
 
-def _integer_matmul(a: Tensor, b: Tensor) -> Tensor:
+def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply int8 matrices exactly, through the integer kernel where it can be trusted; int32 or float64."""
     if exact_sums(a, b):
         return torch._int_mm(a, b)
-    inner, step = a.shape[1], _LONGEST_SUM
+    inner, step = a.shape[1], LONGEST_SUM
     if inner > step:
         parts = ((a[:, start : start + step], b[start : start + step]) for start in range(0, inner, step))
-        return torch.stack([_integer_matmul(left, right).double() for left, right in parts]).sum(0)
+        return torch.stack([integer_matmul(left, right).double() for left, right in parts]).sum(0)
     return a.double() @ b.double()
 
 

@@ -85,7 +85,7 @@ def _step(recipe: Recipe | None, gemm: Gemm, keep_dtype: torch.dtype, multiply: 
         first = second = Spec("cast", DTYPE_NAMES.get(keep_dtype, "fp32"))
         label, fast, wide = KEEP, False, False
     else:
-        first, second = (spec_of(recipe, gemm, operand, device_type) for operand in GEMM_OPERANDS[gemm])
+        first, second = (spec_of(recipe, gemm, operand) for operand in GEMM_OPERANDS[gemm])
         label, fast, wide = recipe.describe(), recipe.accumulation == "fast", recipe.output == "fp32"
     product = product_dtype(first, second, device_type, wide=wide)
     return GemmStep(first, second, axes, product, fast, wide, label, multiply)

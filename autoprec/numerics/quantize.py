@@ -14,22 +14,20 @@ from torch import Tensor
 
 from autoprec.numerics.grouped import grouped_values, quantize_grouped
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, ScaleRule, Spec
-from autoprec.numerics.rounding import decode, encode, hashed_noise, integer_format, round_tf32
+from autoprec.numerics.rounding import decode, encode, hashed_noise, round_tf32
 from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
 from autoprec.numerics.sharded import reduced
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
 
-def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand, device: str = "cpu") -> Spec:
-    """Return how ``recipe`` quantises ``operand`` of ``gemm`` on a type of device, which decides INT8's bits."""
+def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
+    """Return how ``recipe`` quantises ``operand`` of ``gemm``."""
     axis = CONTRACTION[gemm][GEMM_OPERANDS[gemm].index(operand)]
     name = recipe.operand_format(operand)
     if recipe.format == "int8" and recipe.scaling is not None:
-        granularity, backward = recipe.scaling.granularity, operand == "grad_output"
-        rule = ScaleRule.of(recipe.scaling)
-        name = "int8" if backward else integer_format(device)
-        stochastic = backward and recipe.stochastic_rounding
+        granularity, rule = recipe.scaling.granularity, ScaleRule.of(recipe.scaling)
+        stochastic = operand == "grad_output" and recipe.stochastic_rounding
         return Spec(granularity, name, -1 if granularity == "tensor" else axis, rule, stochastic=stochastic)
     if recipe.format == "fp8" and recipe.scaling is not None:
         granularity = recipe.scaling.granularity

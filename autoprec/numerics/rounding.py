@@ -8,13 +8,11 @@ emulation (7.5 ns per value); moving the bits by hand is four times faster and b
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from autoprec.precision.formats import FORMATS
-from autoprec.precision.hardware import cpu_bf16_units
+from autoprec.precision.hardware import cpu_bf16_units, cpu_int8_units
 
 #: torch dtype in which codes of a format are stored (E2M1 codes are kept as E4M3, which holds every E2M1 value).
 STORAGE: dict[str, torch.dtype] = {
@@ -27,7 +25,6 @@ STORAGE: dict[str, torch.dtype] = {
     "e5m2": torch.float8_e5m2,
     "e2m1": torch.float8_e4m3fn,
     "int8": torch.int8,
-    "int7": torch.int8,
 }
 _E4M3_BIAS = 2.0**120  # bias 127 of bf16 and float32 minus bias 7 of e4m3
 _FP32_FROM_E4M3 = 0x87F00000 - (1 << 32)  # sign, four bits of exponent, three of mantissa
@@ -36,6 +33,8 @@ _TF32_HALF, _TF32_MASK = 1 << 12, -(1 << 13)
 
 #: asked once, outside of any graph that torch.compile may trace
 _FAST_ON_CPU = bool(cpu_bf16_units())
+#: whether torch._int_mm is right and fast on this CPU; flags that cannot be read are not an x86 CPU's
+INTEGER_UNITS_ON_CPU = cpu_int8_units() != ()
 
 
 def fast_bf16_gemm(device_type: str) -> bool:
@@ -44,21 +43,6 @@ def fast_bf16_gemm(device_type: str) -> bool:
     A timed probe could answer differently in two processes and break the pairing of trials.
     """
     return device_type != "cpu" or _FAST_ON_CPU
-
-
-@functools.cache
-def integer_format(device_type: str) -> str:
-    """Return the format of INT8's input and weight on a device: ``int7`` on a CPU whose 8-bit products saturate.
-
-    Without VNNI an x86 CPU adds two products of an unsigned and a signed byte in 16 bits (``vpmaddubsw``), which
-    overflow: oneDNN's sums are wrong, without an error, where magnitudes are large. Codes up to 64 on one side of the
-    product, ``(128 + 127) * 64 * 2 < 2**15``, keep them exact; grad_output, always on the other, keeps 8 bits. Asked of
-    the GEMM itself, once, outside of any graph.
-    """
-    if device_type != "cpu":
-        return "int8"
-    largest = torch.full((64, 64), 127, dtype=torch.int8)
-    return "int8" if torch._int_mm(largest, largest).eq(64 * 127 * 127).all() else "int7"
 
 
 def stores_values(device: torch.device) -> bool:

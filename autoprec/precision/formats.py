@@ -36,6 +36,5 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat("e5m2", 8, 2, -14, 57344.0, "float8_e5m2"),
         NumberFormat("e2m1", 4, 1, 0, 6.0, ""),
         NumberFormat("int8", 8, 7, 0, 127.0, "int8"),
-        NumberFormat("int7", 7, 6, 0, 64.0, "int8"),  # int8 of CPUs whose products saturate: numerics.rounding
     )
 }

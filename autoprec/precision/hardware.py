@@ -334,7 +334,7 @@ def cpu_bf16_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | N
 
 
 def cpu_int8_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | None:
-    """Return the units that multiply int8 in this CPU, as :func:`cpu_bf16_units`; a plain AVX2 CPU does without."""
+    """Return the units that multiply int8 in this CPU, as :func:`cpu_bf16_units`; none on one that has AVX2 alone."""
     return _units(_INT8_UNITS, cpuinfo)
 
 

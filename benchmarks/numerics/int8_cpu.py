@@ -1,6 +1,7 @@
 """INT8 linear layers on this CPU over bf16 and fp32, forward and backward, casts included, by instruction set.
 
     python benchmarks/numerics/int8_cpu.py [--rounds 15] [--write]
+    python benchmarks/numerics/int8_cpu.py --huge
 
 One thread, process CPU time, medians of interleaved rounds: trust ratios, not milliseconds. fp32 tensors in and out.
 Each row is a process of its own; ``ONEDNN_MAX_CPU_ISA`` limits oneDNN (and the casts of AVX2 rows), and fp32 is MKL's
@@ -117,17 +118,60 @@ def table(rounds: int) -> list[str]:
     return lines
 
 
+def huge() -> int:
+    """Compare the products of an operand of more than 2**31 values with those of its parts; return how many differ.
+
+    Takes 12 GB. Every part has the same largest value, so that a scale a tensor is the same for the whole.
+    """
+    import torch
+    from torch import nn
+
+    from autoprec.backends import choose
+    from autoprec.policy import LayerPlan
+    from autoprec.precision.recipes import BUILTIN_RECIPES
+
+    tokens, inputs, outputs, part = 2**21 + 5, 1024, 64, 2**18
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=False).bfloat16()
+    x = torch.empty(tokens, inputs, dtype=torch.bfloat16).uniform_(-1, 1)
+    grad = torch.empty(tokens, outputs, dtype=torch.bfloat16).uniform_(-1, 1)
+    starts = range(0, tokens, part)
+    for start in starts:
+        x[start, 0] = grad[start, 0] = 2.0
+    wanted = torch.zeros(outputs, inputs)
+    for start in starts:
+        wanted += grad[start : start + part].float().t() @ x[start : start + part].float()
+    differ = 0
+    for name in ("int8", "int8_tensor"):
+        execution = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="", seed=0)
+        layer.weight.grad = None
+        whole = execution(x, layer.weight, None)
+        whole.backward(grad)
+        error = float((layer.weight.grad.float() - wanted).norm() / wanted.norm())
+        found = 0
+        with torch.no_grad():
+            for start in starts:
+                alone = execution(x[start : start + part], layer.weight, None)
+                found += not torch.equal(alone, whole[start : start + part])
+        print(f"{name}: {x.numel()} values, {found} of {len(starts)} parts differ, error of wgrad {error:.4f}")
+        differ += found
+    return differ
+
+
 def main() -> int:
-    """Print the table; with ``--write`` keep it."""
+    """Print the table, and with ``--write`` keep it; or see whether huge operands are multiplied right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--huge", action="store_true", help="an operand of more than 2**31 values instead")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         warnings.filterwarnings("ignore")
         print(json.dumps(measure(args.child[0] == "compiled", args.child[1], args.rounds)))
         return 0
+    if args.huge:
+        return int(huge() > 0)
     import torch
 
     from autoprec.cost.calibrate.cpu import cpu_model

@@ -2,7 +2,8 @@
 
 An operand is read twice: once for its magnitudes, once to write the codes of both GEMMs that use it. With one scale a
 tensor both use the same codes; with a scale a row each has its own, along its sum. ``torch._int_mm`` takes transposed
-operands as they lie, at the same speed. Its int32 sums are widened and rescaled in their own memory. In a graph of
+operands as they lie, at the same speed; a CPU with AVX2 and without VNNI multiplies by ``product.c``, exactly too. The
+int32 sums are widened and rescaled in their own memory. In a graph of
 ``torch.compile`` the casts are one operator of a library (``autoprec::int8_codes``) and the rescaling is the
 compiler's. What is not a plain float32 or bfloat16 matrix on a CPU is left to torch's operators.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.backends.cpu.library import Rule, library
-from autoprec.numerics.gemm import exact_sums, product_scales
+from autoprec.numerics.gemm import LONGEST_SUM, exact_sums, integer_matmul, product_scales
 from autoprec.numerics.linear import Pair
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import GemmStep, Multiply, multiply_emulated
@@ -26,6 +27,8 @@ from autoprec.precision.recipes import GEMMS, Gemm
 
 _SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _PLAIN = (Tensor, nn.Parameter)
+#: of product.c: columns of a panel, and bytes of space for each of them
+_PANEL, _PANEL_BYTES = 16, 512 * 2
 
 
 def _rule(spec: Spec) -> Rule:
@@ -175,7 +178,7 @@ def int8_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_
     right = b.codes if step.axes[1] == 0 else b.codes.t()
     scales = product_scales(a, b, step.axes)
     rows, columns = left.shape[0], right.shape[1]
-    plain = a.codes.device.type == "cpu" and out_dtype in _SUFFIX and exact_sums(left, right)
+    plain = a.codes.device.type == "cpu" and out_dtype in _SUFFIX and 0 < left.shape[1] <= LONGEST_SUM
     if not plain or (len(scales) == 2 and [scale.numel() for scale in scales] != [rows, columns]):
         return multiply_emulated(a, b, step, out_dtype)
     if torch.compiler.is_compiling():
@@ -186,12 +189,30 @@ def int8_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_
     return _int8_product(left, right, scales, out_dtype is torch.bfloat16)
 
 
+def int8_sums(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply codes ``[M, K]`` and ``[K, N]`` exactly, by what this CPU is fastest with; K is at most 2**17.
+
+    Returns the int32 sums ``[M, N]``. The library must be there.
+    """
+    functions: Any = library()
+    (rows, inner), columns = left.shape, right.shape[1]
+    out = left.new_empty((rows, columns), dtype=torch.int32)
+    if exact_sums(left, right):
+        return torch._int_mm(left, right, out=out)
+    if not hasattr(functions, "product"):
+        return out.copy_(integer_matmul(left, right))
+    space = left.new_empty((columns + _PANEL) * _PANEL_BYTES, dtype=torch.int8)
+    aligned = space.data_ptr() + -space.data_ptr() % 32
+    operands = (left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride())
+    functions.product(*operands, rows, columns, inner, out.data_ptr(), aligned, torch.get_num_threads())
+    return out
+
+
 def _int8_product(left: Tensor, right: Tensor, scales: list[Tensor], narrow: bool) -> Tensor:
     """Multiply codes ``[M, K]`` and ``[K, N]``; scales are one, or one of each row and one of each column."""
     functions: Any = library()
     rows, columns, threads = left.shape[0], right.shape[1], torch.get_num_threads()
-    out = left.new_empty((rows, columns), dtype=torch.float32)
-    torch._int_mm(left, right, out=out.view(torch.int32))
+    out = int8_sums(left, right).view(torch.float32)
     held = [scale.contiguous() for scale in scales]
     of_rows, of_columns = (held[0].data_ptr(), held[1].data_ptr()) if len(held) == 2 else (None, None)
     whole = 1.0 if of_rows else float(held[0])

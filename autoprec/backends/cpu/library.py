@@ -1,7 +1,7 @@
-"""Compile ``int8.c`` for this machine, once, and load it.
+"""Compile ``int8.c`` and ``product.c`` for this machine, once, and load them.
 
 The library is kept in the user's cache folder, by the source, the compiler and the CPU's instructions: compiling takes
-half a second, loading it a millisecond. Without a C compiler torch's own operators cast, with the same results.
+half a second, loading it a millisecond. Without a C compiler torch's own operators do the same, with the same results.
 ``torch.compile`` of these casts would do without a source file, but takes seconds in each process, and makes passes of
 its own for magnitudes along columns.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from autoprec.precision.hardware import cpu_flags
 from autoprec.support.files import cache_folder
 
-_SOURCE = Path(__file__).with_name("int8.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("int8.c", "product.c"))
 # no -ffast-math: results are torch's, bit for bit
 _OPTIONS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _TIMEOUT_S = 60.0
@@ -40,6 +40,7 @@ _ARGUMENTS = {
     "lines": (*_MATRIX, Rule, Rule, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _THREADS),
     "rescale": (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, ctypes.c_float, _THREADS),
     "narrow": (_POINTER, _SIZE, _POINTER, _THREADS),
+    "product": (*(_POINTER, _SIZE, _SIZE) * 2, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _THREADS),
 }
 
 
@@ -72,7 +73,7 @@ def _compile(with_what: str, file: Path) -> bool:
         handle, made = tempfile.mkstemp(suffix=".so", dir=file.parent)
         os.close(handle)
         try:
-            command = [with_what, *options, "-o", made, str(_SOURCE), "-lm"]
+            command = [with_what, *options, "-o", made, *map(str, _SOURCES), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
             os.replace(made, file)  # whole, however many processes compile at once
             return True
@@ -86,6 +87,8 @@ def _load(file: Path) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(file))
         for name, arguments in _ARGUMENTS.items():
             for full in [f"{name}_fp32", f"{name}_bf16"] if name in ("whole", "lines") else [name]:
+                if name == "product" and not hasattr(library, name):
+                    continue  # a CPU without AVX2
                 function = getattr(library, full)
                 function.argtypes, function.restype = arguments, None
     except (OSError, AttributeError):
@@ -100,7 +103,8 @@ def library() -> ctypes.CDLL | None:
     folder = _folder() if found else None
     if folder is None:
         return None
-    key = "|".join([_SOURCE.read_text(encoding="utf-8"), found, *cpu_flags(), *(" ".join(o) for o in _options())])
+    sources = [source.read_text(encoding="utf-8") for source in _SOURCES]
+    key = "|".join([*sources, found, *cpu_flags(), *(" ".join(o) for o in _options())])
     file = folder / f"int8-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if file.is_file() and (loaded := _load(file)) is not None:
         return loaded

@@ -21,6 +21,8 @@ from torch import nn
 
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.backends import choose
+from autoprec.backends.cpu.int8 import int8_sums
+from autoprec.backends.cpu.library import library
 from autoprec.cost.calibrate.cpu import GEMM_BYTES, ISA_VARIABLES
 from autoprec.cost.model import CostModel
 from autoprec.graph.recorder import StepRecorder
@@ -78,11 +80,16 @@ def _fit(rows: list[list[float]], times: list[float]) -> list[float]:
     return out
 
 
+def _integer_product() -> Callable[..., torch.Tensor]:
+    """Return what INT8 layers multiply with here; without a C compiler they are emulated where there are no units."""
+    return torch._int_mm if library() is None else int8_sums
+
+
 def _gemms() -> dict[str, dict[str, list[float]]]:
     """Return format -> role -> seconds per (FLOP, byte moved, call)."""
     out: dict[str, dict[str, list[float]]] = {}
     for name, dtype in {**_DTYPES, "int8": torch.int8}.items():
-        product: Callable[..., torch.Tensor] = torch._int_mm if name == "int8" else torch.mm
+        product: Callable[..., torch.Tensor] = _integer_product() if name == "int8" else torch.mm
         read, written = GEMM_BYTES[name]
         rows: list[list[float]] = []
         times: dict[str, list[float]] = {"fprop": [], "dgrad": [], "wgrad": []}
