@@ -15,7 +15,7 @@ from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
-from autoprec.cost.saved import saved_by_rules
+from autoprec.cost.saved import NOT_LISTED, saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
@@ -232,8 +232,15 @@ class CostModel:
                 fused=self.fused_casts or self.compiled,
                 eager=not (self.fused_casts or self.compiled),
             )
-            for work in self._works[name]
+            for work in self._works_under(name, plan)
         ]
+
+    def _works_under(self, name: str, plan: LayerPlan) -> tuple[GemmWork, ...]:
+        """Return a layer's GEMMs: of a result that selective checkpointing keeps in 16 and 8 bits alone, once more."""
+        works = self._works[name]
+        if "kept" not in self._layers[name].flags or plan.fprop is None or plan.fprop.format not in NOT_LISTED:
+            return works
+        return tuple(replace(work, roles=("fprop", "recompute", *work.roles[1:])) for work in works)
 
     def layer_time_ms(self, name: str, plan: LayerPlan, activations: str = "keep") -> float:
         """Return milliseconds of one layer's GEMMs and casts: the additive part of a step's time."""

@@ -31,7 +31,7 @@ _NOT_AUTOCAST = ("_grouped_mm", "_scaled_grouped_mm")
 _KEEP = LayerPlan()
 #: Formats whose product (``_scaled_mm_v2``) is not among the operators whose results selective checkpointing keeps
 #: (``torch._functorch.partitioners.get_default_op_list``), so that it runs again. torchtitan's NVFP4 is such.
-_NOT_LISTED = ("nvfp4",)
+NOT_LISTED = ("nvfp4",)
 #: How the recorder names what runs outside every module.
 _SCRIPT = "<script>"
 
@@ -267,7 +267,7 @@ def _result(walk: _Walk, index: int, operator: Operator, layer: Layer | None, na
         if slot == 0 and script is not None:
             size = script * prod(operator.out_shapes[0] or (1,))
             plan = _KEEP if layer is None else walk.plans.get(layer.name, _KEEP)
-            if operator.module in walk.again and plan.fprop is not None and plan.fprop.format in _NOT_LISTED:
+            if operator.module in walk.again and plan.fprop is not None and plan.fprop.format in NOT_LISTED:
                 saved = 0
             value = _Value(script, _width(walk, operator, script, name, layer), float(saved) if walk.counted else size)
             value.counted = walk.counted

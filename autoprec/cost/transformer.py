@@ -299,7 +299,8 @@ def _block_layers(c: DecoderConfig, prefix: str, tokens: int, recompute: str) ->
     out = {}
     for number, (name, group, inputs, outputs) in enumerate(_projections(c)):
         again = recompute == "full" or (recompute == "selective" and number % 2 == 1)
-        made = _layer(f"{prefix}.{name}", f"{prefix}.{group}", tokens, inputs, outputs, (), again)
+        flags = ("kept",) if recompute == "selective" and not again and name != "mlp.down_proj" else ()
+        made = _layer(f"{prefix}.{name}", f"{prefix}.{group}", tokens, inputs, outputs, flags, again)
         out[name.rpartition(".")[2]] = made
     return out
 

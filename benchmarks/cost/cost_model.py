@@ -89,6 +89,13 @@ def published() -> Lines:
     goal("torchtitan: memory over bf16's, Llama3-8B and Qwen3-8B", "within 5 points", text, found <= 0.05)
     found = worst(lambda r: r.source == "te-memory")
     goal("Transformer Engine: memory of one linear layer", "each within 1 %", f"worst {found:.1%}", found <= 0.01)
+    field = [row for row in scored if row.source in ("bridge", "titan") and row.kind == "speedup"]
+    found, close = max(abs(row.error) for row in field), sum(abs(row.error) <= 0.05 for row in field)
+    signs = all((row.modelled > 1) == (row.published > 1) for row in field)
+    text = f"worst {100 * found:.1f} points, {close} of {len(field)} within 5, signs {'right' if signs else 'WRONG'}"
+    goal(
+        "Megatron-Bridge and torchtitan: steps of Llama3-8B, Qwen3-8B", "within 5 points", text, found <= 0.05 and signs
+    )
     chat = [row for row in scored if row.source == "nanochat"]
     found = max(abs(row.error) for row in chat if row.kind == "speedup")
     signs = all((row.modelled > 1) == (row.published > (0 if row.kind == "sign" else 1)) for row in chat)

@@ -98,7 +98,7 @@ def forward_ms(device: Target, rates: Rates, shape: tuple[int, int, int], family
 def _rates(device: Target, source: str, override: Mapping[str, Rates]) -> Rates:
     """Return what a row's kernels reach: Transformer Engine casts in its own, torchao's casts are compiled."""
     rates = override.get(device.architecture) or default_rates(device, library=True)
-    return rates if source == "te" else rates.compiled()
+    return rates if source in ("te", "bridge") else rates.compiled()
 
 
 def _gemm_rows(document: Mapping[str, Any], override: Mapping[str, Rates]) -> list[Row]:
@@ -136,6 +136,18 @@ def _report(model: str, batch: int, seq: int, recompute: str) -> GraphReport:
     return decoder_report(PRESETS[model], batch=batch, seq=seq, recompute=recompute)
 
 
+def _lowered(report: GraphReport, row: Mapping[str, Any], family: str) -> list[str]:
+    """Return the layers that a run lowered: not the first and last blocks that a row names, nor Llama's head."""
+    first, last = (row.get(name, {}).get(family, 0) for name in ("bf16_first", "bf16_tail"))
+    blocks = PRESETS[row["model"]].layers
+    head = family in row.get("head", ()) or row["model"] not in ("llama3-8b", "qwen3-8b")
+    return [
+        layer.name
+        for layer in report.layers
+        if (head if "head" in layer.flags else first <= int(layer.name.split(".")[2]) < blocks - last)
+    ]
+
+
 def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> list[Row]:
     out = []
     for row in rows:
@@ -143,14 +155,16 @@ def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> lis
         rates = _rates(device, row["source"], override)
         recompute = "selective" if row["selective"] else ""
         report = _report(row["model"], row["batch"], row["seq"], recompute)
-        model = CostModel(report, device, rates=rates, shards=row["gpus"])
+        library, calls = row["source"] == "bridge", row.get("accumulation", 1)
+        # the optimizer steps once for all micro-batches, and Transformer Engine casts weights once for them
+        once = {"shards": row["gpus"] * calls, "weight_reuse": float(calls), "fused_casts": library}
+        model = CostModel(report, device, rates=rates, **once)
         # gathering 8-bit weights spares amax and cast; a transposed copy is still made (2 of 6 bytes)
         gathered = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=3.0)
         # torchao's rowwise_with_gw_hp casts the weight of dgrad per tensor, with the largest of the row scales: one
         # pass in place of three (6 of 10 bytes, roofline_utils)
         tensor_weight = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=10.0 / 6.0)
         kind = "speedup" if "speedup" in row else "sign"
-        names = [layer.name for layer in report.layers if "head" not in layer.flags or row["model"] != "llama3-8b"]
         base = model.estimate({}).time_ms
         for family, measured in row[kind].items():
             plan = family_plan(family)
@@ -158,6 +172,7 @@ def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> lis
             chosen = gathered if family in row.get("fp8_gather", ()) else model
             if family == "fp8_row_gw_hp":
                 chosen = tensor_weight
+            names = _lowered(report, row, family)
             gain = base / chosen.estimate(dict.fromkeys(names, plan)).time_ms
             out.append(
                 Row(row["target"], f"step {row['model']}", family, kind, row["use"], row["source"], measured, gain)

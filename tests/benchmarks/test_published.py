@@ -63,6 +63,17 @@ def test_nanochat_within_8_points_and_the_sign_right(row: Row) -> None:
         assert abs(row.error) <= 0.08
 
 
+@pytest.mark.parametrize(
+    "row", [r for r in SCORED if r.kind == "speedup" and r.source in ("bridge", "titan")], ids=named
+)
+def test_newer_steps_within_5_points_apart_from_two(row: Row) -> None:
+    """NVFP4 by Transformer Engine is 17 points too slow, MXFP8 in a run that filled its device 12 too fast."""
+    known = {("bridge", "nvfp4"): -0.17, ("titan", "mxfp8"): 0.12}
+    assert (row.modelled > 1) == (row.published > 1)
+    limit = abs(known.get((row.source, row.family), 0.05)) if row.what == "step llama3-8b" else 0.05
+    assert abs(row.error) <= limit
+
+
 @pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "memory"], ids=named)
 def test_memory_over_that_of_bf16(row: Row) -> None:
     """Within 5 points, apart from Llama3-8B in NVFP4 (5.2: what the bf16 run reserved filled the device)."""

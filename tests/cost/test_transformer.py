@@ -116,6 +116,20 @@ def test_a_configuration_saves_what_the_model_saves(recipe: str | None) -> None:
     assert totals[1][1] == pytest.approx(totals[0][1])
 
 
+def test_nvfp4_pays_for_the_products_that_selective_checkpointing_keeps_of_others() -> None:
+    plain, half, full = (
+        CostModel(decoder_report(PRESETS["llama3-8b"], batch=1, seq=4096, recompute=mode), TARGETS["b200"])
+        for mode in ("", "selective", "full")
+    )
+    for name in ("mxfp8", "nvfp4"):
+        plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+        gate = [model.layer_cost("model.layers.0.mlp.gate_proj", plan).gemm for model in (plain, half, full)]
+        assert gate[1] == pytest.approx(gate[2] if name == "nvfp4" else gate[0])
+        assert gate[2] > 1.2 * gate[0]
+        down = [model.layer_cost("model.layers.0.mlp.down_proj", plan).gemm for model in (plain, half)]
+        assert down[0] == pytest.approx(down[1])
+
+
 def test_checkpointed_blocks_save_no_codes_and_nvfp4_runs_wholly_again() -> None:
     saved = {}
     for mode in ("", "selective", "full"):
