@@ -132,6 +132,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> StepRecorder:
         self._quiet = warnings.catch_warnings()
         self._quiet.__enter__()
+        self._collector = uncollected(within=100_000)
+        self._collector.__enter__()
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
@@ -151,6 +153,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._collector.__exit__(None, None, None)
         self._quiet.__exit__(None, None, None)
         self._finish()
 

@@ -31,15 +31,19 @@ def living(base: type[T]) -> list[T]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the collector from walking, over and over, a million objects that are made here and all stay."""
-    was_on = gc.isenabled()
-    gc.disable()
+def uncollected(within: int = 0) -> Iterator[None]:
+    """Keep the collector from walking, over and over, a million objects that are made here and all stay.
+
+    Args:
+        within: it does run when so many more objects were made than went: a script's own code runs as well, and may
+            leave cycles that hold tensors; 0 for never.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(within, *before[1:])
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.set_threshold(*before)
 
 
 def referrers(objects: Iterable[Any]) -> list[Any]:

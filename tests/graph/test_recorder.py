@@ -1,6 +1,7 @@
 """The recorder: exact FLOPs on the right layers, no trace left in the step, whatever the script does."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -87,6 +88,23 @@ def test_recording_changes_no_bit():
     (plain, after), (recorded, after_recorded) = gradients(False), gradients(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
     assert torch.equal(after, after_recorded)
+
+
+def test_the_collector_hardly_walks_what_is_recorded_and_is_as_it_was_afterwards() -> None:
+    model, before = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))), gc.get_threshold()
+    walks: list[str] = []
+
+    def walked(phase: str, _info: object) -> None:
+        walks.append(phase)
+
+    gc.callbacks.append(walked)
+    try:
+        record_step(model, lambda: model(torch.randn(2, 4)).sum().backward())
+    finally:
+        gc.callbacks.remove(walked)
+    assert len(walks) <= 10
+    assert gc.get_threshold() == before
+    assert gc.isenabled()
 
 
 def test_tensors_are_not_kept_alive():
