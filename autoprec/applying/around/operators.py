@@ -87,6 +87,7 @@ _PRODUCTS = frozenset(
         *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.einsum),
         *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.mv),
         *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.mv),
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     }
 )
 
@@ -159,10 +160,11 @@ class OperatorMode(TorchFunctionMode):
         self.attention = _DTYPES.get(operators.attention)
         self.slow: set[torch.dtype] = set()  # dtypes whose products are computed in float32
         self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
+        self.lstm: torch.dtype | None = None  # the same of those that oneDNN has no kernel for
 
     def does_nothing(self) -> bool:
         """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
-        return not (self.in_float32 or self.attention or self.emulated)
+        return not (self.in_float32 or self.attention or self.emulated or self.lstm)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -175,8 +177,9 @@ class OperatorMode(TorchFunctionMode):
             return self._float32(func, entry[0], args, kwargs)
         if self.attention is not None and self._attends(func, args):
             return self._attend(func, args, kwargs)
-        if self.emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
-            return self._emulate(func, args, kwargs, self.emulated)
+        emulated = self.lstm if func is torch.lstm else self.emulated
+        if emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
+            return self._emulate(func, args, kwargs, emulated)
         return func(*args, **kwargs)
 
     def _emulate(
@@ -191,6 +194,8 @@ class OperatorMode(TorchFunctionMode):
 
         with torch.autocast(self.device, enabled=False):
             out = func(*rounded(args), **{key: rounded(value) for key, value in kwargs.items()})
+        if isinstance(out, tuple):  # of a recurrent layer, with its states
+            return tuple(one.to(dtype) for one in out)
         return out.to(dtype) if out.is_floating_point() else out  # complex numbers stay as they are
 
     def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -309,6 +314,8 @@ class RootExecution:
             mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
             mode.slow = slow
             mode.emulated = self.activations if self.activations in slow else None
+            without_units = self.device == "cpu" and not fast_bf16_gemm("cpu")
+            mode.lstm = self.activations if without_units else mode.emulated
             self.idle[autocast] = mode.does_nothing()
 
     def needed(self, device: str) -> bool:

@@ -98,6 +98,11 @@ def figures_of_evidence(row: Mapping[str, Any]) -> dict[str, float]:
     return out
 
 
+def _without_unknown(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without a gradient error that is infinite: its probes failed, so that it is not known."""
+    return {name: value for name, value in row.items() if name != "gradient_error" or math.isfinite(value)}
+
+
 def _with_bounds(row: dict[str, Any], setup: Setup, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the model's bounds of its speed-ups, where those are modelled."""
     ratios = {name: row[name] for name in ("speedup", "speedup_over_16bit") if name in row}
@@ -128,6 +133,7 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
             out["samples_per_s"] = ledger.reference.samples * out["throughput"]
         if chosen.gradient_error is not None:
             out["gradient_error"] = chosen.gradient_error
+    out = _without_unknown(out)
     out |= over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
     for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
         out |= {"gain_over_preset": over["gain"], "best_preset": over["name"]}
@@ -258,7 +264,7 @@ def _row(
         known = record.name in errors
         kept |= {"gradient_error_source": "measured", "gradient_error": errors[record.name]} if known else {}
         kept |= {} if known else {"gradient_error_source": "predicted"}
-    return kept | {"number": record.number, "status": record.status, "reason": why}
+    return _without_unknown(kept) | {"number": record.number, "status": record.status, "reason": why}
 
 
 def search_result(

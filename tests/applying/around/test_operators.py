@@ -246,6 +246,37 @@ def test_without_bf16_units_a_rehearsal_multiplies_in_float32_and_a_measurement_
     assert policy.audit(model).ok
 
 
+@pytest.mark.parametrize("backend", ["emulated", "auto"])
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_under_bf16_activations_runs_without_bf16_units(
+    make: type[nn.RNNBase], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN has no bfloat16 kernel for an LSTM there: torch's own autocast fails."""
+    monkeypatch.setattr("autoprec.applying.around.operators.fast_bf16_gemm", lambda device: False)
+    torch.manual_seed(0)
+    layer = make(8, 8, num_layers=2, batch_first=True)
+    x = torch.randn(4, 5, 8, requires_grad=True)
+    exact = layer(x)[0]
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out, states = self.layer(x)
+            return out, *(states if isinstance(states, tuple) else (states,))
+
+    model = Holder()
+    policy = Policy(activations="bf16", operators={"output": "keep"})
+    policy.apply(model, backend=backend)
+    found = model(x)
+    assert all(one.dtype is torch.bfloat16 for one in found) or make is not nn.LSTM
+    assert 0 < (found[0].float() - exact).abs().max() < 2e-2
+    found[0].float().sum().backward()
+    assert x.grad is not None
+
+
 def test_the_scripts_own_autocast_is_protected_too() -> None:
     model = Probe(lambda h: F.layer_norm(h, (8,)))
     Policy.model_validate({"operators": {"attention": "bf16"}}).apply(model)

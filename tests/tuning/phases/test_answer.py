@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.answer import (
     _plain,
+    _row,
     error_at,
+    figures_of_evidence,
     guard_for,
     settled,
     with_size,
@@ -81,6 +84,19 @@ def test_what_fits_is_named_beside_a_policy_that_does_not() -> None:
     books.store.records = [large]
     assert with_size(answer, setup, books).reason.endswith("cut the batch")
     assert with_size(replace(answer, run=fits[0]), setup, books).reasons == answer.reasons
+
+
+def test_a_gradient_error_whose_probes_failed_is_in_no_row_and_no_evidence() -> None:
+    known, failed = (metrics_of({"speedup": 1.1, "gradient_error": error}) for error in (0.02, math.inf))
+    setup: Any = SimpleNamespace(bounds=lambda *_: None)
+    rows = []
+    for metrics in (known, failed):
+        run = Run(0, "search", "all bf16", {}, {}, "ok", metrics=metrics)
+        rows.append(_row(run, setup, None, Decision("stay", ()), {}))
+    assert (rows[0]["gradient_error"], rows[0]["gradient_error_source"]) == (0.02, "predicted")
+    assert "gradient_error" not in rows[1]
+    assert "gradient_error" not in figures_of_evidence(rows[1])
+    json.dumps(rows, allow_nan=False)
 
 
 def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:

@@ -176,7 +176,8 @@ class Expectation:
         """Return the limits that an assignment must keep beside the divergence, under given parameters."""
         prior, goals, out = self.prior, self.goals, []
         if goals.max_gradient is not None:
-            out.append(Limit(prior.error2, (goals.max_gradient / _GRADIENT_MARGIN) ** 2 - base2))
+            rest = (goals.max_gradient / _GRADIENT_MARGIN) ** 2 - base2
+            out.append(Limit(prior.error2, max(rest, -1.0)))  # minus infinity where a parameter's probe failed
         if goals.max_memory is not None and prior.memory is not None:
             room = goals.max_memory - prior.base_memory - float(features @ self._sizes)
             out.append(Limit(prior.memory, room))

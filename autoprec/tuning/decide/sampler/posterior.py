@@ -161,7 +161,7 @@ class DivergenceModel(_Model):
     def shares(self, points: Points) -> tuple[FloatTable, Vector]:
         """Return every group's share ``[N, G]`` of the squared error of points, and their sums ``[N]``."""
         error2 = points.pick(self._error2)
-        total = np.maximum(error2.sum(axis=1) + points.base2, 1e-30)
+        total = np.clip(error2.sum(axis=1) + points.base2, 1e-30, 1e300)
         return error2 / total[:, None], total
 
     def _start(self, points: Points) -> tuple[FloatTable, Vector]:
@@ -179,7 +179,8 @@ class DivergenceModel(_Model):
 
     def fit(self, points: Points, values: Vector, seeds: IntVector) -> None:
         """Refit to runs: their divergences ``[N]`` (NaN where there is none) and paired seeds ``[N]``."""
-        kept = np.isfinite(values) & (points.pick(self._error2).sum(axis=1) + points.base2 > 0)
+        error2 = points.pick(self._error2).sum(axis=1) + points.base2  # infinite where a parameter's probe failed
+        kept = np.isfinite(values) & np.isfinite(error2) & (error2 > 0)
         points = Points(points.index[kept], points.features[kept], points.base2[kept])
         rows, prior = self._start(points)
         noise, residual = self._correlation(points, seeds[kept]), np.log(np.clip(values[kept], _TINY, _MOST)) - prior

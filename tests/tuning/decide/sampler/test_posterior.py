@@ -172,6 +172,19 @@ def test_before_any_trial_the_prior_answers() -> None:
     np.testing.assert_allclose(squares, scale * prior)
 
 
+def test_runs_whose_error_is_not_known_teach_nothing() -> None:
+    prior, truth = tables()
+    rows = observe(truth, 8, 1)
+    known, unknown = DivergenceModel(prior, 0), DivergenceModel(prior, 0)
+    fit(known, rows[:6])
+    given = points(rows)
+    given.base2[6:] = np.inf  # the probe of what they run beside the layers failed
+    unknown.fit(given, values(rows), np.zeros(8, dtype=np.int64))
+    assert np.isfinite(unknown.predict(given)).all()
+    one = asked(rows[0].index)
+    assert unknown.predict(one)[0] == pytest.approx(known.predict(one)[0])
+
+
 def test_choices_that_are_not_offered_stay_impossible() -> None:
     prior, truth = tables()
     prior[3, 2] = np.inf
