@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 import transformers as hf
 
-BATCH, TOKENS, VOCAB, WIDTH, HEADS, DEPTH = 2, 16, 128, 64, 4, 2
+BATCH, TOKENS, VOCAB, WIDTH, HEADS = 2, 16, 128, 64, 4
+#: Blocks of a model; graph/published_roles.py asks for more, since policies count them.
+DEPTH = int(os.environ.get("AUTOPREC_ZOO_DEPTH", "2"))
 Built = tuple[torch.nn.Module, dict[str, Any]]
 
 warnings.simplefilter("ignore")
@@ -119,7 +122,7 @@ _QWEN_NEXT: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
+    "layer_types": ["linear_attention", "full_attention"] * (DEPTH // 2),
 }
 _GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": HEADS, "n_positions": 64}
 _GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
