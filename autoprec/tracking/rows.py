@@ -51,7 +51,7 @@ def trial_runs(
     marks = _marks(records, result, info) if result is not None else {}
     return [
         TrialRun(
-            name=_name(record, marks.get(index, {})),
+            name=_name(record, marks.get(index, {}), str(result.budget.get("written", "")) if result else ""),
             status=_STATUS.get(record.status, "FAILED"),
             params=_params(record),
             figures=_figures(record, known.get(index)),
@@ -110,8 +110,13 @@ def _params(record: Run) -> dict[str, str]:
     return found | ({"variant": record.variant} if record.variant else {})
 
 
-def _name(record: Run, marks: Mapping[str, str]) -> str:
-    """Return the run name of a trial: its name, a star where it is the answer and, for paired repeats, their seed."""
+def _name(record: Run, marks: Mapping[str, str], written: str) -> str:
+    """Return the run name of a trial: its name, a star where it is the answer and, for paired repeats, their seed.
+
+    A script that has autocast is named so, once the answer knows what it is ``written`` in.
+    """
+    if record.kind == "reference" and written.endswith("autocast"):
+        return "the script's own autocast"
     seed = (f" (seed {record.seed})" if record.seed else " (whole model)") if record.kind == "finalist" else ""
     star = "\N{BLACK STAR} " if marks.get("best") == "true" else ""
     return f"{star}{record.name or record.kind}{seed}"[:250]

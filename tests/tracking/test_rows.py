@@ -34,6 +34,7 @@ def test_names_of_trials(records: list[Run], result: SearchResult) -> None:
     assert (names[2], names[6]) == ("preset 2", "finalist 6 (seed 1)")
     assert trial_runs([replace(records[6], seed=0)], None, {}, "demo")[0].name == "finalist 6 (whole model)"
     assert "\u2605 search 5" in _runs(records, replace(result, best={**result.best, "name": "search 5"}))
+    assert "the script's own autocast" in _runs(records, replace(result, budget={"written": "bf16 autocast"}))
 
 
 def test_a_script_much_slower_than_bf16_is_not_drawn_beside_the_policies(result: SearchResult) -> None:
