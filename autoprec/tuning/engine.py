@@ -160,10 +160,10 @@ class Search:
             named = sqlite_file(self.options.storage)
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
-            if self.options.variant:
-                self._choose_variant()
-            pool = stack.enter_context(HostPool(self._trial_factory(), self.study_dir / "hosts"))
             try:
+                if self.options.variant:
+                    self._choose_variant()
+                pool = stack.enter_context(HostPool(self._trial_factory(), self.study_dir / "hosts"))
                 return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 raise self._interrupted(stop) from stop

@@ -96,7 +96,7 @@ class SearchOptions:
     backend: str = option("auto", "Who runs the GEMMs.", WHAT, metavar="NAME")
     variant: tuple[str, ...] = option(
         (),
-        "Further arguments of the script under which the best policies are run, too; may be repeated.",
+        "Arguments that run the same step in another way; the fastest is searched. May be repeated.",
         WHAT,
         metavar="'NAME: ARGS'",
         python="a list of texts: ['mb16: --micro-batch 16 --accum 2']",

@@ -108,21 +108,22 @@ def choose(
     with HostPool(hosts(command), folder / "as-given") as given:
         info = given.info()
         spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
-        results = [given.run(spec), given.run(spec), given.run(replace(spec, perturb="bf16"))]
+        runs = [] if late() else [spec, spec, replace(spec, perturb="bf16")]
+        results = [given.run(one) for one in runs]
         if not all(result.ok for result in results):
             return []
-        baseline = baseline_of(results[0], results[1], results[2:])
-        base = _Base(info, results[0].losses, results[0].samples, baseline.reach)
         for variant in parse_variants(options.variant):
             row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
             rows.append(row)
-            if late():
+            if late() or not results:
                 row |= {"status": "not tried", "reason": "the time budget left no time for it"}
                 continue
+            first, second, *benign = results
+            base = _Base(info, first.losses, first.samples, baseline_of(first, second, benign).reach)
             with HostPool(hosts(command.under(variant)), folder / variant.name) as pool:
                 try:
                     if base.accepts(pool.info(), own := pool.run(spec), row):
-                        _time_script(row, spec, (results[0], given), (own, pool))
+                        _time_script(row, spec, (first, given), (own, pool))
                 except AutoPrecError as error:
                     row |= {"status": "failed", "reason": _in_short(error)}
     fastest = max((row for row in rows if row.get("low", 0.0) > 1.0), key=lambda row: row["speedup"], default=None)

@@ -109,6 +109,16 @@ def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path)
     assert all("\n" not in row["reason"] for row in rows)
 
 
+def test_without_time_nothing_is_run(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    factory = hosts(simulated)
+    rows = choose(
+        options(variant=VARIANTS), ScriptCommand.parse(("train.py",)), lambda _: factory, here / "hosts", lambda: True
+    )
+    assert {row["status"] for row in rows} == {"not tried"}
+    assert simulated.calls == []
+
+
 def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
     asked = options(variant=VARIANTS, target="cpu", space="cpu-bf16", trials=6, study="one")
