@@ -6,6 +6,7 @@ carried along silently. Every such decision is a note.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -239,7 +240,12 @@ def _section(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _inherited(flags: Sequence[str], notes: list[str]) -> dict[str, Any]:
     """Return the recipe that Megatron's flags give to layers that inherit it; empty where they name none."""
-    known = {name.removeprefix("--"): value for name, value in pairwise(flags) if name.startswith("--fp8-")}
+    known = {name.removeprefix("--"): value for name, value in pairwise(flags) if name.startswith(("--fp8-", "--fp4-"))}
+    if "fp4-format" in known:
+        kind = known.get("fp4-recipe", "nvfp4")
+        if kind != "nvfp4":
+            raise FileError(f"--fp4-recipe {kind} cannot be read as a policy", fix="nvfp4")
+        return BUILTIN_RECIPES["nvfp4"].to_dict()
     if "fp8-format" not in known:
         return {}
     kind = known.get("fp8-recipe", "delayed")
@@ -253,33 +259,71 @@ def _inherited(flags: Sequence[str], notes: list[str]) -> dict[str, Any]:
     return dict(body["recipes"]["fp8_delayed"])
 
 
+def _edges(flags: Sequence[str], layers: Sequence[str]) -> list[dict[str, Any]]:
+    """Return rules for the first and last blocks that Megatron's flags keep in bf16 (one at each end by default).
+
+    Raises:
+        FileError: the last ones are meant, and nothing says how many blocks there are.
+    """
+    if "--first-last-layers-bf16" not in flags:
+        return []
+    counts = [(name, value) for name, value in pairwise(flags) if name.startswith("--num-layers")]
+    known = {name: int(value) for name, value in counts if value.isdecimal()}
+    first, last = (known.get(f"--num-layers-at-{end}-in-bf16", 1) for end in ("start", "end"))
+    numbers = [int(found[1]) for name in layers if (found := re.search(r"decoder\.layers\.(\d+)\.", name))]
+    depth = known.get("--num-layers", max(numbers, default=-1) + 1)
+    if last and not depth:
+        fix = "give the names of the model's layers (--layers), or write --num-layers N beside the other flags"
+        raise FileError(f"the last {last} blocks are kept in bf16, and how many there are is not known", fix=fix)
+    kept = sorted({*range(first), *range(max(0, depth - last), depth)})
+    return [{"match": f"*decoder.layers.{block}.*", "recipe": "bf16", "optional": True} for block in kept]
+
+
 def _megatron(
-    document: Mapping[str, Any], _layers: Sequence[str], notes: list[str], flags: Sequence[str]
+    document: Mapping[str, Any], layers: Sequence[str], notes: list[str], flags: Sequence[str]
 ) -> dict[str, Any]:
+    """Return a policy's body: matchers that say so hold in any block, then the blocks that stay high, then the rest."""
     configs, matchers = document.get("configs"), document.get("matchers")
     if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
         raise FileError("configs and matchers must be mappings")
     recipes: dict[str, Any] = {"bf16": {"format": "bf16"}}
-    rules, inherited = [], _inherited(flags, notes)
+    rules: list[dict[str, Any]] = []
+    everywhere: list[dict[str, Any]] = []
+    evaluation: dict[str, Any] = {}
+    inherited, edges = _inherited(flags, notes), _edges(flags, layers)
     for key, matcher in matchers.items():
         if not isinstance(matcher, Mapping) or not matcher.get("enabled", False):
             continue
         if matcher.get("type") != "glob" or matcher.get("config") not in configs or not matcher.get("pattern"):
             raise FileError(f"matcher '{key}' needs type: glob, a pattern, and a config that exists")
-        name, recipe = _megatron_recipe(str(matcher["config"]), configs[matcher["config"]], inherited, notes)
+        config = configs[matcher["config"]] or {}
+        name, recipe = _megatron_recipe(str(matcher["config"]), config, inherited, notes)
         if recipe:
             recipes[name] = recipe
-        rules.append({"match": str(matcher["pattern"]), "recipe": name, "optional": True})
-    notes.append("layers that no matcher names inherit Megatron's own flags; here they are 'keep'")
+        training = config.get("training_recipe") or {}
+        if config.get("evaluation_recipe") not in (None, training):
+            evaluation[name] = config["evaluation_recipe"]
+        holds = not edges or training.get("override_nonquantized_autocast", False) or not recipe
+        if holds and recipe and rules and edges:
+            notes.append(f"matcher '{key}' also quantises the blocks that stay in bf16; here it comes after those")
+        part = everywhere if holds and not rules else rules
+        part.append({"match": str(matcher["pattern"]), "recipe": name, "optional": True})
+    ordered = [*everywhere, *edges, *rules]
+    if inherited:
+        recipes["from_flags"] = inherited
+        # the linear layers of a block; routers, embedding and output layer are not Transformer Engine's
+        ordered += [{"match": "*.router", "recipe": KEEP, "optional": True}]
+        ordered += [{"match": "*.layers.*", "recipe": "from_flags", "optional": True}]
+    else:
+        notes.append("layers that no matcher names inherit Megatron's own flags; here they are 'keep'")
     activations = "fp16" if "--fp16" in flags else "bf16"
-    return {"recipes": recipes, "layers": rules, "default": "keep", "activations": activations}
+    body = {"recipes": recipes, "layers": ordered, "default": "keep", "activations": activations}
+    return body | ({"evidence": {"evaluation": evaluation}} if evaluation else {})
 
 
 def _megatron_recipe(key: str, config: Any, inherited: dict[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
     """Return (recipe name, recipe document); an empty document means a name that exists already."""
     training = (config or {}).get("training_recipe") or {}
-    if (config or {}).get("evaluation_recipe") not in (None, training):
-        notes.append(f"config '{key}': its evaluation recipe is left out; a policy is about training")
     if training.get("override_quantized_autocast") is False:
         if inherited:
             return key, inherited

@@ -110,6 +110,62 @@ def test_megatron_round_trip(case: str) -> None:
     assert resolve(again.policy, MODELS["gpt"]) == resolve(POLICIES[case], MODELS["gpt"])
 
 
+SUPER = """
+configs:
+  mxfp8:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {fp8_quantization_recipe: mxfp8}
+    evaluation_recipe: {}
+  bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+matchers:
+  attn_qkv: {config: bf16, type: glob, pattern: "*.linear_qkv", enabled: true}
+  off: {config: bf16, type: glob, pattern: "*.linear_fc1", enabled: false}
+  mamba_out: {config: mxfp8, type: glob, pattern: "*mixer.out_proj", enabled: true}
+"""
+SUPER_LAYERS = [
+    f"decoder.layers.{block}.{leaf}"
+    for block in range(12)
+    for leaf in ("self_attention.linear_qkv", "mixer.out_proj", "mlp.linear_fc1", "mlp.router")
+] + ["output_layer"]
+SUPER_FLAGS = "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0"
+
+
+def test_megatrons_file_means_what_its_flags_say() -> None:
+    """FP4 and the last blocks in bf16 became `default: keep`, and the evaluation recipe was left out."""
+    flags = f"{SUPER_FLAGS} --num-layers-at-end-in-bf16 2".split()
+    done = import_policy(yaml.safe_load(SUPER), layers=SUPER_LAYERS, flags=flags)
+    plans = resolve(done.policy, SUPER_LAYERS)
+    ran = {name: plan.describe() for name, plan in plans.items()}
+    assert {ran[f"decoder.layers.{block}.mlp.linear_fc1"] for block in range(10)} == {"nvfp4"}
+    assert {ran[f"decoder.layers.{block}.mlp.linear_fc1"] for block in (10, 11)} == {"bf16"}
+    assert ran["decoder.layers.0.mixer.out_proj"] == "mxfp8"
+    assert ran["decoder.layers.11.mixer.out_proj"] == "bf16"  # a matcher does not quantise where autocast is off
+    assert ran["decoder.layers.0.self_attention.linear_qkv"] == "bf16"
+    assert ran["decoder.layers.0.mlp.router"] == ran["output_layer"] == "keep"
+    assert done.policy.evidence["evaluation"] == {"mxfp8": {}}
+    assert done.notes == ()
+    counted = import_policy(yaml.safe_load(SUPER), flags=[*flags, "--num-layers", "12"])
+    assert resolve(counted.policy, SUPER_LAYERS) == plans
+
+
+def test_megatrons_file_and_flags_round_trip() -> None:
+    flags = f"{SUPER_FLAGS} --num-layers-at-end-in-bf16 2".split()
+    first = import_policy(yaml.safe_load(SUPER), layers=SUPER_LAYERS, flags=flags).policy
+    written = export(first, "megatron", layers=SUPER_LAYERS, allow_lossy=True)
+    document = yaml.safe_load(written.files["te_precision_config.yaml"])
+    again = import_policy(document, layers=SUPER_LAYERS, flags=written.files["megatron_flags.txt"].split()).policy
+    for name, plan in resolve(first, SUPER_LAYERS).items():
+        back = resolve(again, SUPER_LAYERS)[name]
+        assert back == plan or (plan.keeps and back.describe() == "bf16")  # Megatron trains in bf16 as a whole
+    assert [*again.evidence["evaluation"].values()] == [{}]
+
+
+def test_the_last_blocks_of_an_unknown_number_are_refused() -> None:
+    with pytest.raises(FileError, match="how many there are is not known") as caught:
+        import_policy(yaml.safe_load(SUPER), flags=SUPER_FLAGS.split())
+    assert "--num-layers" in caught.value.fix
+
+
 def test_what_a_document_is_its_keys_say() -> None:
     assert detect(TE) == "te"
     with pytest.raises(FileError, match="not an accelerate"):

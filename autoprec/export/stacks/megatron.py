@@ -99,6 +99,15 @@ def _operator_flags(request: Request) -> list[str]:
     return [flag for name, flag in wanted.items() if getattr(request.policy.operators, name) == "fp32"]
 
 
+def _evaluation(request: Request, plan: LayerPlan) -> dict[str, Any]:
+    """Return the evaluation recipe that a plan's layers had in the configuration that was imported."""
+    known = request.policy.evidence.get("evaluation")
+    for name, recipe in known.items() if isinstance(known, dict) else ():
+        if request.policy.recipes.get(name) == plan.fprop:
+            return {"evaluation_recipe": recipe}
+    return {}
+
+
 def write(request: Request, losses: Losses) -> Written:
     """Return ``te_precision_config.yaml`` and ``megatron_flags.txt``."""
     rules = request.rules()
@@ -125,6 +134,7 @@ def write(request: Request, losses: Losses) -> Written:
         configs[names[rule.plan]] = {
             "transformer_engine_config_type": "TEQuantizationParams",
             "training_recipe": recipe,
+            **_evaluation(request, rule.plan),
         }
         key = f"rule_{index:02d}" if index < len(rules) - 1 else "default"
         pattern = rule.match
