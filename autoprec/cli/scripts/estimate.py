@@ -325,6 +325,7 @@ def estimate(
     more = _more(model, verdict, plans, sweep=sweep)
     memory = _memory(model, verdict, plans)
     under = _under(bound(policy, lambda: report), model, step.time_ms) if policy else None
+    as_compiled = host is not None and not host.compiled and not eager and not found.is_cpu
     if as_json:
         document = {
             "target": found.name,
@@ -334,6 +335,7 @@ def estimate(
             "step": step.to_json(),
             "memory": memory,
             "source": "modelled",
+            "as_compiled": as_compiled,
             **({"policy": {"name": policy, **under}} if under else {}),
             **{key: _plain(value) for key, value in more.items()},
         }
@@ -341,6 +343,7 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict)]
+        head += ["modelled  as if compiled, which the script is not: --eager models it as it runs"] * as_compiled
         head += [*(_policy_lines(under, str(policy), verdict) if under else []), *_layer_lines(verdict, 12)]
         limits = more["at_the_limit"]
         held = _limit_lines(limits, verdict.baseline, found.memory_bytes) if limits else []

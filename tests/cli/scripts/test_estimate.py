@@ -228,6 +228,10 @@ for step in range(5):
     document = json.loads(run("--target", "h100", "--json", str(script)).stdout)
     assert document["verdict"]["bound_over_script"] < 1.1
     assert {row["name"] for row in document["verdict"]["rows"]} == {"0", "2"}
+    assert document["as_compiled"]
+    text = run("--target", "h100", str(script)).stdout
+    assert "as if compiled, which the script is not: --eager models it as it runs" in text
+    assert "as if compiled" not in run("--target", "h100", "--eager", str(script)).stdout
 
 
 def test_an_eager_script_is_told_what_compiling_would_change(graph: str) -> None:
