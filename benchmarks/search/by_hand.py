@@ -246,9 +246,8 @@ def judged(name: str, folder: Path, rounds: int) -> Row:
     times = race(name, contenders, rounds)
     fastest = min(BY_HAND, key=lambda who: statistics.median(times[who]))
     best, claimed = result["best"], None
-    if adopted:
-        low, high = best.get("intervals", {}).get("speedup", (best["speedup"], best["speedup"]))
-        claimed = (best["speedup"], low, high)
+    if adopted and (bounds := best.get("intervals", {}).get("speedup")) is not None:  # else no speed is claimed
+        claimed = (best["speedup"], *bounds)
     answer = times[ADOPTED if adopted else WRITTEN]
     return Row(
         name,
