@@ -47,8 +47,8 @@ def touched(record: Record, step: str) -> list[str]:
     changed = record["steps"].get(step, {}).get("changed", [])
     if step != "run":
         return changed
-    own = {plain(name) for name in record["steps"]["bare"]["changed"]}
-    return [name for name in changed if name[0] != "+" and plain(name) not in own]
+    own = {plain(name[2:]) for name in record["steps"]["bare"]["changed"]}  # made there, changed in a second run here
+    return [name for name in changed if name[0] != "+" and plain(name[2:]) not in own]
 
 
 def faults(record: Record, step: str) -> list[str]:
