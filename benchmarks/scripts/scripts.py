@@ -295,7 +295,7 @@ def try_script(script: Script, clones: Path | None, work: Path, again: set[str],
         kept[step] = trial.step(step)
         print(f"{began} {script.name:24} {step:8} {kept[step]['code']!s:5} {kept[step]['seconds']:6.1f} s", flush=True)
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        if step == "bare" and not (kept[step]["code"] == 0 or script.endless):
+        if step == "bare" and kept[step]["code"] not in (0, "time" if script.endless else 0):
             print(kept[step]["err"][-1500:], flush=True)
             break
     path.write_text(json.dumps(record, indent=1), encoding="utf-8")

@@ -108,6 +108,8 @@ def outcome(record: Record) -> str:
     if record["skipped"]:
         return "skipped"
     steps = record["steps"]
+    if "bare" in steps and steps["bare"]["code"] not in (0, "time"):
+        return "script fails"
     if any(step not in steps for step in COMMANDS):
         failed = "bare" in steps and steps["bare"]["code"] != 0 and not record.get("endless")
         return "script fails" if failed else "unfinished"
