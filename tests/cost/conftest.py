@@ -50,4 +50,5 @@ def cpu_rates(monkeypatch: pytest.MonkeyPatch) -> None:
             "bf16": {role: [2.5e-12, 2e-11, 1e-5] for role in ("fprop", "dgrad", "wgrad")},
         },
     }
+    monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda: ("AMX_BF16",))
     monkeypatch.setattr(model, "cpu_rates", lambda: (rates, "modelled, test rates"))
