@@ -77,8 +77,13 @@ def preset() -> Policy:
 
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != OWN_ARITHMETIC])
 def test_the_preset_is_what_a_person_writes(name: str) -> None:
+    try:
+        by_hand, theirs = train(name, None)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("torch has no LSTM in bfloat16 on a CPU without bf16 units")
     losses, operators = train(name, preset())
-    by_hand, theirs = train(name, None)
     assert losses == by_hand
     assert operators == theirs
 

@@ -48,7 +48,7 @@ def _compare_mx(plan: LayerPlan, turned: bool, ends: list[int]) -> None:
     found = step(layer, x, weight, gradient, turned=turned, ends=ends)
     wanted = step(loop, x, weight, gradient, turned=turned, ends=ends)
     for ours, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, theirs.bfloat16())  # without bf16 units the loop keeps its float32 sums
     assert found[2].stride() == weight.stride()
     assert not layer.uncompiled
     if ends[-1]:
