@@ -56,7 +56,7 @@ from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import SEARCH_SHARE, Variants, choose
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
+from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit, slow_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, headline
@@ -249,6 +249,8 @@ class Search:
             ledger.note(ONLY_SIXTEEN_BIT)
         if setup.measured and setup.target.is_cpu:
             ledger.note(ONE_THREAD)
+            if slow := slow_sixteen_bit(setup.graph):
+                ledger.note(slow)
         if not beyond and not setup.measured and not self.options.cost_scale:
             ledger.note(STANDS_IN)
         ledger.timings["verdict_s"] = ledger.elapsed()

@@ -15,6 +15,7 @@ from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport
 from autoprec.policy.library import is_published
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
+from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.decide.presets import widest
 from autoprec.tuning.options import SearchOptions
@@ -25,6 +26,10 @@ from autoprec.tuning.study.run import Run, pooled
 WORTH_SEARCHING = 1.03
 #: The presets that are the script in 16 bit, the one people know first.
 NAMES = ("bf16 autocast", "all bf16")
+SLOW_SIXTEEN_BIT = (
+    "the script runs in {written}, and this CPU has no bf16 instructions: its products are slower than in fp32. "
+    "Speed-ups are over that; the script in fp32 would be faster than it is, and was not timed"
+)
 #: What ``torchao.float8`` and Transformer Engine run where nobody says otherwise.
 LIBRARY_DEFAULTS = ("fp8_tensorwise", "fp8_delayed", "mxfp8")
 
@@ -47,6 +52,12 @@ def written_in(graph: GraphReport) -> str:
     dtype, parameters = gemm_dtype(graph), graph.model.get("parameters", 0) * graph.held
     wide = graph.memory.get("parameters", 0) > 3 * parameters > 0
     return f"{dtype} autocast" if wide and dtype in ("bf16", "fp16") else dtype
+
+
+def slow_sixteen_bit(graph: GraphReport) -> str:
+    """Return a note where the script's 16-bit products are what makes it slow on this CPU, or nothing."""
+    slow = runs_in_sixteen_bit(graph) and cpu_bf16_units() == ()
+    return SLOW_SIXTEEN_BIT.format(written=written_in(graph)) if slow else ""
 
 
 def is_worth_searching(verdict: Verdict, options: SearchOptions) -> bool:

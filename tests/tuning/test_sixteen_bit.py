@@ -20,6 +20,7 @@ from autoprec.tuning.sixteen_bit import (
     over_sixteen_bit,
     runs_in_sixteen_bit,
     sixteen_bit_space,
+    slow_sixteen_bit,
     written_in,
 )
 from autoprec.tuning.study.run import headline
@@ -49,6 +50,15 @@ def test_autocast_is_known_by_parameters_wider_than_products(dtype: str, size: i
     graph = in_dtype(dtype)
     memory = {"parameters": size * graph.model["parameters"]}  # type: ignore[attr-defined]
     assert written_in(replace(graph, memory=memory)) == written  # type: ignore[type-var]
+
+
+def test_a_script_that_is_slow_because_it_is_in_sixteen_bit_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.tuning.sixteen_bit.cpu_bf16_units", lambda: ())
+    assert "and this CPU has no bf16 instructions" in slow_sixteen_bit(in_dtype("bfloat16"))  # type: ignore[arg-type]
+    assert slow_sixteen_bit(in_dtype("float32")) == ""  # type: ignore[arg-type]
+    for units in (("AVX512_BF16",), None):
+        monkeypatch.setattr("autoprec.tuning.sixteen_bit.cpu_bf16_units", lambda units=units: units)
+        assert slow_sixteen_bit(in_dtype("bfloat16")) == ""  # type: ignore[arg-type]
 
 
 def test_the_sixteen_bit_run_is_the_first_preset() -> None:
