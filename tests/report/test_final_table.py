@@ -69,4 +69,4 @@ def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, 
 
 def test_a_preset_that_failed_says_why(result: SearchResult, records: list[Run]) -> None:
     failed = {"name": "all fp8", "status": "crashed", "reason": "signal 11"}
-    assert "all fp8 (signal 11)" in _terminal(replace(result, presets=(failed,)), records)
+    assert "all fp8: signal 11" in _terminal(replace(result, presets=(failed,)), records)

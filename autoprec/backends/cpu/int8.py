@@ -194,13 +194,18 @@ def int8_sums(left: Tensor, right: Tensor) -> Tensor:
 
     Returns the int32 sums ``[M, N]``. The library must be there.
     """
+    if exact_sums(left, right):
+        return torch._int_mm(left, right)
+    if not hasattr(library(), "product"):
+        return integer_matmul(left, right).to(torch.int32)
+    out: Tensor = torch.ops.autoprec.int_mm(left, right)  # an operator: a recorded step has to show it
+    return out
+
+
+def _int_mm(left: Tensor, right: Tensor) -> Tensor:
     functions: Any = library()
     (rows, inner), columns = left.shape, right.shape[1]
     out = left.new_empty((rows, columns), dtype=torch.int32)
-    if exact_sums(left, right):
-        return torch._int_mm(left, right, out=out)
-    if not hasattr(functions, "product"):
-        return out.copy_(integer_matmul(left, right))
     space = left.new_empty((columns + _PANEL) * _PANEL_BYTES, dtype=torch.int8)
     aligned = space.data_ptr() + -space.data_ptr() % 32
     operands = (left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride())
@@ -224,6 +229,10 @@ def _int8_product(left: Tensor, right: Tensor, scales: list[Tensor], narrow: boo
     return narrowed
 
 
+def _int_mm_shape(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.int32)
+
+
 def _int8_product_shape(left: Tensor, right: Tensor, _scales: list[Tensor], narrow: bool) -> Tensor:
     dtype = torch.bfloat16 if narrow else torch.float32
     return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
@@ -235,6 +244,7 @@ _OPERATORS: Any = torch.library.Library(  # type: ignore[no-untyped-call]
 )
 for _schema, _run, _shape in (
     ("int8_codes(Tensor x, str scheme, float[] along, float[] across) -> Tensor[]", _int8_codes, _int8_shapes),
+    ("int_mm(Tensor a, Tensor b) -> Tensor", _int_mm, _int_mm_shape),
     ("int8_product(Tensor a, Tensor b, Tensor[] scales, bool narrow) -> Tensor", _int8_product, _int8_product_shape),
 ):
     _name = _OPERATORS.define(_schema)

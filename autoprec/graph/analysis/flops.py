@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 #: Matrix products -> the position of their first operand.
 _DENSE = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
-    **dict.fromkeys(("dot", "vdot", "linear", "mkldnn_linear"), 0),
+    **dict.fromkeys(("dot", "vdot", "linear", "mkldnn_linear", "int_mm"), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm"), 1),
 }
 #: Attention of torch, flash-attn 2 and 3 and xformers that has the sequence before the heads.

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autoprec.applying.policy import apply_policy
 from autoprec.backends import choose
 from autoprec.backends.cpu import int8
 from autoprec.backends.cpu.int8 import Int8Casts, int8_multiply, int8_parts, int8_sums
 from autoprec.backends.cpu.library import library
+from autoprec.graph.recorder import record_step
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.numerics.plan import compile_plan, multiply_emulated
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
-from autoprec.policy import LayerPlan
+from autoprec.policy import LayerPlan, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
@@ -234,13 +236,26 @@ def test_the_products_of_a_cpu_without_units_are_exact(m: int, k: int, n: int, a
         assert torch.equal(int8_sums(a, b).double(), a.double() @ b.double())
 
 
+def test_a_recorded_step_shows_the_products_and_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(library(), "product"):
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setattr(int8, "exact_sums", lambda *_: False)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    apply_policy(Policy.model_validate({"recipes": {"i": {"format": "int8"}}, "default": "i"}), model)
+    graph = record_step(model, lambda: model(torch.randn(16, 16)).square().mean().backward())
+    assert [(layer.flags, layer.roles()) for layer in graph.layers] == [
+        (("first",), ("fprop", "wgrad")),
+        (("head",), ("fprop", "dgrad", "wgrad")),
+    ]
+
+
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"])
 def test_sums_are_exact_on_older_instructions(isa: str) -> None:
     code = """
 import torch
 from torch import nn
 from autoprec.backends import choose
-from autoprec.policy import LayerPlan
+from autoprec.policy import LayerPlan, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 for shape in ((64, 64, 64), (33, 130, 1), (1, 64, 7), (100, 3, 50)):
     m, k, n = shape
