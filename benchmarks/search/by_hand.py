@@ -81,7 +81,8 @@ BLOCK, BLOCK_S, SETTLING = 3, 0.3, 1
 PROCESSES = 2
 #: A claim so close to the truth is right, whatever the interval.
 CLOSE = 0.03
-Step = Callable[[], None]
+#: Makes one training step and returns its loss.
+Step = Callable[[], torch.Tensor]
 Interval = tuple[float, float, float]
 
 
@@ -141,14 +142,15 @@ def contender(name: str, policy: Path | TorchPolicy | None = None, *, autocast: 
         loaded.apply(model)
         optimizer = loaded.wrap_optimizer(optimizer, model)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-            loss = loss_of(model, batch())
+            loss: torch.Tensor = loss_of(model, batch())
         optimizer.zero_grad()
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        return loss.detach()
 
     return step
 

@@ -1,0 +1,225 @@
+"""How much faster than a search's answer is the best of forty policies, timed and trained for real on this machine?
+
+    python benchmarks/search/regret.py conv tab lstm unet gpt moe --options "--budget 150s" --out FILE.md
+
+The policies are the presets of the space ``cpu``, random ones, and small changes of the fastest of both. Each trains in
+a process of its own, timed as `by_hand.py` times (CPU time of one thread, blocks in random order, ratios to the script
+of the same round). Those that seem as fast as the answer, or faster, are trained beside the script over three data
+orders; a policy is acceptable whose mean absolute relative loss gap is within the budget of a search (0.25 %). The
+fastest three of them are then timed again beside the answer, in new processes: the best of forty timings is the best
+partly by chance. The regret is what the fastest of the three gains over the answer there, 0 where none does. A search
+also refuses policies for their gradient error; here none is, so this is the regret against a laxer rule.
+
+Answers that ``--work`` holds are not searched again (`by_hand.py --search` leaves them there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from autoprec.cost import CostModel
+from autoprec.cost.calibrate.cpu import cpu_model
+from autoprec.policy import save_policy
+from autoprec.policy.space import load_space
+from autoprec.precision.hardware import target
+from autoprec.trial.intervals import FEWEST
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.problem import Problem
+from benchmarks.cost.random_policies import Script, drawn
+from benchmarks.search.by_hand import FOLDER, SCRIPTS, WRITTEN, Interval, over, race, search, served, text
+
+sys.path.insert(0, str(FOLDER))
+
+BUDGET = 0.0025
+PRESETS, DRAWN, CHANGED = 12, 18, 10
+#: Policies that are timed beside each other: each holds a model in memory.
+BATCH = 8
+#: Policies whose losses are taken and that are timed again, fastest first.
+TRAINED, FINAL = 12, 3
+#: A policy is worth training that seems so fast, as a share of the answer's speed.
+AS_FAST = 0.98
+SEEDS, STEPS = 3, 40
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The answer for one script, and the best of the pool."""
+
+    script: str
+    policies: int
+    answer: Interval
+    best: Interval
+    regret: Interval
+    refused: int
+    gap: float
+
+
+def losses(name: str, kind: str) -> list[list[float]]:
+    """Return the losses of the first steps under each data order, from the same weights."""
+    done = subprocess.run(
+        [sys.executable, __file__, name, "--losses", kind],
+        stdout=subprocess.PIPE,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def trained(name: str, kind: str) -> list[list[float]]:
+    """Train in this process: the same weights, another order of batches for each seed."""
+    found = []
+    for seed in range(SEEDS):
+        step = served(name, kind)
+        torch.manual_seed(1000 + seed)
+        found.append([float(step()) for _ in range(STEPS)])
+    return found
+
+
+def gap(own: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float:
+    """Return the mean absolute relative gap of paired losses, over all steps and orders."""
+    pairs = [pair for mine, theirs in zip(own, reference, strict=True) for pair in zip(mine, theirs, strict=True)]
+    return statistics.fmean(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+
+
+def problem_of(name: str) -> Problem:
+    report = Script(name).report
+    return Problem.build(report, load_space("cpu"), CostModel(report, target("cpu")).can_run)
+
+
+def pool(problem: Problem, count: int, rng: random.Random, known: dict[str, Point], base: Sequence[Point] = ()) -> None:
+    """Add policies to those known: random ones, or changes of one to three entries of a base."""
+    distributions = problem.distributions()
+    for _ in range(100 * count):
+        if count == 0:
+            return
+        point = drawn(problem, rng)
+        if base:
+            entries = rng.sample(list(distributions), min(len(distributions), rng.randint(1, 3)))
+            point = dict(rng.choice(base)) | {entry: point[entry] for entry in entries}
+        key = json.dumps(problem.key(point), default=str)
+        if key not in known:
+            known[key] = point
+            count -= 1
+
+
+def speeds(name: str, files: dict[str, Path], rounds: int) -> dict[str, float]:
+    """Return each policy's speed over the script as written."""
+    found = {}
+    names = list(files)
+    for first in range(0, len(names), BATCH):
+        kinds = {WRITTEN: WRITTEN} | {key: str(files[key]) for key in names[first : first + BATCH]}
+        times = race(name, kinds, rounds)
+        found |= {key: over(ms, times[WRITTEN])[0] for key, ms in times.items() if key != WRITTEN}
+    return found
+
+
+def written(problem: Problem, points: dict[str, Point], folder: Path) -> dict[str, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for number, (key, point) in enumerate(points.items()):
+        files[key] = folder / f"{number}.yaml"
+        save_policy(problem.policy(point), files[key])
+    return files
+
+
+def measured(name: str, folder: Path, rounds: int) -> Row:
+    """Time and train the pool of one script beside the answer of its search."""
+    adopted = json.loads((folder / "result.json").read_text())["verdict"] == "adopt"
+    answer = str(folder / "policy.yaml") if adopted else WRITTEN
+    problem, rng = problem_of(name), random.Random(0)
+    points = {json.dumps(problem.key(params), default=str): params for _, params in presets(problem)[:PRESETS]}
+    pool(problem, PRESETS + DRAWN - len(points), rng, points)
+    found = speeds(name, written(problem, points, folder / "pool"), FEWEST)
+    leading = sorted(found, key=found.__getitem__, reverse=True)[:3]
+    near: dict[str, Point] = dict(points)
+    pool(problem, CHANGED, rng, near, [points[key] for key in leading])
+    fresh = {key: point for key, point in near.items() if key not in points}
+    found |= speeds(name, written(problem, fresh, folder / "changed"), FEWEST)
+    files = written(problem, near, folder / "all")
+
+    first = race(name, {WRITTEN: WRITTEN, "answer": answer}, FEWEST)
+    least = AS_FAST * over(first["answer"], first[WRITTEN])[0]
+    ranked = sorted((key for key in found if found[key] >= least), key=found.__getitem__, reverse=True)[:TRAINED]
+    reference = losses(name, WRITTEN)
+    gaps = {key: gap(losses(name, str(files[key])), reference) for key in ranked}
+    final = [key for key in ranked if gaps[key] <= BUDGET][:FINAL]
+    times = race(name, {WRITTEN: WRITTEN, "answer": answer} | {key: str(files[key]) for key in final}, rounds)
+    best = min([*final, "answer"], key=lambda key: statistics.median(times[key]))
+    return Row(
+        name,
+        len(found),
+        over(times["answer"], times[WRITTEN]),
+        over(times[best], times[WRITTEN]),
+        over(times[best], times["answer"]),
+        len(gaps) - sum(value <= BUDGET for value in gaps.values()),
+        gap(losses(name, answer), reference),
+    )
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| script | policies | answer, over the script | its loss gap | best acceptable of the pool and the answer "
+        "| it over the answer | regret | as fast as the answer, beyond the budget |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row.script, str(row.policies), text(row.answer), f"{row.gap:.3%}", text(row.best), text(row.regret)]
+        lines.append(f"| {' | '.join([*cells, f'{max(0.0, row.regret[0] - 1):.1%}', str(row.refused)])} |")
+    regrets = [max(0.0, row.regret[0] - 1.0) for row in rows]
+    lines += ["", f"regret: mean {statistics.fmean(regrets):.1%}, worst {max(regrets):.1%} (goals: 2.5 %, 6 %)"]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scripts", nargs="+", choices=list(SCRIPTS))
+    parser.add_argument("--options", default="", help="options of the searches, e.g. '--budget 150s'")
+    parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
+    parser.add_argument("--rounds", type=int, default=15, help="of the last timing")
+    parser.add_argument("--losses", metavar="CONTENDER", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="write the table into this file as well")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.losses:
+        print(json.dumps(trained(args.scripts[0], args.losses)))
+        return
+    rows = []
+    for name in args.scripts:
+        folder = args.work / name / "0"
+        search(name, folder, args.options.split())
+        rows.append(measured(name, folder, args.rounds))
+        print(table(rows)[-3], flush=True)
+    lines = [
+        "# The answer of a search against forty policies, all timed, the fast ones trained",
+        "",
+        f"`python {' '.join(sys.argv)}`",
+        "",
+        f"{datetime.now():%Y-%m-%d}; {cpu_model()}, {os.cpu_count()} cores; torch {torch.__version__}; one thread, CPU "
+        f"time; losses of {SEEDS} data orders of {STEPS} steps; load average {os.getloadavg()[0]:.1f} at the end.",
+        "",
+        *table(rows),
+    ]
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
