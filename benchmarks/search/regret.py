@@ -121,7 +121,7 @@ def pool(problem: Problem, count: int, rng: random.Random, known: dict[str, Poin
 
 def speeds(name: str, files: dict[str, Path], rounds: int) -> dict[str, float]:
     """Return each policy's speed over the script as written."""
-    found = {}
+    found: dict[str, float] = {}
     names = list(files)
     for first in range(0, len(names), BATCH):
         kinds = {WRITTEN: WRITTEN} | {key: str(files[key]) for key in names[first : first + BATCH]}
