@@ -133,7 +133,14 @@ def make(name: str) -> tuple[Any, ...]:
     return model, optimizer, batch, lambda model, window: model(window[:, :-1], window[:, 1:]), 1.0
 
 
-def contender(name: str, policy: Path | TorchPolicy | None = None, *, autocast: bool = False) -> Step:
+def contender(
+    name: str,
+    policy: Path | TorchPolicy | None = None,
+    *,
+    autocast: bool = False,
+    micro_batches: int = 1,
+    compiled: bool = False,
+) -> Step:
     """Return one training step of a script of its own, under a policy or the autocast that a person adds."""
     model, optimizer, batch, loss_of, clip = make(name)
     autocast = autocast or "--autocast" in SCRIPTS[name]
@@ -141,12 +148,15 @@ def contender(name: str, policy: Path | TorchPolicy | None = None, *, autocast: 
         loaded = autoprec.load(policy) if isinstance(policy, Path) else policy
         loaded.apply(model)
         optimizer = loaded.wrap_optimizer(optimizer, model)
+    run = torch.compile(model) if compiled else model
 
     def step() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-            loss: torch.Tensor = loss_of(model, batch())
         optimizer.zero_grad()
-        loss.backward()
+        parts = import_module("task").parts_of(batch(), micro_batches) if micro_batches > 1 else [batch()]
+        for part in parts:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+                loss: torch.Tensor = loss_of(run, part)
+            (loss / micro_batches).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -233,9 +243,11 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
 
 
 def served(name: str, kind: str) -> Step:
-    """Return the step of a contender: one of :data:`BY_HAND`, or a policy's file."""
+    """Return the step of a contender: one of :data:`BY_HAND` or a policy's file, and behind it the script's options."""
+    kind, *options = kind.split(" --")
     policy = ALL_BF16 if kind == BF16 else None if kind in BY_HAND else Path(kind)
-    return contender(name, policy, autocast=kind == AUTOCAST)
+    parts = next((int(option.split()[1]) for option in options if option.startswith("micro-batches")), 1)
+    return contender(name, policy, autocast=kind == AUTOCAST, micro_batches=parts, compiled="compile" in options)
 
 
 def judged(name: str, folder: Path, rounds: int) -> Row:

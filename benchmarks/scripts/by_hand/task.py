@@ -26,6 +26,13 @@ class Task:
     schedule: Callable[[int, int], float] | None = None
 
 
+def parts_of(batch: Any, count: int) -> list[Any]:
+    """Return a batch in so many micro-batches: its tensors, whose first dimension is the batch, cut side by side."""
+    if isinstance(batch, torch.Tensor):
+        return list(batch.chunk(count))
+    return list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
+
+
 def cosine(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * step / steps))
 
