@@ -67,9 +67,6 @@ class TerminalProgress:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
         leader = f"best {headline(best.to_row())} ({best.name})" if best else "best: the script as written"
-        if record.kind == "variant":
-            self._phases.say(f"{record.name}: {describe(record)}")
-            return
         if record.kind == "finalist":
             name, count = (f"seed {record.seed + 1} of " if record.seed else "whole model of ") + record.name, ""
         else:  # "trial 6" is the number of its run, which counts the references too: the count stands apart

@@ -105,9 +105,8 @@ def _figures(record: Run, at_end: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _params(record: Run) -> dict[str, str]:
-    """Return what was decided of a run, and the variant of the script that it ran under, where it did."""
-    found = {key.replace("layer:", "layer/", 1): str(value) for key, value in record.params.items()}
-    return found | ({"variant": record.variant} if record.variant else {})
+    """Return what was decided of a run."""
+    return {key.replace("layer:", "layer/", 1): str(value) for key, value in record.params.items()}
 
 
 def _name(record: Run, marks: Mapping[str, str], written: str) -> str:

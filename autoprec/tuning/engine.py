@@ -29,7 +29,7 @@ from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, read_document, write_atomic, write_json
 from autoprec.support.units import speed_text
-from autoprec.trial.command import ScriptCommand, Variant, parse_variants
+from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
@@ -54,7 +54,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
-from autoprec.tuning.phases.variants import SEARCH_SHARE, Variants, choose
+from autoprec.tuning.phases.variants import SHARE, choose
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit, slow_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -228,7 +228,7 @@ class Search:
         graph = self.graph = record_step(pool, self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
-        setup = Setup.of(self._of_search(), host, graph, self._calibration)
+        setup = Setup.of(self.options, host, graph, self._calibration)
         verdict = setup.verdict()
         beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
         nothing = verdict.kind == "stay" and not self.options.force and narrow is None
@@ -280,21 +280,7 @@ class Search:
         self.listener.phase("sensitivity")
         table = measure_table(setup, runner, ledger)
         answer = run_study(setup, runner, ledger, table)
-        accepted = [row["name"] for row in self._variants if row["status"] == "accepted"]
-        if accepted and not self._chosen and setup.measured:
-            self.listener.phase("variants")
-            tried = Variants(setup, runner, ledger, self._hosts_of, self.options.budget_s)
-            answer = tried.compare([v for v in parse_variants(self.options.variant) if v.name in accepted], answer)
         return with_unknown(settled(answer, ledger), setup, ledger)
-
-    def _of_search(self) -> SearchOptions:
-        """Return the options of the search itself: variants, which come after it, have a share of a time budget."""
-        budget = self.options.budget_s
-        kept = budget is None or not self.options.variant
-        return self.options if kept else replace(self.options, budget_s=SEARCH_SHARE * (budget or 0.0))
-
-    def _hosts_of(self, variant: Variant) -> RunnerFactory:
-        return self._factory or runner_factory(self.options, self.command.under(variant))
 
     @property
     def _chosen(self) -> dict[str, Any] | None:
@@ -314,7 +300,7 @@ class Search:
                 self.command,
                 lambda command: self._factory or runner_factory(self.options, command),
                 self.study_dir / "hosts",
-                lambda: time.monotonic() - self._started > (1.0 - SEARCH_SHARE) * budget,
+                lambda: time.monotonic() - self._started > SHARE * budget,
             )
             write_json(kept, {"rows": self._variants})
             for row in self._variants:

@@ -135,7 +135,6 @@ class Decision:
             that a "stay" refuses.
         run: the adopted policy's first run, or the best one so far; None where nothing is adopted.
         explanation: why each layer stays, where that was known before any trial.
-        variant: figures of the answer under the variant that it was found with; empty for the script as it was given.
     """
 
     verdict: str
@@ -148,7 +147,6 @@ class Decision:
     rests_on: tuple[int, ...] = ()
     run: Run | None = None
     explanation: dict[str, Any] = field(default_factory=dict)
-    variant: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reason(self) -> str:

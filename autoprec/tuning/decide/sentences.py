@@ -119,27 +119,6 @@ def _under_variant(name: str, arguments: str, speedup: float, low: float, high: 
     )
 
 
-def _variant(
-    name: str,
-    arguments: str,
-    policy: str,
-    speedup: float,
-    low: float,
-    high: float,
-    divergence: float,
-    over_answer: float,
-    **_: Any,
-) -> str:
-    """Say under which variant the answer was found; over what it was timed."""
-    without = f", {over_answer:.2f}x over the answer without the variant" if over_answer != speedup else ""
-    what = "the script as it is" if policy == "script" else policy
-    return (
-        f"give the script {arguments} (variant {name}): {what} is then {speed_text(speedup, low, high)} over the "
-        f"script as written{without}; the script's own losses under the variant are {percent_text(divergence)} from "
-        "those as written"
-    )
-
-
 # --- the verdict -----------------------------------------------------------------------------------------------------
 def _none_acceptable(first: str = "", why: Reason | None = None, more: int = 0) -> str:
     named = f": {first}: {why}" if first else ""
@@ -277,7 +256,6 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "adopted": _adopted,
     "faster_not_taken": _faster_not_taken,
     "under_variant": _under_variant,
-    "variant": _variant,
     "over_preset": _over_preset,
     "taken_back": lambda groups, error, saving: (
         f"{', '.join(groups[:3])}{f' and {len(groups) - 3} more' if len(groups) > 3 else ''} kept in more precision, "

@@ -25,7 +25,6 @@ from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger, rank
 from autoprec.tuning.options import versions
-from autoprec.tuning.phases.variants import figures
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
     fastest_plain,
@@ -113,8 +112,6 @@ def _with_bounds(row: dict[str, Any], setup: Setup, params: Mapping[str, Any]) -
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
     run, chosen = decision.run, decision.chosen
-    if run is None and decision.variant:
-        return figures(decision.variant, reference_metrics(setup, ledger))
     if run is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
     out = run.to_row()
@@ -167,7 +164,7 @@ def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
 
 def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     metrics = final_metrics(setup, ledger, decision)
-    variant = decision.variant or next((row for row in ledger.variants if row.get("chosen")), {})
+    variant = next((row for row in ledger.variants if row.get("chosen")), {})
     out: dict[str, Any] = {
         "target": setup.target.name,
         "source": _source(metrics, setup),

@@ -4,41 +4,31 @@ A larger micro-batch with fewer accumulations, no activation checkpointing, torc
 long a step takes and not what it computes, and which precision is fastest may depend on them. A variant under which the
 script's losses, one for each optimizer step, are not those of the script as given changes the training and is refused.
 
-:func:`choose` times the script itself under every other one, in runs that take turns. Where one is surely faster, the
-search is of the script under it. Where none is, :class:`Variants` runs the policies that were found under each, and the
-answer is a pair of policy and variant where that is surely faster.
+:func:`choose` times the script itself under every variant, in runs that take turns. Where one is surely faster, the
+search is of the script under it; another one is searched by giving its arguments to the script.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError
 from autoprec.support.units import percent_text, speed_text
-from autoprec.trial.command import ScriptCommand, Variant, parse_variants
+from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Decision, Standing
-from autoprec.tuning.decide.metrics import divergence, score, step_time
-from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.paired import PairedRunner, baseline_of
-from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import VARIANT, Run
+from autoprec.tuning.paired import baseline_of
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 
-#: Share of a time budget that the search itself may take where variants come after it.
-SEARCH_SHARE = 0.6
-#: Policies that are run under a variant beside the script itself.
-_MOST_POLICIES = 3
-#: A variant under which the script is slower by more than this factor has no policy tried, and a pair whose trial is
-#: slower than the answer by more than this is not timed.
-_HOPELESS, _CLOSE = 1.5, 1.03
+#: Share of a time budget that variants may take before the search.
+SHARE = 0.4
+#: A variant under which one run of the script is slower by more than this factor is not timed.
+_CLOSE = 1.03
 #: Steps of a run of those that are timed in turns, and how many such rounds there are at most.
 _STEPS, _WARMUP, _ROUNDS = 6, 2, 2 * FEWEST
 #: Half the width of a speed-up's interval that ends the rounds.
@@ -47,42 +37,8 @@ _PRECISE = 0.03
 _HUNG_S = 300.0
 #: Losses apart by less are float32 rounding of another order of sums.
 _ROUNDING = 1e-6
-SCRIPT = "script"
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """What a variant has to repeat: the script's model, its losses, and how far a harmless change moves them."""
-
-    host: HostInfo
-    losses: tuple[float, ...]
-    samples: int
-    reach: float
-
-    def accepts(self, info: HostInfo, own: TrialResult, row: Row) -> bool:
-        """Say whether a variant takes the same optimisation steps, and in its row why it does not."""
-        why = self._changed(info, own, row) if own.ok else ""
-        row |= {"status": "refused" if why else "accepted" if own.ok else "failed", "reason": why}
-        if not own.ok:
-            row["reason"] = f"the script ended as {own.status} under it: {_first_line(own.reason)}"
-        return own.ok and not why
-
-    def _changed(self, info: HostInfo, own: TrialResult, row: Row) -> str:
-        now, before = (host.model.get("parameters") for host in (info, self.host))
-        if now != before:
-            return f"it changes the model: {now} parameters, where as given there are {before}"
-        if self.samples and own.samples and self.samples != own.samples:
-            return f"it changes the training: {own.samples} samples in a step, as given {self.samples}"
-        gap, limit = divergence(own.losses, self.losses), max(self.reach, _ROUNDING)
-        row |= {"divergence": gap, "limit": limit}
-        if gap <= limit:
-            return ""
-        return (
-            f"it changes the training: the script's own losses under it are {percent_text(gap)} from those as given, "
-            f"and a harmless change moves them by at most {100 * limit:.2g} %"
-        )
 
 
 def choose(
@@ -119,10 +75,10 @@ def choose(
                 row |= {"status": "not tried", "reason": "the time budget left no time for it"}
                 continue
             first, second, *benign = results
-            base = _Base(info, first.losses, first.samples, baseline_of(first, second, benign).reach)
+            limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
             with HostPool(hosts(command.under(variant)), folder / variant.name) as pool:
                 try:
-                    if base.accepts(pool.info(), own := pool.run(spec), row):
+                    if _is_same(row, (info, first), (pool.info(), own := pool.run(spec)), limit):
                         _time_script(row, spec, (first, given), (own, pool))
                 except AutoPrecError as error:
                     row |= {"status": "failed", "reason": _in_short(error)}
@@ -132,12 +88,39 @@ def choose(
     return rows
 
 
+def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInfo, TrialResult], limit: float) -> bool:
+    """Say whether a variant takes the same optimisation steps, and in its row why it does not.
+
+    Args:
+        given, other: the script as given, and under the variant: what it looks like from the inside, and a run.
+        limit: divergence from the script as given that a harmless change explains.
+    """
+    (before, first), (now, own) = given, other
+    if not own.ok:
+        row["reason"] = f"the script ended as {own.status} under it: {_first_line(own.reason)}"
+        return False
+    parameters, as_given = now.model.get("parameters"), before.model.get("parameters")
+    row |= {"divergence": divergence(own.losses, first.losses), "limit": limit}
+    why = ""
+    if parameters != as_given:
+        why = f"it changes the model: {parameters} parameters, where as given there are {as_given}"
+    elif first.samples and own.samples and first.samples != own.samples:
+        why = f"it changes the training: {own.samples} samples in a step, as given {first.samples}"
+    elif row["divergence"] > limit:
+        why = (
+            f"it changes the training: the script's own losses under it are {percent_text(row['divergence'])} from "
+            f"those as given, and a harmless change moves them by at most {100 * limit:.2g} %"
+        )
+    row |= {"status": "refused" if why else "accepted", "reason": why}
+    return not why
+
+
 def _time_script(
     row: Row, spec: TrialSpec, given: tuple[TrialResult, HostPool], other: tuple[TrialResult, HostPool]
 ) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that it is slower."""
     first, second = (step_time(result.step_ms, result.warmup) for result, _ in (given, other))
-    row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes, "policy": SCRIPT}
+    row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes}
     if second > _CLOSE * first:
         row["reason"] = f"the script is {speed_text(row['speedup'])} over the script as given: no faster"
         return
@@ -171,159 +154,6 @@ def in_turns(contest: Sequence[Callable[[], TrialResult]]) -> tuple[list[list[fl
             if high - low < 2 * _PRECISE * middle:
                 break
     return rounds, ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    """A pair of policy and variant that is surely faster than the answer without variants."""
-
-    run: Run | None
-    speedup: float
-    low: float
-    high: float
-    row: Row
-
-
-class Variants:
-    """Runs what a search found under the variants that were asked for.
-
-    Args:
-        hosts: starts a variant's script.
-        budget_s: of the whole search; None for no limit.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        runner: PairedRunner,
-        ledger: Ledger,
-        hosts: Callable[[Variant], RunnerFactory],
-        budget_s: float | None,
-    ) -> None:
-        self._setup, self._runner, self._ledger = setup, runner, ledger
-        self._hosts, self._budget = hosts, budget_s
-
-    def compare(self, variants: Sequence[Variant], decision: Decision) -> Decision:
-        """Return the decision over every pair: as it was where no variant is surely faster."""
-        began, best = time.monotonic(), None
-        for variant in variants:
-            if self._budget is not None and self._ledger.elapsed() > self._budget:
-                self._ledger.cut(f"the time budget left no time for the variant {variant.label}")
-                continue
-            row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
-            self._ledger.variants[:] = [row if old["name"] == variant.name else old for old in self._ledger.variants]
-            gain = self._tried(variant, row, decision)
-            self._ledger.note(f"variant {variant.label}: {row['status']}: {row['reason']}")
-            if gain is not None and (best is None or gain.speedup > best.speedup):
-                best = gain
-        self._ledger.add_seconds("variants_s", time.monotonic() - began)
-        return decision if best is None else adopted(decision, best)
-
-    def _tried(self, variant: Variant, row: Row, decision: Decision) -> _Gain | None:
-        """Run one variant, and say in its row how that went; a script that fails under it fails nothing else."""
-        with HostPool(self._hosts(variant), self._setup.study_dir / "hosts" / f"variant-{variant.name}") as pool:
-            try:
-                info = pool.info()
-                runner = PairedRunner(self._setup, pool, self._ledger, may_compile_blocks=False)
-                own = runner.run(runner.spec(self._setup.reference_policy(), timeout_s=_HUNG_S))
-                known = self._ledger.reference
-                base = _Base(self._setup.host, known.losses, known.samples, known.baseline.reach)
-                return self._fastest(variant, row, runner, own, decision) if base.accepts(info, own, row) else None
-            except AutoPrecError as error:
-                row |= {"status": "failed", "reason": _in_short(error)}
-                return None
-
-    def _fastest(
-        self, variant: Variant, row: Row, runner: PairedRunner, own: TrialResult, decision: Decision
-    ) -> _Gain | None:
-        """Run the best policies under a variant that is accepted, and time the fastest pair in turns."""
-        reference = self._ledger.reference
-        ms = step_time(own.step_ms, own.warmup)
-        pairs: list[tuple[float, Run | None, Row]] = [(ms, None, {"memory_bytes": own.memory_bytes, "policy": SCRIPT})]
-        for run in contenders(decision) if ms < _HOPELESS * reference.step_ms else ():
-            tried = self._trial(run, variant, runner)
-            if self._ledger.acceptable(tried):
-                about = {"memory_bytes": tried["memory_bytes"], "policy": run.name}
-                pairs.append((tried["step_time_ms"], run, about))
-        ms, best, about = min(pairs, key=lambda pair: pair[0])
-        row |= about | {"speedup": reference.step_ms / ms}
-        answer = decision.chosen.speedup if decision.chosen is not None else 1.0
-        if ms > _CLOSE * reference.step_ms / answer:
-            row["reason"] = f"{_who(best)} is {speed_text(row['speedup'])} over the script as given: no faster"
-            return None
-        return self._timed(row, runner, best, decision)
-
-    def _trial(self, run: Run, variant: Variant, runner: PairedRunner) -> Run:
-        """Run a policy under a variant, and store it: its losses are compared with the script's as given."""
-        began = time.time(), time.monotonic()
-        number, ledger = self._ledger.store.next_number(), self._ledger
-        plan = replace(run, number=number, kind=VARIANT, variant=variant.name, tags=(), metrics={}, seed=0)
-        plan = replace(plan, name=f"{run.name} under {variant.name}")
-        result = runner.run(runner.spec(run.policy, timeout_s=_HUNG_S))
-        done = score(plan, result, ledger.reference, estimate=None, error=run["gradient_error"])
-        done = replace(done, started=began[0], seconds=time.monotonic() - began[1])
-        ledger.store.add(done)
-        ledger.listener.trial(done, 0, 0, None, 0.0)
-        return done
-
-    def _timed(self, row: Row, runner: PairedRunner, run: Run | None, decision: Decision) -> _Gain | None:
-        """Time a pair beside the script and the answer without variants; None where it is not surely faster."""
-        script, answer = self._setup.reference_policy(), decision.run.policy if decision.run is not None else None
-        contest = [(self._runner, script), (runner, run.policy if run is not None else script)]
-        contest += [(self._runner, answer)] if answer is not None else []
-
-        def runs(host: PairedRunner, policy: dict[str, Any] | None) -> Callable[[], TrialResult]:
-            return lambda: host.duel(host.spec(policy, steps=_STEPS, warmup=_WARMUP, by_block=False))
-
-        rounds, why = in_turns([runs(*one) for one in contest])
-        if why:
-            row["reason"] = f"it could not be timed: {why}"
-            return None
-        middle, low, high = median_interval([times[0] / times[1] for times in rounds])
-        over, least, most = median_interval([times[-1 if answer is not None else 0] / times[1] for times in rounds])
-        row |= {"speedup": middle, "low": low, "high": high, "over_answer": over}
-        row["reason"] = f"{_who(run)} is {speed_text(middle, low, high)} over the script as given"
-        if answer is not None:
-            row["reason"] += f", and {speed_text(over, least, most)} over the answer without it"
-        return _Gain(run, middle, low, high, row) if least > 1.0 else None
-
-
-def contenders(decision: Decision) -> list[Run]:
-    """Return the policies that are worth a run under a variant: what was adopted, and the fastest acceptable ones."""
-    fit = [one for one in decision.ranking if one.run is not None and one.run.policy and not one.rejection]
-    runs = [one.run for one in sorted(fit, key=lambda one: -one.speedup)]
-    named = {run.name: run for run in (decision.run, *runs) if run is not None}
-    return list(named.values())[:_MOST_POLICIES]
-
-
-def adopted(decision: Decision, gain: _Gain) -> Decision:
-    """Return the decision with a pair of policy and variant as its answer; with the script alone it is to stay."""
-    reasons = (Reason("variant", dict(gain.row)), *decision.reasons)
-    if gain.run is None:
-        return replace(decision, verdict="stay", reasons=reasons, index=None, run=None, variant=gain.row)
-    ranking = list(decision.ranking)
-    index = next((i for i, one in enumerate(ranking) if one.name == gain.run.name), None)
-    if index is None:
-        index = len(ranking)
-        ranking.append(Standing.of(gain.run.name, [gain.run], gain.run["gradient_error"]))
-    timed = replace(ranking[index], speedup=gain.speedup, low=gain.low, high=gain.high, modelled=False)
-    ranking[index] = replace(timed, memory_bytes=gain.row["memory_bytes"])
-    return replace(
-        decision, verdict="adopt", reasons=reasons, ranking=tuple(ranking), index=index, run=gain.run, variant=gain.row
-    )
-
-
-def figures(row: Row, reference: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the script under a variant, from its row and the reference's metrics."""
-    step = reference["step_time_ms"] / row["speedup"]
-    rates = {name: reference[name] * row["speedup"] for name in ("throughput", "samples_per_s") if name in reference}
-    out = reference | rates | {"step_time_ms": step, "memory_bytes": float(row["memory_bytes"])}
-    bounds = {"speedup": (row["low"], row["high"])}
-    return out | {"name": f"script under {row['name']}", "speedup": row["speedup"], "intervals": bounds}
-
-
-def _who(run: Run | None) -> str:
-    return "the script" if run is None else run.name
 
 
 def _in_short(error: AutoPrecError) -> str:

@@ -46,7 +46,7 @@ class SearchResult(Shown):
         cut_short: what was left out, and ``resume`` the command that goes on; both are empty where nothing was.
         variants: how each variant of the script's arguments went: ``name``, ``arguments``, ``status`` (accepted,
             refused or failed) and ``reason``; where it was measured ``divergence`` of the script's own losses under it,
-            and the fastest ``policy`` with its ``speedup`` over the script as written (``low``, ``high`` if timed).
+            and ``speedup`` over the script as given (``low``, ``high`` if timed); ``chosen`` where it is searched.
         stopped: why no further trial was run ("converged after 9 of 30 trials: ..."); in ``trials`` of the JSON, too.
     """
 

@@ -22,8 +22,6 @@ from autoprec.support.units import memory_text, percent_text, ratio_text, speed_
 BY_BLOCK = "by_block"
 #: The kind of a run that timed a policy beside the reference: its speed-up has an interval, its losses mean nothing.
 DUEL = "duel"
-#: The kind of a run of a policy under other arguments of the script, beside the trials.
-VARIANT = "variant"
 MEASURED, MODELLED = "measured", "modelled"
 
 
@@ -118,8 +116,8 @@ class Run:
 
     Attributes:
         number: 0, 1, 2, ... in order of asking; finalist and reference runs have their own numbers.
-        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search``, ``finalist``, ``duel`` or
-            ``variant``.
+        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search``, ``finalist`` or
+            ``duel``.
         name: what a person calls it: a preset's name, or ``trial 17``.
         params: what Optuna decided (``layer:<group>`` -> choice, and other parameters).
         policy: the policy document that ran; empty for the reference.
@@ -131,7 +129,6 @@ class Run:
         tags: any of preset, finalist, pareto, best, infeasible, pruned, unreliable (its times; ``reason`` says why).
         started, seconds: epoch seconds of the start, and duration.
         seed: which paired seed (0 is the script's own).
-        variant: name of the script's other arguments that it ran under; empty for the script as it was given.
     """
 
     number: int
@@ -149,7 +146,6 @@ class Run:
     started: float = 0.0
     seconds: float = 0.0
     seed: int = 0
-    variant: str = ""
 
     def __post_init__(self) -> None:
         """Hide secrets in what the script said: runs go to databases, reports and tracking servers."""

@@ -41,9 +41,9 @@ class Broken(SimulatedRunner):
         raise ScriptError("the script ended with exit code 1\nbefore its first step", fix="no such package")
 
 
-def faster(share: float, with_policy: float = 1.0) -> Callable[[TrialSpec, TrialResult], TrialResult]:
+def faster(share: float) -> Callable[[TrialSpec, TrialResult], TrialResult]:
     def change(spec: TrialSpec, result: TrialResult) -> TrialResult:
-        factor = with_policy if spec.policy else share
+        factor = 1.0 if spec.policy else share
         return replace(result, step_ms=tuple(ms * factor for ms in result.step_ms))
 
     return change
@@ -132,23 +132,6 @@ def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here:
     assert again.variants == result.variants
     with pytest.raises(StudyError, match="variant: was 'half: --half', is None"):
         search(simulated, replace(asked, resume=True, variant=()), all_kinds(simulated))
-
-
-def test_a_pair_of_policy_and_variant_is_the_answer_where_it_is_surely_faster(here: Path) -> None:  # noqa: F811
-    simulated = SimulatedScript()
-    factory = hosts(simulated, pays=lambda s: Other(s, faster(1.0, with_policy=0.5)))
-    asked = options(variant=("pays: --pays",), target="cpu", space="cpu-bf16", trials=6)
-    made, result = search(simulated, asked, factory)
-    _, without = search(simulated, replace(asked, variant=(), study="without"), factory)
-    assert result.verdict == without.verdict == "adopt"
-    assert result.best["speedup"] == pytest.approx(2 * without.best["speedup"], rel=0.01)
-    assert result.best["intervals"]["speedup"][0] == pytest.approx(result.best["speedup"])
-    assert result.reasons[0]["code"] == "variant"
-    assert "over the answer without the variant" in result.reason
-    assert load_policy(made.study_dir / "best.yaml").evidence["variant"] == "pays: --pays"
-    tried = [run for run in made.records if run.variant]
-    assert tried
-    assert all(run.kind == "variant" and run.name.endswith(" under pays") for run in tried)
 
 
 def test_a_variant_that_gains_nothing_changes_no_answer(here: Path) -> None:  # noqa: F811
