@@ -19,8 +19,7 @@ def verdict_lines(result: SearchResult) -> list[str]:
 def variant_cells(result: SearchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return headings and rows of how each variant of the script's arguments went."""
     rows: list[tuple[str, ...]] = [
-        (f"{row['name']}: {row['arguments']}", row["status"], row["reason"])
-        for row in result.variants
+        (f"{row['name']}: {row['arguments']}", row["status"], row["reason"]) for row in result.variants
     ]
     return ("variant", "", "why"), rows
 

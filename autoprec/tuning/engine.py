@@ -49,7 +49,6 @@ from autoprec.tuning.phases.answer import (
     with_size,
     with_unknown,
 )
-from autoprec.tuning.phases.concluded import asked, keep_answer, kept_answer
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
@@ -76,7 +75,6 @@ ONE_THREAD = (
     "trials run on one thread each (OMP_NUM_THREADS=1), so speed-ups are those of one; with more a step, and what it "
     "gains, may be others"
 )
-AS_BEFORE = "the study had converged, and nothing else is asked of it: nothing was run, and this is the answer it gave"
 STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
 
 
@@ -116,7 +114,6 @@ class Search:
         self._started = time.monotonic() if started is None else started
         self._calibration: dict[str, Any] | None = None
         self._store: StudyStore | None = None
-        self._info: SearchInfo | None = None
         self._variants: list[dict[str, Any]] = []
 
     @property
@@ -207,9 +204,7 @@ class Search:
 
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
         if self.options.resume:
-            store = self._open_store(stack)
-            if (answered := self._answered(store)) is not None:
-                return answered
+            self._open_store(stack)
         self.listener.phase("script", self.command.label)
         if self._unnamed and is_numbered(self.options.study):
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
@@ -238,8 +233,7 @@ class Search:
         ledger.variants = self._variants
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
         runner = PairedRunner(setup, pool, ledger)
-        self._info = self._introduction(setup, store)
-        self.listener.started(self._info)
+        self.listener.started(self._introduction(setup, store))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
         if chosen := setup.backends_text(self._calibration):
@@ -324,19 +318,6 @@ class Search:
         thread.start()
         return thread
 
-    def _answered(self, store: StudyStore) -> SearchResult | None:
-        """Return the answer of a study that had converged, where it is asked nothing else; None where it may go on."""
-        kept = kept_answer(self.study_dir, asked(self.options, self.command), len(store.records))
-        if kept is None:
-            return None
-        info, self.graph, result, policy = kept
-        self.listener.started(SearchInfo(**info, **self._of_options(store)))
-        self.listener.note(AS_BEFORE)
-        self.listener.phase("answer")
-        result = replace(result, policy=self._emit(policy), notes=(*result.notes, AS_BEFORE))
-        self.listener.finished(result)
-        return result
-
     def _open_store(self, stack: ExitStack) -> StudyStore:
         url = self.options.storage or default_storage(self.study_dir)
         # killed before the study's first transaction, unless the graph is there, which is written after it
@@ -390,19 +371,13 @@ class Search:
             model=graph.model,
             groups={group.name: group.layers for group in setup.problem.groups},
             notes=(*host.notes, *graph.notes),
-            **self._of_options(store),
+            study_dir=str(self.study_dir),
+            storage=store.url,
+            trials=self.options.trials,
+            resume_command=self.options.resume_command(stored=True),
+            options={key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
+            folder=str(self.command.folder),
         )
-
-    def _of_options(self, store: StudyStore) -> dict[str, Any]:
-        """Return what is reported at the start without looking at the script."""
-        return {
-            "study_dir": str(self.study_dir),
-            "storage": store.url,
-            "trials": self.options.trials,
-            "resume_command": self.options.resume_command(stored=True),
-            "options": {key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
-            "folder": str(self.command.folder),
-        }
 
     def _finish(
         self, setup: Setup, ledger: Ledger, answer: Decision, bound_speedup: float, *, one_worker: bool
@@ -416,9 +391,6 @@ class Search:
             setup, ledger, answer, bound_speedup=bound_speedup, policy_path=path, one_worker=one_worker
         )
         save_front(setup, ledger, result)
-        if self._info is not None:
-            question = asked(self.options, self.command)
-            keep_answer(self.study_dir, question, self._info, result, len(ledger.store.records))
         self.listener.finished(result)
         return result
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from typing import Any
 
 from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
-from autoprec.cost.calibrate.cpu import cpu_model
 from autoprec.errors import UsageError
-from autoprec.precision.hardware import Target, by_device_name, cpu_instructions, target
+from autoprec.precision.hardware import Target, by_device_name, target
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.workers.slots import listed_gpus
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def resolve_target(name: str, device: str) -> tuple[Target, bool]:
@@ -92,13 +86,3 @@ def calibration_here(options: SearchOptions, device: str) -> dict[str, Any] | No
     found, here = resolve_target(options.target, device)
     document = kept_calibration(device) if here and not found.is_cpu else None
     return document if document is not None and document.get("target") == found.name else None
-
-
-def devices_here() -> dict[str, Any]:
-    """Return what a measurement on this machine is bound to: its processor, its GPUs, and which of them are visible.
-
-    Nothing is initialised. GPUs that ``nvidia-smi`` does not list (AMD's) are known by what is visible alone.
-    """
-    seen = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
-    cpu = {"cpu": cpu_model(), "instructions": cpu_instructions()}
-    return {"machine": platform.node(), **cpu, "gpus": listed_gpus(), "visible": seen}

@@ -19,7 +19,7 @@ from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.tuning.engine import AS_BEFORE, Search
+from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
@@ -367,35 +367,6 @@ def test_a_policy_near_the_budget_gets_more_seeds_while_its_gain_pays_for_them(h
     finalists = [record for record in made.records if record.kind == "finalist"]
     assert len(finalists) >= 3
     assert result.verdict == "adopt"
-
-
-def test_a_search_that_converged_says_so_when_it_is_resumed(mine: Searched) -> None:
-    first, simulated = mine.result, script()
-    made, again = search(simulated, options(study="mine", resume=True))
-    assert simulated.calls == []  # the script is not even started, nor is its reference measured again
-    assert again.stopped == first.stopped
-    assert again.stopped.startswith("converged after")
-    assert again.reason == first.reason
-    assert AS_BEFORE in again.notes
-    assert len(made.records) > first.trials["complete"]
-    assert made.graph is not None
-
-
-@pytest.mark.parametrize("change", [{"seeds": 8}, {"max_gradient_error": 0.2}, {"max_memory": 10**12}])
-def test_a_search_that_converged_goes_on_where_it_is_asked_something_else(
-    mine: Searched, change: dict[str, object]
-) -> None:
-    simulated = script()
-    _, again = search(simulated, options(study="mine", resume=True, **change))
-    assert simulated.calls
-    assert AS_BEFORE not in again.notes
-
-
-def test_the_answer_of_a_converged_search_is_written_where_the_resumed_one_is_told_to(mine: Searched) -> None:
-    _, again = search(script(), options(study="mine", resume=True, trials=40, output="elsewhere.yaml"))
-    assert AS_BEFORE in again.notes
-    assert again.policy == "elsewhere.yaml"
-    assert load_policy("elsewhere.yaml") == load_policy(mine.result.policy)
 
 
 def test_when_every_fast_finalist_fails_a_safer_one_is_found(here: Path) -> None:

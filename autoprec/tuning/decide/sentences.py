@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoprec.support.units import counted, memory_text, percent_text, speed_text
+from autoprec.support.units import counted, memory_text, speed_text
 from autoprec.tuning.study.run import METRICS, noise_text
 
 #: A gain over the best preset below this is too small to matter to anybody.
