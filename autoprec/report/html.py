@@ -11,10 +11,9 @@ from autoprec.export import exact_target
 from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
-from autoprec.report.parallel import parallel_chart
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS
-from autoprec.report.summary import Summary, important, summarise
+from autoprec.report.summary import Summary, summarise
 from autoprec.report.text import cost_text, variant_cells, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
@@ -127,9 +126,7 @@ def _trials(result: SearchResult, records: Sequence[Run]) -> str:
 def _reasons(result: SearchResult) -> str:
     layers = result.explanation.get("layers", ())
     why = [("", (str(row["layers"]), str(row["text"]))) for row in layers]
-    shares = [("", (name, time, gap)) for name, time, gap in important(result)]
-    out = _table(("layers", "why"), why) if why else ""
-    return out + (_table(("decision", "of what moves time", "of what moves divergence"), shares) if shares else "")
+    return _table(("layers", "why"), why) if why else ""
 
 
 def _words(result: SearchResult) -> str:
@@ -158,8 +155,6 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  _table((*titles, "figures"), comparison)),
         _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
                  "that no other beats on both axes.", _figure(pareto_chart(summary))),
-        _section("What was decided, and what came of it", "A line is a policy; the decisions that moved time and "
-                 "divergence most come first, and \"Why\" below has their shares.", parallel_chart(summary)),
         _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "
                  "same data.", _figure(loss_chart(summary))),
         _section("Distance from the reference", "Inside the band a difference means nothing.",

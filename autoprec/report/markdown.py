@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoprec.report.summary import important, summarise
+from autoprec.report.summary import summarise
 from autoprec.report.text import cost_text, variant_cells, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
@@ -33,15 +33,9 @@ def comparison(result: SearchResult) -> list[str]:
 
 
 def why(result: SearchResult, most: int | None = None) -> list[str]:
-    """Return as lines why each kind of layer got its precision (the first ``most`` kinds), and what mattered."""
-    layers, decisions = result.explanation.get("layers", ()), important(result)
-    lines = ["", "## Why", ""] if layers or decisions else []
-    if layers:
-        lines += _table(("layers", "why"), [(f"`{row['layers']}`", str(row["text"])) for row in layers[:most]])
-    if decisions:
-        shares = [(f"`{name}`", time, gap) for name, time, gap in decisions]
-        lines += ["", *_table(("decision", "of what moves time", "of what moves divergence"), shares)]
-    return lines
+    """Return as lines why each kind of layer got its precision (the first ``most`` kinds)."""
+    rows = [(f"`{row['layers']}`", str(row["text"])) for row in result.explanation.get("layers", ())[:most]]
+    return ["", "## Why", "", *_table(("layers", "why"), rows)] if rows else []
 
 
 def markdown(result: SearchResult, records: Sequence[Run]) -> str:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoprec.tuning.decide.explain import error_share
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.rows import Row, number, source_of
@@ -113,15 +112,6 @@ def _saved_share(result: SearchResult) -> float | None:
     if speedup and plain and over:  # on a GPU hours are counted in 16 bit, not in fp32
         speedup *= over / plain
     return 1 - 1 / speedup if result.verdict == "adopt" and speedup and speedup > 1 else None
-
-
-def important(result: SearchResult) -> list[tuple[str, str, str]]:
-    """Return (decision, share of what moves time, share of what moves divergence) of decisions that moved either.
-
-    A share of less than one percent says nothing that noise would not.
-    """
-    rows = [d for d in result.explanation.get("importance", ()) if max(d["time_share"], d["error_share"]) >= 0.01]
-    return [(str(d["name"]), f"{d['time_share']:.0%}", error_share(d)) for d in rows]
 
 
 def summarise(result: SearchResult, records: Sequence[Run]) -> Summary:

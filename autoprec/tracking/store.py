@@ -233,8 +233,7 @@ class Store:
         }
         limits = limits_of(result, self.info)
         self._log(self.run_id, params=limits, metrics=metrics, tags=tags)
-        important = [safe_key(f"layer/{row['name'][6:]}") for row in result.explanation.get("importance", ())]
-        self._share_view(telling_params(self._params, important))
+        self._share_view(telling_params(self._params))
 
     def _register(self, name: str) -> None:
         """Register the policy in the model registry, a version per study; a store without one goes without."""

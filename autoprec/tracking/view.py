@@ -46,16 +46,14 @@ def _filter(study: str) -> str:
     return f"tags.`autoprec.row` = 'policy' AND tags.`autoprec.study` = {quote_mark}{study}{quote_mark}"
 
 
-def telling_params(runs: Sequence[Mapping[str, str]], important: Sequence[str] = ()) -> list[str]:
-    """Return the parameters worth an axis: those whose value differs between runs, the important ones first.
+def telling_params(runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the parameters worth an axis: the first of those whose value differs between runs.
 
     Args:
         runs: parameters of each policy, by the name MLflow has for them.
     """
     names = dict.fromkeys(name for run in runs for name in run)
-    varied = [name for name in names if len({run[name] for run in runs if name in run}) > 1]
-    order = {name: place for place, name in enumerate(important)}
-    return sorted(varied, key=lambda name: order.get(name, len(order)))[:MOST_PARAMS]
+    return [name for name in names if len({run[name] for run in runs if name in run}) > 1][:MOST_PARAMS]
 
 
 def _chart(kind: str, number: int, **settings: Any) -> dict[str, Any]:

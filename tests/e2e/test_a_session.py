@@ -153,7 +153,6 @@ def test_a_resumed_search_repeats_nothing(searched: Outcome) -> None:
     assert after["stopped"].startswith(("converged after", "ran all", "exhausted"))
     ended = before["stopped"].startswith(("converged", "exhausted"))  # else times are noisy: one more may be worth it
     assert before["complete"] <= after["complete"] <= before["complete"] + (0 if ended else 1)
-    assert any("nothing was run" in note for note in again.json()["notes"]) == ended
     assert (after["failed"], after["pruned"]) == (before["failed"], before["pruned"])
 
 

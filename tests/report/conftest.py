@@ -98,10 +98,3 @@ def broken(result: SearchResult, records: list[Run]) -> tuple[SearchResult, list
     nan = float("nan")
     found = replace(result, best={**result.best, "divergence": nan, "memory_bytes": None})
     return found, [replace(r, losses=(nan, *r.losses[1:])) for r in records]
-
-
-@pytest.fixture
-def unimportant(result: SearchResult) -> SearchResult:
-    """A search in which nothing but noise told one decision from another."""
-    noise = {"name": "fp8.amax_history_len", "time_share": 0.0, "error_share": 0.001}
-    return replace(result, explanation={"layers": (), "importance": [noise]})

@@ -18,7 +18,6 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Run
     assert "## The front" in text
     assert "has paid for itself in a run that would have taken 2.5 min" in text
     assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in text
-    assert "| `layer:h.0.mlp` | 50% | 25% |" in text
     assert "## Why" not in markdown(replace(result, explanation={}), records)
     for line in text.splitlines():
         if line.startswith("|"):
@@ -48,7 +47,3 @@ def test_a_verdict_from_the_cost_model_alone_shows_no_candidate(modelled_stay: S
 
 def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[Run]]) -> None:
     assert "nan" not in markdown(*broken).lower().replace("is nan", "")
-
-
-def test_decisions_without_an_effect_are_not_called_important(unimportant: SearchResult, records: list[Run]) -> None:
-    assert "amax_history_len" not in markdown(unimportant, records)

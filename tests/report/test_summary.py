@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoprec.report.summary import important, summarise
+from autoprec.report.summary import summarise
 from autoprec.report.text import cost_text
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
@@ -67,11 +67,6 @@ def test_the_noise_band_is_as_wide_as_the_noise_run_at_each_step(result: SearchR
 
 def test_failures_tell_how_they_ended(result: SearchResult, records: list[Run]) -> None:
     assert summarise(result, records).failures == (("trial 7", "diverged: loss is NaN"),)
-
-
-def test_a_decision_below_one_percent_is_not_important(result: SearchResult, unimportant: SearchResult) -> None:
-    assert important(unimportant) == []
-    assert important(result) == [("layer:h.0.mlp", "50%", "25%")]
 
 
 def test_what_is_saved_is_told_against_the_16_bit_run() -> None:

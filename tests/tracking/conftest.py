@@ -76,7 +76,6 @@ def make_result(records: list[Run]) -> SearchResult:
         budget={"max_divergence": 0.0025},
         explanation={
             "layers": [{"layers": "h.*.mlp (2)", "choice": "fp8", "text": "fp8: saves 3 ms | adds little"}],
-            "importance": [{"name": "layer:h.0.mlp", "time_share": 0.5, "error_share": 0.25}],
         },
     )
 

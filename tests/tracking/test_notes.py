@@ -18,7 +18,6 @@ def test_the_winner_table_comes_first(result: SearchResult) -> None:
     assert "/somewhere" not in "\n".join(lines)
     assert "autoprec run --policy policy.yaml train.py" in lines
     assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in lines
-    assert "| `layer:h.0.mlp` | 50% | 25% |" in lines
 
 
 @pytest.mark.parametrize(

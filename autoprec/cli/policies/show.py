@@ -221,7 +221,6 @@ def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     for phase in policy.phases:
         _print_facts(console, f"from {phase.label}", _changes(phase))
     sections = {"backends": "who runs the GEMMs, where it is installed", "why": "why"}
-    sections["mattered"] = "decisions that mattered most"
     _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in sections})
     for name, title in sections.items():
         told = policy.evidence.get(name)

@@ -73,13 +73,12 @@ def test_shares_are_told_in_percent_all_of_them() -> None:
     assert _value("gain_over_preset", -0.28) == "-28%"
 
 
-def test_why_and_what_mattered_have_sections_of_their_own(policy_file: Path) -> None:
+def test_why_has_a_section_of_its_own(policy_file: Path) -> None:
     text = policy_file.read_text(encoding="utf-8")
-    told = "seeds: 4, why: {blocks.*.fc: 'fp8: saves 2 ms'}, mattered: {head: 60% of what moves time}}"
+    told = "seeds: 4, why: {blocks.*.fc: 'fp8: saves 2 ms'}}"
     policy_file.write_text(text.replace("seeds: 4}", told), encoding="utf-8")
     shown = squeezed(autoprec("show", policy_file).out)
     assert "why blocks.*.fc fp8: saves 2 ms" in shown
-    assert "decisions that mattered most head 60% of what moves time" in shown
     assert "why" not in squeezed(shown.split("evidence")[1].split("why blocks")[0])
 
 

@@ -114,22 +114,7 @@ class _Fit:
         return known @ self._weights, np.maximum(variance, 0.0)
 
 
-class _Model:
-    """What both models share: regressions, and how likely each of them is."""
-
-    _fits: list[_Fit]
-    _weights: Vector
-    _features: int
-
-    def _sd_at(self, rows: FloatTable) -> Vector:
-        return np.asarray(np.sqrt(self._weights @ np.array([fit.at(rows)[1] for fit in self._fits])))
-
-    def parameter_sd(self) -> Vector:
-        """Return ``[K]``: how uncertain each parameter feature's effect is (on ln(D), or in the table's unit)."""
-        return self._sd_at(np.eye(self._features, len(self._fits[0].sd), 1))
-
-
-class DivergenceModel(_Model):
+class DivergenceModel:
     """Posterior of the divergence; see the module's docstring.
 
     Args:
@@ -218,17 +203,8 @@ class DivergenceModel(_Model):
         squares = scale * self._error2 * np.exp(np.clip(2 * shift, -12.0, 12.0))
         return np.where(self._allowed, squares, np.inf), scale, theta[1:start]
 
-    def entry_sd(self, error2: FloatTable) -> Vector:
-        """Return ``[G]``: how uncertain the logarithm of the variance is that each group's largest error brings."""
-        columns, g = np.where(np.isfinite(error2), error2, -1.0).argmax(axis=1), len(error2)
-        at = 1 + self._features + columns, 1 + self._features + self._choices * (1 + np.arange(g)) + columns
-        rows = np.zeros((g, len(self._fits[0].sd)))
-        for column in at:
-            rows[np.arange(g), column] = 1.0
-        return 4.0 * self._sd_at(rows)  # D**2 is a variance, and the error enters it squared
 
-
-class LinearModel(_Model):
+class LinearModel:
     """Posterior of an additive quantity (step time in ms, memory in bytes) per group, choice and parameter value.
 
     ``value = base + sum_g table[g, i_g] * (1 + factor of the choice + factor of the entry) + parameters``: a recipe may
@@ -254,7 +230,7 @@ class LinearModel(_Model):
         factors = np.repeat([trust, 0.15 * trust], [table.shape[1], table.size])
         self._sd = np.concatenate([[0.3 * self.scale], effect, factors])
         self._noise = max(noise, 1e-4) * self.scale
-        self._fits, self._weights = [_Fit(self._sd)], np.ones(1)
+        self._fit = _Fit(self._sd)
 
     def _start(self, points: Points) -> tuple[FloatTable, Vector]:
         """Return the regressors ``[N, P]`` of points, and their prior mean ``[N]``."""
@@ -266,16 +242,16 @@ class LinearModel(_Model):
         """Refit to runs, of values ``[N]`` (NaN where there is none)."""
         rows, prior = self._start(points)
         kept = np.isfinite(values)
-        self._fits = [_Fit(self._sd, rows[kept], (values - prior)[kept], np.eye(int(kept.sum())) * self._noise**2)]
+        self._fit = _Fit(self._sd, rows[kept], (values - prior)[kept], np.eye(int(kept.sum())) * self._noise**2)
 
     def predict(self, points: Points) -> tuple[Vector, Vector]:
         """Return mean and standard deviation ``[N]`` of points."""
         rows, prior = self._start(points)
-        mean, variance = self._fits[0].at(rows)
+        mean, variance = self._fit.at(rows)
         return prior + mean, np.sqrt(variance)
 
     def mean(self) -> tuple[FloatTable, float, Vector]:
         """Return the most likely (table ``[G, C]``, base, parameter effects ``[K]``)."""
-        c, k, theta = self._table.shape[1], self._features, self._fits[0].coefficients
+        c, k, theta = self._table.shape[1], self._features, self._fit.coefficients
         table = self._table * (1.0 + theta[1 + k : 1 + k + c] + theta[1 + k + c :].reshape(-1, c))
         return np.where(self._allowed, table, np.inf), self._base + float(theta[0]), self._prior + theta[1 : 1 + k]
