@@ -1,9 +1,12 @@
-"""A duel: the step times of several policies against the reference's, in one process and beside each other.
+"""A duel: the step times of several policies against the reference's, beside each other.
 
-Step times of two processes, a minute apart, differ by up to a quarter on a busy machine, however many steps each has.
-Here blocks of a few steps take turns in random order, policies are put on and taken off between them, and of each round
-the ratio of the two blocks is taken: what slows one of them slows the other as well. The median of these ratios has a
-95 % interval (:mod:`autoprec.trial.intervals`), and a duel goes on until that is narrow enough.
+Step times of two runs, a minute apart, differ by up to a quarter on a busy machine, however many steps each has. Here
+blocks of a few steps take turns in random order, and of each round the ratio of two blocks is taken: what slows one of
+them slows the other as well. The median of these ratios has a 95 % interval (:mod:`autoprec.trial.intervals`), and a
+duel goes on until that is narrow enough.
+
+This is the duel in one process, of scripts that cannot be forked (CUDA, several ranks) or that compile: policies are
+put on and taken off between blocks. Of all others each contender has a process (:mod:`autoprec.trial.inside.lanes`).
 
 The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold, and
 what compiles does so once. The model is trained on by all of them, so a duel's losses mean nothing.
@@ -15,7 +18,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from autoprec.applying.compiling import cache_graphs, compile_by_block, compile_whole_by_block, is_compiled
@@ -31,9 +34,9 @@ from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
-_BLOCK_S, _MOST_STEPS = 0.5, 32
+BLOCK_S, MOST_STEPS = 0.5, 32
 #: Steps that go by untimed after an exchange, and the first time that a policy is on.
-_SETTLING, _SETTLING_FIRST = 1, 2
+SETTLING, SETTLING_FIRST = 1, 2
 #: Steps that a policy may go on compiling before it is timed all the same.
 _MOST_SETTLING = 40
 #: Rounds and steps of a block where several ranks must all do the same: none looks at its own clock.
@@ -64,7 +67,7 @@ class Duel:
         self._round: dict[str, float] = {}
         self._order: list[str] = []
         self._lane, self._seen = REFERENCE, {REFERENCE}
-        self._settle, self._since, self._timed = _SETTLING_FIRST, 0, 0
+        self._settle, self._since, self._timed = SETTLING_FIRST, 0, 0
         self._block = _RANKED_STEPS if self._ranked else 0  # 0: not known before a step was timed
         self._random = random.Random(0)
         self._began, self._own = time.monotonic(), time.process_time()
@@ -105,8 +108,8 @@ class Duel:
         if not self._block:  # the first settled step tells how long one takes
             step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
             within = math.inf if self._spec.within_s is None else self._spec.within_s
-            block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
-            self._block = max(1, min(_MOST_STEPS, math.ceil(block_s / step_s)))
+            block_s = min(BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
+            self._block = max(1, min(MOST_STEPS, math.ceil(block_s / step_s)))
         elif self._timed < self._block:
             return
         else:
@@ -141,28 +144,41 @@ class Duel:
         lane, self._timed = self._order.pop(), 0
         if lane != self._lane:
             self._lanes[lane].put()
-            self._settle, self._since = _SETTLING if lane in self._seen else _SETTLING_FIRST, loop.steps
+            self._settle, self._since = SETTLING if lane in self._seen else SETTLING_FIRST, loop.steps
             self._seen.add(lane)
         self._lane = lane
 
     def _is_known(self, loop: Loop) -> bool:
-        """Say whether it is enough; who is known well enough, or surely slower than another, is timed no more."""
+        """Say whether it is enough; a policy that is known well enough is timed no more."""
         if self._ranked:
             return len(self._rounds) >= _RANKED_ROUNDS
-        known = {name: median_interval(ratios) for name in self._lanes if (ratios := ratios_of(self._rounds, name))}
-        best = max((low for _, low, _ in known.values()), default=0.0)
-        for name, (middle, low, high) in known.items():
-            if high - low <= 2 * self._spec.precision * middle or (len(self._rounds) >= _ENOUGH_ROUNDS and high < best):
-                del self._lanes[name]
-        return self._is_late() or len(self._lanes) < 2 or not math.isfinite(loop.last_loss)
+        for name in self._lanes.keys() - {REFERENCE, *undecided(self._rounds, self._lanes, self._spec.precision)}:
+            del self._lanes[name]
+        late = is_late(self._spec, time.process_time() - self._own, self._began)
+        return late or len(self._lanes) < 2 or not math.isfinite(loop.last_loss)
 
-    def _is_late(self) -> bool:
-        """Say whether the time is used up: that of this process, or on a busy machine that on the clock."""
-        within, own_s = self._spec.within_s, time.process_time() - self._own
-        if within is None:
-            return False
-        most = within if self._spec.on_the_clock else _BUSY * within
-        return own_s > within or time.monotonic() - self._began > most
+
+def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: float) -> list[str]:
+    """Return those of some policies whose speed is not known well enough, nor surely below that of another."""
+    ratios = {name: ratios_of(rounds, name) for name in names if name != REFERENCE}
+    known = {name: median_interval(found) for name, found in ratios.items() if found}
+    best = max((low for _, low, _ in known.values()), default=0.0)
+
+    def is_open(name: str) -> bool:
+        if name not in known:
+            return True
+        middle, low, high = known[name]
+        return high - low > 2 * precision * middle and not (len(rounds) >= _ENOUGH_ROUNDS and high < best)
+
+    return [name for name in ratios if is_open(name)]
+
+
+def is_late(spec: TrialSpec, own_s: float, began: float) -> bool:
+    """Say whether a duel's time is used up: its processes' own, or on a busy machine that on the clock."""
+    if spec.within_s is None:
+        return False
+    most = spec.within_s if spec.on_the_clock else _BUSY * spec.within_s
+    return own_s > spec.within_s or time.monotonic() - began > most
 
 
 def ratios_of(rounds: list[dict[str, float]], name: str) -> list[float]:

@@ -165,11 +165,17 @@ class Trial:
 
     def _duel(self) -> None:
         from autoprec.trial.inside.duel import Duel
+        from autoprec.trial.inside.lanes import Lanes
 
+        self._begun = time.monotonic()
+        if self._may_fork and self.spec.side_by_side > len(self.spec.probes) and not is_compiled(self.found.root):
+            payload = Lanes(self.spec, self.found, self.hooks, self.on_exit, self._beat).run()
+            if payload is not None:  # None in a contender, which goes on into the forward
+                self._answered(payload)
+            return
         duel = Duel(self.spec, self.found, self._answered, self._beat)
         self.loop = self.hooks.events = duel.loop
         self.on_exit(duel.end)
-        self._begun = time.monotonic()
         duel.begin()
 
     def _note_warnings(self) -> None:

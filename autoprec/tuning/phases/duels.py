@@ -1,9 +1,10 @@
-"""Duels of a search: the speed of whatever decides is timed beside the script's own, in one process.
+"""Duels of a search: the speed of whatever decides is timed beside the script's own, block by block.
 
 What two trials measured a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
 that people write by hand, what would be adopted, and what is tied with it) is timed again in blocks of steps that take
-turns (:mod:`autoprec.trial.inside.duel`), and its speed-up has a 95 % interval from then on. A duel is a run of its own
-in the study; its losses mean nothing, and what the loss says of a policy comes from paired trials.
+turns, each contender in a process of its own (:mod:`autoprec.trial.inside.lanes`) or, where the script cannot be
+forked, all in one (:mod:`autoprec.trial.inside.duel`); its speed-up has a 95 % interval from then on. A duel is a run
+of its own in the study; its losses mean nothing, and what the loss says of a policy comes from paired trials.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
 _PROCESSES, _STEPS, _WARMUP = 4, 6, 2
-#: Policies of one duel: each holds its compiled graphs.
+#: Contenders have a process each where they need less than this share of the memory that is free.
+_OF_FREE_MEMORY = 0.5
+#: Policies of one duel: each holds its compiled graphs, or a model.
 MOST_AT_ONCE = 4
 
 
@@ -96,10 +99,11 @@ class Duels:
         within = self._seconds(len(wanted), kept_s)
         self._tried |= {run.name for run in wanted}
         began = time.time(), time.monotonic()
-        together = [run for run in wanted if can_be_exchanged(run.policy)]
+        forks = self._can_fork(wanted)
+        together = [run for run in wanted if forks or can_be_exchanged(run.policy)]
         rounds, failure = timed_together(
             self._runner.duel,
-            self._runner.spec(self._setup.reference_policy()),
+            self._runner.spec(self._setup.reference_policy(), side_by_side=len(wanted) + 1 if forks else 1),
             {run.name: run.policy for run in together},
             within,
             on_the_clock=self._setup.options.budget_s is not None,
@@ -117,9 +121,16 @@ class Duels:
             self._ledger.cut("the time budget ended a duel before it had an interval")
         if found:
             told = ", ".join(f"{one.name} {one['speedup']:.3g}x {interval_text(one)}" for one in found)
-            self._ledger.listener.note(f"timed beside the script in one process: {told}")
+            self._ledger.listener.note(f"timed beside the script, block by block: {told}")
         self._ledger.add_seconds("duels_s", time.monotonic() - began[1])
         return bool(found)
+
+    def _can_fork(self, runs: Sequence[Run]) -> bool:
+        """Say whether each contender can have a process: nothing is compiled, and memory holds so many models."""
+        eager = all(run.policy.get("execution") != "compile" for run in runs)
+        needed = (len(runs) + 1) * self._ledger.reference.memory_bytes
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free
 
     def _seconds(self, count: int, kept_s: float) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.

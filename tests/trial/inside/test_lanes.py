@@ -1,0 +1,77 @@
+"""Contenders of a duel in processes of their own: timed apart, forked anew, and refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autoprec.policy import Policy
+from autoprec.trial.inside.duel import ratios_of
+from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
+from tests.trial.conftest import uniform
+from tests.trial.inside.test_duel import SCRIPT
+
+CRASHES = """
+    if step == 3 and model[0].weight.dtype == torch.float32 and type(model[0]) is not nn.Linear:
+        raise RuntimeError("this one fails")
+"""
+
+
+def duel(host: Any, folder: Path, steps: int, *probes: Probe, script: str = SCRIPT, **changes: Any) -> TrialResult:
+    path = folder / "train.py"
+    path.write_text(script)
+    usual: dict[str, Any] = {"within_s": 2.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
+    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", **(usual | changes))
+    with host(str(path), str(steps)) as runner:
+        result: TrialResult = runner.run(spec)
+    return result
+
+
+EMPTY, SLOW = Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8"))
+
+
+def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path) -> None:
+    result = duel(host, tmp_path, 100_000, EMPTY, SLOW)
+    assert result.ok, result.reason
+    rounds = result.payload["duel"]["rounds"]
+    _, _, slow = median_interval(ratios_of(rounds, "emulated"))
+    middle, low, high = median_interval(ratios_of(rounds, "empty"))
+    assert slow < 0.9
+    assert low <= middle <= high
+    assert 0.85 < middle < 1.15
+
+
+def test_each_contender_has_processes_of_its_own_and_after_some_rounds_others(host: Any, tmp_path: Path) -> None:
+    found = duel(host, tmp_path, 100_000, EMPTY, precision=0.0).payload["duel"]
+    assert len(found["rounds"]) > FEWEST
+    assert found["processes"] == 2 * -(-len(found["rounds"]) // FEWEST)
+
+
+def test_a_script_that_ends_is_begun_again_for_further_rounds(host: Any, tmp_path: Path) -> None:
+    """Forty steps are a block or two of each contender: not enough for an interval by themselves."""
+    result = duel(host, tmp_path, 80, EMPTY)
+    assert result.ok, result.reason
+    assert len(result.payload["duel"]["rounds"]) >= FEWEST
+
+
+def test_a_policy_that_cannot_be_applied_is_refused_and_the_others_are_timed(host: Any, tmp_path: Path) -> None:
+    wrong = Probe("wrong", uniform("fp8", match="nothing.like.this"))
+    found = duel(host, tmp_path, 100_000, EMPTY, wrong).payload["duel"]
+    assert list(found["refused"]) == ["wrong"]
+    assert "nothing.like.this" in found["refused"]["wrong"]
+    assert len(found["rounds"]) >= FEWEST
+    assert found["rounds"][0].keys() == {REFERENCE, "empty"}
+
+
+def test_a_contender_that_crashes_is_refused(host: Any, tmp_path: Path) -> None:
+    found = duel(host, tmp_path, 100_000, EMPTY, SLOW, script=SCRIPT + CRASHES).payload["duel"]
+    assert found["refused"] == {"emulated": "RuntimeError: this one fails"}
+    assert len(found["rounds"]) >= FEWEST
+
+
+def test_a_reference_that_crashes_fails_the_duel(host: Any, tmp_path: Path) -> None:
+    script = SCRIPT + "    if step == 1: raise RuntimeError('always')\n"
+    result = duel(host, tmp_path, 100_000, EMPTY, script=script)
+    assert not result.ok
+    assert "RuntimeError: always" in result.reason
