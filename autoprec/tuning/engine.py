@@ -47,7 +47,6 @@ from autoprec.tuning.phases.answer import (
     search_result,
     settled,
     with_size,
-    with_unknown,
 )
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import expected, measure_reference
@@ -257,7 +256,7 @@ class Search:
                 bound = {"bound": verdict.bound_speedup, "cause": verdict.cause}
                 answer = answer.with_reasons(Reason("only_sixteen_bit", bound))
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
-            answer = with_size(answer, setup, ledger)
+            answer = with_size(answer, setup)
         if self._chosen is not None:
             answer = answer.with_reasons(Reason("under_variant", self._chosen))
             self.listener.phase("answer")
@@ -274,7 +273,7 @@ class Search:
         self.listener.phase("sensitivity")
         table = measure_table(setup, runner, ledger)
         answer = run_study(setup, runner, ledger, table)
-        return with_unknown(settled(answer, ledger), setup, ledger)
+        return settled(answer, ledger)
 
     @property
     def _chosen(self) -> dict[str, Any] | None:

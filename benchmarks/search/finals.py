@@ -76,7 +76,8 @@ class Replay:
     def line(self, row: bytes) -> str:
         """Return what is known of a policy after its newest run."""
         at, runs = list(self.rows).index(row), self.rows[row]
-        gap, upper, chance = runs[-1], self.now.standings[at].upper, self.now.standings[at].chance
+        gap, upper = runs[-1], self.now.standings[at].upper
+        chance = self.expectation.outlook(self.expectation.points([self.case.params(row)])).chance[0]
         accepted = "accepted" if at in self.now.accepted else ""
         name = f"trial {at}" if at else "all bf16"
         slower = self.case.time(row) / self.case.time(self.case.baseline)

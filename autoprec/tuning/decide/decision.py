@@ -64,7 +64,6 @@ class Standing:
         caveat: why the loss could not judge it and what did instead; None when it could.
         final: no further seed can change the rejection: it breaks a limit that is not that of the loss.
         by_loss: the rejection is what the loss says, whatever else there is.
-        chance: of turning out acceptable.
         low, high: 95 % interval of the speed-up, where it was timed in a duel; the model's bounds where ``modelled``.
     """
 
@@ -83,7 +82,6 @@ class Standing:
     caveat: Reason | None = None
     final: bool = False
     by_loss: bool = False
-    chance: float = 0.0
     low: float | None = None
     high: float | None = None
     modelled: bool = False
@@ -392,13 +390,8 @@ def _merit(one: Standing, objective: str, reference_memory: float) -> float:
 
 def _no_gain(one: Standing, merit: float, timing_noise: float) -> Reason:
     """Say why the best acceptable policy is not adopted: it is slower, or its gain cannot be told from noise."""
-    best = {"name": one.name, "merit": merit}
-    if one.timed:
-        return Reason("duel_lost", {"name": one.name, "speedup": one.speedup, "low": one.low, "high": one.high})
-    if merit < 1.0 - timing_noise:
-        return Reason("slower", best)
-    known = timing_noise >= _LEAST_TIMED
-    return Reason("within_timing_noise", best | {"noise": timing_noise}) if known else Reason("no_modelled_gain", best)
+    data: dict[str, Any] = {"name": one.name, "merit": merit, "noise": timing_noise}
+    return Reason("no_gain", data | ({"low": one.low, "high": one.high} if one.timed else {}))
 
 
 def _safety(one: Standing, merit: float) -> tuple[float, float, bool, float]:
@@ -440,24 +433,3 @@ def _why_not(one: Standing, rules: Rules, fewest: int) -> Reason | None:
     if one.rejection and (one.seeds >= fewest or not rules.uninformative or rules.breaks(one)):
         return one.rejection
     return Reason("few_seeds", {"seeds": one.seeds, "needed": fewest}) if one.seeds < fewest else None
-
-
-def fastest_not_taken(
-    reasons: Mapping[str, Reason], tried: Sequence[Standing], sixteen_bit: float | None
-) -> tuple[Reason, ...]:
-    """Return what to add to a decision about the fastest of :func:`faster_ones`; nothing where there is none.
-
-    Args:
-        reasons: by name, the fastest first.
-        sixteen_bit: speed-up of the best 16-bit run, which gains are told against; None on a CPU.
-    """
-    name = next(iter(reasons), None)
-    if name is None:
-        return ()
-    one = next(one for one in tried if one.name == name)
-    plain, bounds = sixteen_bit or 1.0, _bounds_over_16bit(one) if sixteen_bit else None
-    if bounds is None and one.low is not None and one.high is not None:
-        bounds = [one.low / plain, one.high / plain]
-    data = {"name": name, "speedup": one.speedup, "sixteen_bit": sixteen_bit, "bounds": bounds}
-    data |= {"modelled": one.modelled, "runs": one.seeds}
-    return (Reason("faster_not_taken", data | {"why": reasons[name], "more": len(reasons) - 1}),)

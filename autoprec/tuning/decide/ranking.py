@@ -57,8 +57,8 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     points = expectation.points([params for params, _ in entrants])
     outlook = expectation.outlook(points)
     standings = tuple(
-        rules.judge(replace(one, upper=None if blank else float(upper), chance=float(chance)))
-        for (_, one), upper, chance in zip(entrants, outlook.upper, outlook.chance, strict=True)
+        rules.judge(replace(one, upper=None if blank else float(upper)))
+        for (_, one), upper in zip(entrants, outlook.upper, strict=True)
     )
     accepted = tuple(i for i, one in enumerate(standings) if not one.rejection and one.seeds >= fewest)
     best = expectation.best_cost = min((float(outlook.cost[i]) for i in accepted), default=None)

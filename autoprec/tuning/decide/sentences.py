@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoprec.support.units import counted, memory_text, speed_text
-from autoprec.tuning.study.run import METRICS, noise_text
+from autoprec.support.units import memory_text, speed_text
+from autoprec.tuning.study.run import LEAST_NOISE, noise_text
 
 #: A gain over the best preset below this is too small to matter to anybody.
 ENOUGH = 0.005
@@ -69,12 +69,12 @@ def _apart(value: float, limit: float, unit: str = "") -> str:
 
 
 # --- the loss cannot judge -------------------------------------------------------------------------------------------
-def _noise_beyond_budget(floor: float, reach: float, budget: float, them: bool = False) -> str:
+def _noise_beyond_budget(floor: float, reach: float, budget: float) -> str:
     up_to = f" (up to {reach:.3%} at 95 % confidence)" if floor <= budget else ""
-    why = f"by {floor:.3%}{up_to}, beyond the budget of {budget:.3%}"
-    if them:
-        return f"rounding the weights once to bf16 already moves the loss {why}"
-    return f"the loss cannot judge it, because rounding the weights once to bf16 already moves it {why}"
+    return (
+        f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {floor:.3%}{up_to}, "
+        f"beyond the budget of {budget:.3%}"
+    )
 
 
 def _divergence_beyond(
@@ -156,37 +156,35 @@ def _adopted(
     )
 
 
-def _faster_not_taken(
-    name: str,
-    speedup: float,
-    sixteen_bit: float | None,
-    why: Reason,
-    more: int,
-    bounds: Sequence[float] | None = None,
-    modelled: bool = False,
-    runs: int = 0,
-) -> str:
-    gain = speed_text(speedup / (sixteen_bit or 1.0), *(bounds or ())) + (" over 16-bit" if sixteen_bit else "")
-    gain += f" in {counted(runs, 'run')}" if runs and not bounds else ""
+def _no_gain(name: str, merit: float, noise: float, low: float | None = None, high: float | None = None) -> str:
+    """Say how little a policy gains: timed beside the script, or as far as the noise of its own runs tells."""
+    best = f"the best acceptable policy ({name})"
+    if low is not None and high is not None:
+        sure = "" if high < 1.01 else "surely "
+        return f"{best} is not {sure}faster than the script as written, timed beside it: {speed_text(merit, low, high)}"
+    if merit < 1.0 - noise:
+        return f"{best} is not better than the script as written: {merit:.2f}x"
+    if noise < LEAST_NOISE:
+        return f"{best} changes nothing that counts: {merit - 1.0:+.2%} modelled"
+    return f"{best} gains {merit - 1.0:+.1%}, which is within {noise_text(noise)}"
+
+
+def _faster_not_taken(name: str, speedup: float, why: Reason, more: int) -> str:
     others = f" ({more} more are faster and were not taken: see the notes)" if more else ""
-    return f"{name} {'is modelled' if modelled else 'was measured'} as {gain}, but is not taken: {why}{others}"
+    return f"{name} is faster ({speed_text(speedup)} over the script), but is not taken: {why}{others}"
 
 
 def _over_preset(
     name: str, gain: float, measured: bool, noise: float = 0.0, low: float | None = None, high: float | None = None
 ) -> str:
-    if gain < -ENOUGH:  # cut short before the preset that it should have been compared with
-        faster = f"{1 / (1 + gain):.2f}x as fast as this policy"
-        return f"the preset {name} was not run, and is predicted to be {faster}: search longer"
     doubt = "" if measured else ", which was not run: predicted"
-    text = f"{max(0.0, gain):.1%} over the best preset ({name}{doubt})"
+    text = f"{gain:.1%} over the best preset ({name}{doubt})"
+    enough = gain < ENOUGH
     if low is not None and high is not None:
-        text += f", timed beside it: {speed_text(1 + gain, low, high)}"
-        return text if low > 1.0 else f"{text}: a preset is enough here"
-    if gain < ENOUGH:
-        return f"{text}: a preset is enough here"
-    within = gain <= noise
-    return f"{text}, within {noise_text(noise)}: a preset is enough here" if within else text
+        text, enough = f"{text}, timed beside it: {speed_text(1 + gain, low, high)}", low <= 1.0
+    elif ENOUGH <= gain <= noise:
+        text, enough = f"{text}, within {noise_text(noise)}", True
+    return f"{text}: a preset is enough here" if enough else text
 
 
 def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: float | None = None) -> str:
@@ -194,19 +192,6 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
     if speedup is None:
         return f"{text}; speed not judged: this is not the policy's target"
     return f"{speedup:.2f}x at {text}"
-
-
-def _figures(name: str, speedup: float, memory: float, low: float | None = None, high: float | None = None) -> str:
-    return f"{name} ({speed_text(speedup, low, high)}, {memory_text(memory)})"
-
-
-def _none_within(tried: int, beyond: int, limit: str, value: float) -> str:
-    if limit == "gradient_error":  # where the loss is uninformative it is not the one that was asked for
-        text = f"the limit of the gradient error, {value:.1%} of the gradient"
-    else:
-        shown = f"{value:.3%}" if limit == "divergence" else memory_text(value)
-        text = f"the limit of {METRICS[limit].label}, {shown}"
-    return f"none of {tried} measured policies is within the limits; {beyond} beyond {text}"
 
 
 def unmoved(layers: Sequence[str]) -> str:
@@ -240,19 +225,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "tied": _tied,
     # why the answer is what it is
     "none_acceptable": _none_acceptable,
-    "slower": lambda name, merit: (
-        f"the best acceptable policy ({name}) is not better than the script as written: {merit:.2f}x"
-    ),
-    "no_modelled_gain": lambda name, merit: (
-        f"the best acceptable policy ({name}) changes nothing that counts: {merit - 1.0:+.2%} modelled"
-    ),
-    "within_timing_noise": lambda name, merit, noise: (
-        f"the best acceptable policy ({name}) gains {merit - 1.0:+.1%}, which is within {noise_text(noise)}"
-    ),
-    "duel_lost": lambda name, speedup, low, high: (
-        f"the best acceptable policy ({name}) is {'not faster than' if high < 1.01 else 'not surely faster than'} the "
-        f"script as written, timed beside it: {speed_text(speedup, low, high)}"
-    ),
+    "no_gain": _no_gain,
     "adopted": _adopted,
     "faster_not_taken": _faster_not_taken,
     "under_variant": _under_variant,
@@ -271,24 +244,15 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "preset_faster": lambda name, speedup, own: f"preset '{name}' is faster ({speedup:.2f}x against {own:.2f}x)",
     # why a search has no answer, or a narrower one
     "none_measured": lambda: "no trial other than the script as written could be measured",
-    "seeds_missing": lambda **best: (
-        f"{_figures(**best)} is within the limits so far, but was not measured under the further seeds that it takes"
-    ),
-    "none_better": lambda tried, **best: (
-        f"none of {tried} measured policies is better than the script as written: the best is {_figures(**best)}"
-    ),
-    "none_within": _none_within,
-    "best_guess": lambda name, speedup, chance, low=None, high=None: (
-        f"the best guess is {name} ({speed_text(speedup, low, high)}), within the budget with {chance:.0%}"
+    "seeds_missing": lambda name, speedup, memory, low=None, high=None: (
+        f"{name} ({speed_text(speedup, low, high)}, {memory_text(memory)}) is within the limits so far, but was not "
+        "measured under the further seeds that it takes"
     ),
     "cost_model": lambda text: text,
     "interrupted": lambda: "interrupted before the finalists",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",
-    "unmoved": unmoved,
     "only_sixteen_bit": lambda bound, cause: (
         f"Only 16 bit was tried: by the cost model nothing else gains more than {bound:.2f}x over that: {cause}"
     ),
-    "does_not_fit": lambda text, fits="", memory=0.0: (
-        text + (f". The fastest run that fits is {fits} ({memory_text(memory)})" if fits else "")
-    ),
+    "does_not_fit": lambda text: text,
 }

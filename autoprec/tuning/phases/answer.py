@@ -6,7 +6,6 @@ import datetime
 import math
 import platform
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 
 from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
-from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match, save_policy
+from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, save_policy
 from autoprec.policy.known_layers import known_layers
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
@@ -23,7 +22,7 @@ from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger, rank
+from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import versions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
@@ -54,31 +53,12 @@ def settled(decision: Decision, ledger: Ledger) -> Decision:
     return replace(decision, reasons=(so_far, *others, cut))
 
 
-def with_size(decision: Decision, setup: Setup, ledger: Ledger) -> Decision:
+def with_size(decision: Decision, setup: Setup) -> Decision:
     """Return the decision with the fact, where it is one, that a device cannot hold the step of its policy."""
     if decision.run is None or setup.measured:
         return decision
-    holds = setup.target.memory_bytes
     text = too_large(decision.run.get("memory_bytes") or 0.0, setup.target, "this policy")
-    if not text:
-        return decision
-    data: dict[str, Any] = {"text": text}
-    fitting = [r for r in ledger.store.records if r.ok and r.params and 0 < (r.get("memory_bytes") or 0) <= holds]
-    if fitting:
-        fastest = max(fitting, key=lambda r: r["speedup"])
-        data |= {"fits": fastest.name, "memory": fastest["memory_bytes"]}
-    return decision.with_reasons(Reason("does_not_fit", data))
-
-
-def with_unknown(decision: Decision, setup: Setup, ledger: Ledger) -> Decision:
-    """Return the decision with the layers it lowers that no short trial could judge, named in its reasons."""
-    if decision.run is None or ledger.table is None:
-        return decision
-    policy = setup.problem.policy(decision.run.params)
-    lowered = [
-        name for name in ledger.table.hardly_moved if policy.plan_of_rule(first_match(policy.layers, name)).scaled
-    ]
-    return decision.with_reasons(Reason("unmoved", {"layers": lowered})) if lowered else decision
+    return decision.with_reasons(Reason("does_not_fit", {"text": text})) if text else decision
 
 
 def _plain(value: float) -> float:
@@ -357,21 +337,3 @@ def _baseline(setup: Setup, known: Sequence[Run]) -> str:
     """Return the name of the 16-bit run that gains are given over; empty on a CPU, and where none was measured."""
     plain = None if setup.target.is_cpu else fastest_plain(known)
     return plain.name if plain is not None else ""
-
-
-def why_nothing(setup: Setup, ledger: Ledger) -> Reason:
-    """Say why no measured trial qualifies: it gains nothing, was measured too little, or the limit that most broke."""
-    tried = [r for r in ledger.store.learned() if r.ok and not setup.problem.is_script(r.params)]
-    if not tried:
-        return Reason("none_measured")
-    fine = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
-    if fine:
-        best, known = fine[0], ledger.reference
-        script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
-        figures = {"name": best.name, "memory": best["memory_bytes"]} | best.gain
-        better = ledger.rank(best) < rank(script, setup.options.objective)
-        return Reason("seeds_missing", figures) if better else Reason("none_better", figures | {"tried": len(tried)})
-    broken = Counter(name for record in tried for name in ledger.exceeded(record))
-    worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
-    value = ledger.rules().bounds[worst]
-    return Reason("none_within", {"tried": len(tried), "beyond": count, "limit": worst, "value": value})

@@ -7,24 +7,22 @@ may be at most (:mod:`autoprec.tuning.decide.ranking`), and whose next seed is w
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoprec.policy import Policy
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
-from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
+from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.ledger import rank as rank_of
 from autoprec.tuning.paired import OVERRUN, PairedRunner
-from autoprec.tuning.phases.answer import why_nothing
 from autoprec.tuning.phases.duels import Duels, timing_noise
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
-from autoprec.tuning.phases.preset_gain import BestPreset, best_preset, over_preset
+from autoprec.tuning.phases.preset_gain import best_preset, over_preset
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
@@ -58,7 +56,6 @@ class Race:
         self._known: dict[str, Run] = {}  # duels
         self._eased: set[str] = set()
         self._is_over = False  # a run was ended for want of time
-        self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
         self.duels = Duels(setup, runner, ledger)
         self.seconds_left: Callable[[], float] = lambda: 0.0
         self.now: Ranking = self.update()
@@ -79,21 +76,14 @@ class Race:
         return len(self._seeds.unusable) >= UNUSABLE_SEEDS
 
     def runs(self) -> list[Run]:
-        """Return every run, step times of compiled blocks as runs of whole models have corrected them."""
+        """Return every run, of policies that were in a duel with its step time."""
         return [self._corrected(run) for runs in self._rows.values() for run in runs]
 
     def _corrected(self, run: Run) -> Run:
-        time = run.metrics.get("step_time_ms")
-        if time is not None and (duel := self._known.get(run.name)) is not None:
-            return run.with_metrics({"step_time_ms": duel.metrics["step_time_ms"]})
-        if time is None or is_whole(run) or not self._correction:
+        duel = self._known.get(run.name)
+        if duel is None or "step_time_ms" not in run.metrics:
             return run
-        return run.with_metrics({"step_time_ms": replace(time, value=time.value * self._factor(run))})
-
-    def _factor(self, run: Run) -> float:
-        """Return how much longer a step takes as the script compiles it than its blocks say."""
-        known = [ratio for scaled, ratio in self._correction if scaled == _is_scaled(run)]
-        return statistics.median(known) if known and not is_whole(run) else 1.0
+        return run.with_metrics({"step_time_ms": duel.metrics["step_time_ms"]})
 
     def update(self) -> Ranking:
         """Take in what was measured since, refit, and rank anew."""
@@ -103,13 +93,10 @@ class Race:
         for record in self._ledger.store.records:
             if record.kind == "finalist":
                 further.setdefault(record.name, []).append(record)
-        self._rows, self._correction, self._known = {}, [], self.duels.known()
+        self._rows, self._known = {}, self.duels.known()
         for record in self._tried:
             rows = sorted(further.get(record.name, ()), key=lambda r: r.seed)
             whole = [row for row in rows if row.seed == record.seed]  # says more of that seed than blocks did
-            if whole and whole[-1].ok and record.ok and not is_whole(record):
-                ratio = record["speedup"] / whole[-1]["speedup"]
-                self._correction.append((_is_scaled(record), ratio))
             self._rows[record.number] = [*(whole[-1:] or [record]), *(row for row in rows if row.seed != record.seed)]
         rules = self._rules()
         self.expectation.goals = replace(self.expectation.goals, uninformative=rules.uninformative is not None)
@@ -247,10 +234,8 @@ class Race:
     def _standing(self, record: Run) -> Standing:
         runs, duel = self._rows[record.number], self._known.get(record.name)
         one = Standing.of(record.name, [*runs, *([duel] if duel is not None else [])], self._error(record))
-        whole = duel is not None or any(map(is_whole, runs)) or not self._correction
-        speedup = one.speedup / (1.0 if whole else self._factor(record))
         memory, preset = one.memory_bytes or record["memory_bytes"], record.kind == "preset"
-        return replace(one, speedup=speedup, memory_bytes=memory, preset=preset, run=record)
+        return replace(one, memory_bytes=memory, preset=preset, run=record)
 
     def _decide(self) -> Decision | None:
         """Return the decision over everything measured; None where nothing was measured under enough seeds.
@@ -331,7 +316,7 @@ class Race:
         setup, ledger = self._setup, self._ledger
         decision = self._decide()
         if decision is None:
-            return Decision("stay", (why_nothing(setup, ledger), *self._best_guess()))
+            return Decision("stay", (self._why_nothing(),))
         if decision.run is not None and self._measure_error(decision.run):
             self._measure_all_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
@@ -348,29 +333,48 @@ class Race:
             ledger.note(f"{name} was rejected: {why}")
         chosen = decision.chosen
         if chosen is None:
-            return decision.with_reasons(*self._best_guess())
+            return decision
         over = over_preset(chosen, self._best_preset(chosen), self.duels, ledger.timings["timing_noise"])
         over += what_was_taken_back(setup, self.expectation, chosen, self._tried)
-        faster, not_taken = self._faster(chosen, decision.rejected)
-        return replace(decision.with_reasons(*faster, *over), not_taken=not_taken)
+        return self._with_faster(decision, chosen).with_reasons(*over)
 
-    def _faster(self, chosen: Standing, rejected: dict[str, Reason]) -> tuple[tuple[Reason, ...], dict[str, Reason]]:
-        """Return why the fastest of what was measured to be faster is not adopted, and the same of all not rejected."""
-        ledger, tried, noise = self._ledger, self.now.standings, self._ledger.timings["timing_noise"]
+    def _why_nothing(self) -> Reason:
+        """Say why nothing is acceptable where no policy was measured under enough seeds."""
+        if not self._ok:
+            return Reason("none_measured")
+        rules, script = self._rules(), self._ledger.reference
+        fine = [one for one in self.now.standings if not rules.breaks(one)]
+        if not fine:
+            first = max(self.now.standings, key=lambda one: one.speedup)
+            data = {"first": first.name, "why": first.rejection, "more": len(self.now.standings) - 1}
+            return Reason("none_acceptable", data)
+        best = min(map(_run, fine), key=self._ledger.rank)
+        figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
+        if self._ledger.rank(best) < rank_of(figures, self._setup.options.objective):
+            return Reason("seeds_missing", {"name": best.name, "memory": best["memory_bytes"]} | best.gain)
+        return Reason("no_gain", {"name": best.name, "merit": best["speedup"], "noise": 0.0})
+
+    def _with_faster(self, decision: Decision, chosen: Standing) -> Decision:
+        """Return the decision with why policies that were measured to be faster are not adopted."""
         if self._setup.options.objective != "throughput":
-            return (), {}
-        found = faster_ones(chosen, tried, self._rules(), rejected, fewest=self.fewest, timing_noise=noise)
-        others = {name: why for name, why in found.items() if name not in rejected}
+            return decision
+        noise, tried = self._ledger.timings["timing_noise"], self.now.standings
+        found = faster_ones(chosen, tried, self._rules(), decision.rejected, fewest=self.fewest, timing_noise=noise)
+        others = {name: why for name, why in found.items() if name not in decision.rejected}
         for name, why in others.items():
-            ledger.note(f"{name} is faster, but was not taken: {why}")
-        return fastest_not_taken(found, tried, sixteen_bit_speedup(self._setup, ledger.store.records)), others
+            self._ledger.note(f"{name} is faster, but was not taken: {why}")
+        for name, why in list(found.items())[:1]:
+            speedup = next(one.speedup for one in tried if one.name == name)
+            first = Reason("faster_not_taken", {"name": name, "speedup": speedup, "why": why, "more": len(found) - 1})
+            decision = decision.with_reasons(first)
+        return replace(decision, not_taken=others)
 
     def _time_what_decides(self, decision: Decision) -> bool:
         """Time in a duel what a decision rests on, and the preset that it would be told against, where that is near."""
         asked = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
         if decision.run is not None and decision.chosen is not None:
             best, noise = self._best_preset(decision.chosen), self._ledger.timings["timing_noise"]
-            preset = best.standing.run if best is not None and best.standing is not None else None
+            preset = best.run if best is not None else None
             if best is not None and preset is not None and decision.chosen.speedup <= best.speedup * (1.0 + noise):
                 asked = [decision.run, preset, *asked]
         if not self.duels.time(asked):
@@ -378,7 +382,7 @@ class Race:
         self.update()
         return True
 
-    def _best_preset(self, chosen: Standing) -> BestPreset | None:
+    def _best_preset(self, chosen: Standing) -> Standing | None:
         return best_preset(self._setup, self._ledger, self.expectation, self.now.standings, self._tried, chosen)
 
     def _take_back(self, decision: Decision) -> bool:
@@ -398,22 +402,8 @@ class Race:
             self._measure_error(done)
         return done.ok
 
-    def _best_guess(self) -> tuple[Reason, ...]:
-        """Say, where the time ended a search without an answer, how sure the best guess is."""
-        if not self._ledger.cut_short or not self.now.standings or self.expectation.goals.uninformative:
-            return ()
-        at = max(range(len(self._ok)), key=lambda i: self.now.standings[i].chance * max(self._ok[i]["speedup"] - 1, 0))
-        best, chance = self._ok[at], self.now.standings[at].chance
-        if chance < 0.05 or best["speedup"] <= 1:
-            return ()
-        return (Reason("best_guess", {"name": best.name, "chance": chance} | best.gain),)
-
 
 def _run(one: Standing) -> Run:
     """Return the first run of a policy that was tried."""
     assert one.run is not None  # only the script's standing has none
     return one.run
-
-
-def _is_scaled(record: Run) -> bool:
-    return any(recipe.scaled for recipe in Policy.model_validate(record.policy).recipes.values())

@@ -80,7 +80,6 @@ def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
         which = "policies are judged by their"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"
-            why = replace(why, data=why.data | {"them": True})
         ledger.note(f"{which} gradient error{benign}: {why}")
 
 

@@ -12,7 +12,7 @@ ADOPTED = {"name": "trial 3", "objective": "throughput", "speedup": 1.5, "diverg
 ADOPTED |= {"sixteen_bit": None, "caveat": None, "merit": 1.5, "tied": 1}
 REASONS = [
     NOISY,
-    Reason("noise_beyond_budget", {"floor": 0.0019, "reach": 0.003, "budget": 0.0025, "them": True}),
+    Reason("noise_beyond_budget", {"floor": 0.0019, "reach": 0.003, "budget": 0.0025}),
     Reason("loss_flat"),
     Reason("judged_by_gradient", {"loss": Reason("incomplete"), "error": 0.04, "limit": 0.1, "ratio": 1.5}),
     BEYOND,
@@ -25,35 +25,29 @@ REASONS = [
     Reason("tied", {"noise": 0.05}),
     Reason("tied", {"noise": 0.05, "also": Reason("incomplete")}),
     Reason("none_acceptable", {"first": "a", "why": Reason("incomplete"), "more": 2}),
-    Reason("slower", {"name": "a", "merit": 0.994}),
-    Reason("no_modelled_gain", {"name": "a", "merit": 1.0002}),
-    Reason("within_timing_noise", {"name": "a", "merit": 1.008, "noise": 0.01}),
+    Reason("no_gain", {"name": "a", "merit": 0.984, "noise": 0.01}),
+    Reason("no_gain", {"name": "a", "merit": 1.0002, "noise": 0.005}),
+    Reason("no_gain", {"name": "a", "merit": 1.008, "noise": 0.01}),
+    Reason("no_gain", {"name": "a", "merit": 1.008, "noise": 0.01, "low": 0.99, "high": 1.02}),
     Reason("adopted", ADOPTED),
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.25, "tied": 2, "so_far": True}),
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.499}),
     Reason("adopted", ADOPTED | {"untimed": True}),
     Reason("adopted", ADOPTED | {"objective": "balanced", "caveat": Reason("loss_flat")}),
-    Reason("faster_not_taken", {"name": "fp8", "speedup": 1.5, "sixteen_bit": 1.25, "why": BEYOND, "more": 1}),
+    Reason("faster_not_taken", {"name": "fp8", "speedup": 1.5, "why": BEYOND, "more": 1}),
     Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True}),
     Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True, "noise": 0.05}),
     Reason("over_preset", {"name": "all bf16", "gain": 0.001, "measured": False}),
     Reason("over_preset", {"name": "int8", "gain": 0.07, "measured": True, "noise": 0.1, "low": 1.03, "high": 1.1}),
     Reason("over_preset", {"name": "int8", "gain": 0.02, "measured": True, "noise": 0.1, "low": 0.99, "high": 1.04}),
     Reason("taken_back", {"groups": ["h.0.mlp", "h.1.mlp", "wte", "head"], "error": 0.173, "saving": 0.005}),
-    Reason("over_preset", {"name": "all fp8", "gain": -0.33333333333333337, "measured": False}),
     Reason("seeds_missing", {"name": "a", "speedup": 1.5, "memory": 1073741824}),
-    Reason("none_better", {"tried": 3, "name": "a", "speedup": 0.9, "memory": 1073741824}),
     Reason("holds", {"divergence": 0.001, "limit": 0.0025, "caveat": None, "speedup": 1.5}),
     Reason("holds", {"divergence": 0.001, "limit": 0.0025, "caveat": Reason("loss_flat")}),
     Reason("failed", {"runs": 2, "first": "oom: no memory"}),
     Reason("too_few_seeds", {"why": BEYOND}),
     Reason("slower_than_script", {"speedup": 0.8}),
     Reason("preset_faster", {"name": "all bf16", "speedup": 1.5, "own": 1.2}),
-    Reason("none_within", {"tried": 3, "beyond": 2, "limit": "divergence", "value": 0.0025}),
-    Reason("none_within", {"tried": 3, "beyond": 2, "limit": "gradient_error", "value": 0.1}),
-    Reason("none_within", {"tried": 3, "beyond": 2, "limit": "memory_bytes", "value": 1073741824}),
-    Reason("best_guess", {"name": "a", "speedup": 1.5, "chance": 0.4}),
-    Reason("unmoved", {"layers": ["a", "b"]}),
 ]
 GOLDEN = Path(__file__).with_name("sentences.txt")
 
@@ -71,8 +65,8 @@ def test_reasons_are_joined_in_their_order() -> None:
     assert sentence((none, only)).endswith(
         "measured. Only 16 bit was tried: by the cost model nothing else gains more than 1.02x over that: casts"
     )
-    size = Reason("does_not_fit", {"text": ". It does not fit", "fits": "trial 2", "memory": 2**30})
-    assert sentence((none, size)) == f"{none}. It does not fit. The fastest run that fits is trial 2 (1.00 GiB)"
+    size = Reason("does_not_fit", {"text": ". It does not fit"})
+    assert sentence((none, size)) == f"{none}. It does not fit"
 
 
 def test_reasons_are_plain_data_for_programs() -> None:

@@ -67,23 +67,20 @@ def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # no
     assert "It does not fit" not in result.reason
 
 
-def test_what_fits_is_named_beside_a_policy_that_does_not() -> None:
+def test_a_policy_that_does_not_fit_is_told_so_and_one_that_fits_is_not() -> None:
     def run(name: str, speedup: float, memory: float) -> Run:
         return Run(
             0, "search", name, {"a": 1}, {}, "ok", metrics=metrics_of({"speedup": speedup, "memory_bytes": memory})
         )
 
-    large, fits = run("trial 3", 1.5, 90e9), [run("all bf16", 1.0, 70e9), run("trial 2", 1.2, 75e9)]
+    large, fits = run("trial 3", 1.5, 90e9), run("trial 2", 1.2, 75e9)
     target = SimpleNamespace(memory_bytes=80e9, title="H100")
     setup: Any = SimpleNamespace(measured=False, target=target)
-    books: Any = SimpleNamespace(store=SimpleNamespace(records=[large, *fits]))
     answer = Decision("adopt", (Reason("none_measured"),), run=large)
-    found = with_size(answer, setup, books)
-    assert (found.reasons[-1].code, found.reasons[-1].data["fits"]) == ("does_not_fit", "trial 2")
-    assert found.reason.endswith("The fastest run that fits is trial 2 (69.8 GiB)")
-    books.store.records = [large]
-    assert with_size(answer, setup, books).reason.endswith("cut the batch")
-    assert with_size(replace(answer, run=fits[0]), setup, books).reasons == answer.reasons
+    found = with_size(answer, setup)
+    assert found.reasons[-1].code == "does_not_fit"
+    assert found.reason.endswith("cut the batch")
+    assert with_size(replace(answer, run=fits), setup).reasons == answer.reasons
 
 
 def test_a_gradient_error_whose_probes_failed_is_in_no_row_and_no_evidence() -> None:
@@ -149,12 +146,10 @@ def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -
     assert "why" not in load_policy(here / result.policy).evidence
 
 
-def test_layers_that_no_short_trial_can_judge_are_named_with_the_verdict(here: Path) -> None:  # noqa: F811
+def test_layers_that_no_short_trial_can_judge_are_named_in_the_notes(here: Path) -> None:  # noqa: F811
     known, zeros = "head", "blocks.0.fc"  # the first stays in 16 bits
     _, result = search(script(hardly_moved=(known, zeros)), options(trials=6, seeds=2))
     assert any(f"{known} and 1 more: hardly any gradient" in note for note in result.notes)
-    assert result.verdict == "adopt"
-    assert f"; {zeros}: hardly any gradient reaches the weights yet" in result.reason
 
 
 def test_members_of_the_front_are_written_with_what_was_measured(mine: Searched, here: Path) -> None:  # noqa: F811

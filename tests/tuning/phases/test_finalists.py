@@ -63,8 +63,7 @@ def test_what_the_verdict_says_was_not_taken_is_in_the_document_too(
     why = "it was measured under 1 of the 2 paired seeds that it takes"
     monkeypatch.setattr(finalists, "faster_ones", lambda *_, **__: {"all bf16": why})
     _, result = search(script(), options(trials=6))
-    assert "all bf16 was measured as 1.00x" in result.reason
-    assert f"over 16-bit, but is not taken: {why}" in result.reason
+    assert f"over the script), but is not taken: {why}" in result.reason
     assert result.to_json()["not_taken"] == {"all bf16": why}
     assert not result.rejected, "it is not beyond any limit"
     (row,) = (row for row in result.presets if row["name"] == "all bf16")
@@ -143,8 +142,7 @@ def test_policies_that_gain_nothing_are_not_said_to_exceed_a_limit(here: Path) -
     command = ScriptCommand.parse(asked.command)
     result = Search(asked, command, Listeners(), lambda seed, _folder: Slower(simulated, seed)).run()
     assert result.verdict == "stay"
-    assert "policies is better than the script as written: the best is" in result.reason
-    assert "(0.80x, " in result.reason
+    assert result.reason.endswith("is not better than the script as written: 0.80x")
 
 
 class OneSeed(SimulatedRunner):
@@ -212,7 +210,7 @@ def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_whe
     runs: list[tuple[float, bool, bool]], told: float
 ) -> None:
     race: Any = object.__new__(Race)
-    race._error, race._correction, race._known = (lambda _record: 0.01), [], {}
+    race._error, race._known = (lambda _record: 0.01), {}
     rows = [
         Run(
             3 + seed,
@@ -297,7 +295,7 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
         return Decision("adopt", (), candidates, index, run=tags[index])
 
     race._measure_error, race.measured_whole, race._decide = measure_error, measured_whole, decide
-    race._faster = lambda *_: ((), {})
+    race._with_faster = lambda decision, _chosen: decision
     race._time_what_decides = race._take_back = lambda _decision: False
     race._best_preset = lambda _chosen: None
     race.duels, race.expectation, race._tried = None, None, []

@@ -10,7 +10,7 @@ import pytest
 from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.phases.duels import Duels
-from autoprec.tuning.phases.preset_gain import BestPreset, best_preset, over_preset
+from autoprec.tuning.phases.preset_gain import best_preset, over_preset
 from autoprec.tuning.study.run import Run
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -24,7 +24,7 @@ def duels(*rounds: dict[str, float]) -> Duels:
 
 
 def told(policy: Standing, preset: Standing, timed: Duels) -> dict[str, Any]:
-    (reason,) = over_preset(policy, BestPreset(preset.speedup, preset.name, preset), timed, 0.1)
+    (reason,) = over_preset(policy, preset, timed, 0.1)
     return reason.data
 
 
@@ -61,4 +61,4 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     faster = Standing(name, 1.6, (0.0, 0.0), preset=True, run=ran)  # tied with the chosen one, which adds less error
     best = best_preset(made.setup, made.ledger, expectation, [faster], [ran], chosen)
     assert best is not None
-    assert best.standing is faster
+    assert best is faster
