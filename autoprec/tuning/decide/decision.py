@@ -421,7 +421,8 @@ def faster_ones(
     out = {}
     for one in sorted(found, key=lambda one: -one.speedup):
         why = rejected.get(one.name) or _why_not(one, rules, fewest)
-        if one.speedup <= chosen.speedup * (1.0 + timing_noise):
+        surely = one.timed and chosen.timed and (one.low or 0.0) > (chosen.high or math.inf)
+        if one.speedup <= chosen.speedup * (1.0 + timing_noise) and not surely:
             why = Reason("tied", {"noise": timing_noise, "also": why})
         if why is not None:
             out[one.name] = why

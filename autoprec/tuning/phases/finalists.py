@@ -7,6 +7,7 @@ may be at most (:mod:`autoprec.tuning.decide.ranking`), and whose next seed is w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -327,7 +328,7 @@ class Race:
             self._one_more(_run(unsure))
             self._measure_all_whole()
             return self.answer()
-        if self._take_back(decision):
+        if self._seed_of_what_is_faster(decision) or self._take_back(decision):
             return self.answer()
         for name, why in decision.rejected.items():
             ledger.note(f"{name} was rejected: {why}")
@@ -384,6 +385,28 @@ class Race:
 
     def _best_preset(self, chosen: Standing) -> Standing | None:
         return best_preset(self._setup, self._ledger, self.expectation, self.now.standings, self._tried, chosen)
+
+    def _seed_of_what_is_faster(self, decision: Decision) -> bool:
+        """Run one more seed of what is surely faster than the answer and was measured under too few; false for none.
+
+        What trials say is faster, and nothing speaks against, is timed in a duel first.
+        """
+        least = decision.chosen.high if decision.chosen is not None else 1.0
+        fit = [one for one in self.now.standings if not one.rejection and all(map(math.isfinite, one.divergences))]
+        open_ones = [one for one in fit if one.seeds < self.fewest and one.speedup > (least or math.inf)]
+        open_ones.sort(key=lambda one: -one.speedup)
+        if not open_ones or self._setup.options.objective != "throughput" or not self._setup.measured:
+            return False
+        if self._must_end():
+            return False
+        surely = [one for one in open_ones if one.timed and (one.low or 0.0) > (least or math.inf)]
+        if surely:
+            self._one_more(_run(surely[0]))
+            return True
+        if not self.duels.time([_run(one) for one in open_ones if not one.timed]):
+            return False
+        self.update()
+        return True
 
     def _take_back(self, decision: Decision) -> bool:
         """Run the policy once without lowerings that save too little for their error; false where there are none."""
