@@ -34,7 +34,7 @@ from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
-BLOCK_S, MOST_STEPS = 0.5, 32
+_BLOCK_S, MOST_STEPS = 0.5, 32
 #: Steps that go by untimed after an exchange, and the first time that a policy is on.
 SETTLING, SETTLING_FIRST = 1, 2
 #: Steps that a policy may go on compiling before it is timed all the same.
@@ -108,7 +108,7 @@ class Duel:
         if not self._block:  # the first settled step tells how long one takes
             step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
             within = math.inf if self._spec.within_s is None else self._spec.within_s
-            block_s = min(BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
+            block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
             self._block = max(1, min(MOST_STEPS, math.ceil(block_s / step_s)))
         elif self._timed < self._block:
             return

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.duel import BLOCK_S, MOST_STEPS, SETTLING, SETTLING_FIRST, is_late, undecided
+from autoprec.trial.inside.duel import MOST_STEPS, SETTLING, SETTLING_FIRST, is_late, undecided
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import add_layer_of_probe, before_forks
 from autoprec.trial.inside.observe.discovery import Found
@@ -37,6 +37,8 @@ from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
+#: A block takes about so long (s): no exchange of policies goes before it, so more of them are better.
+_BLOCK_S = 0.2
 #: Rounds after which the contenders are forked anew.
 _GENERATION = FEWEST
 
@@ -221,7 +223,7 @@ class _Contender:
         if not math.isfinite(loop.last_loss):
             self._failed(f"the loss is {loop.last_loss}")
         if not self._block:  # the first settled step tells how long one takes
-            block_s = BLOCK_S
+            block_s = _BLOCK_S
             if self._spec.within_s is not None:  # the fewest rounds take half of the time
                 block_s = min(block_s, self._spec.within_s / (2 * FEWEST * (len(self._spec.probes) + 1)))
             self._block = max(1, min(MOST_STEPS, math.ceil(block_s / max(spans[-1] / 1e3, 1e-6))))
