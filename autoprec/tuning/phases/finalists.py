@@ -307,29 +307,15 @@ class Race:
             self._measure(record, record.seed, by_block=False)
         return bool(wanted)
 
-    def _measure_all_whole(self) -> None:
-        """Go on until what would be adopted is known as the script compiles it: each run may change which that is."""
-        while self.measured_whole():
-            pass
-
     def answer(self) -> Decision:
         """Return the decision, after the runs that it still takes to be sure of it."""
         setup, ledger = self._setup, self._ledger
-        decision = self._decide()
-        if decision is None:
-            return Decision("stay", (self._why_nothing(),))
-        if decision.run is not None and self._measure_error(decision.run):
-            self._measure_all_whole()
-            return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
-        if self._time_what_decides(decision):
-            return self.answer()  # its speed, or that of what is tied with it, was one of trials
-        unsure = None if decision.unsure is None else decision.ranking[decision.unsure]
-        if unsure is not None and unsure.seeds < setup.options.seeds and not self._must_end():
-            self._one_more(_run(unsure))
-            self._measure_all_whole()
-            return self.answer()
-        if self._seed_of_what_is_faster(decision) or self._take_back(decision):
-            return self.answer()
+        while True:
+            decision = self._decide()
+            if decision is None:
+                return Decision("stay", (self._why_nothing(),))
+            if not (self.measured_whole() or self._made_surer(decision)):
+                break
         for name, why in decision.rejected.items():
             ledger.note(f"{name} was rejected: {why}")
         chosen = decision.chosen
@@ -338,6 +324,23 @@ class Race:
         over = over_preset(chosen, self._best_preset(chosen), self.duels, ledger.timings["timing_noise"])
         over += what_was_taken_back(setup, self.expectation, chosen, self._tried)
         return self._with_faster(decision, chosen).with_reasons(*over)
+
+    def _made_surer(self, decision: Decision) -> bool:
+        """Make the next run that a decision still takes; false where it takes none.
+
+        That is the gradient error of what is adopted (of those that are tied the safest was taken, by predicted ones),
+        a duel of what decides, a further seed where the timing noise alone is in the way or a duel shows another to be
+        faster, and the safety pass.
+        """
+        if decision.run is not None and self._measure_error(decision.run):
+            return True
+        if self._time_what_decides(decision):
+            return True
+        unsure = None if decision.unsure is None else decision.ranking[decision.unsure]
+        if unsure is not None and unsure.seeds < self._setup.options.seeds and not self._must_end():
+            self._one_more(_run(unsure))
+            return True
+        return self._seed_of_what_is_faster(decision) or self._take_back(decision)
 
     def _why_nothing(self) -> Reason:
         """Say why nothing is acceptable where no policy was measured under enough seeds."""
@@ -351,9 +354,10 @@ class Race:
             return Reason("none_acceptable", data)
         best = min(map(_run, fine), key=self._ledger.rank)
         figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
-        if self._ledger.rank(best) < rank_of(figures, self._setup.options.objective):
+        merit = rank_of(figures, self._setup.options.objective) / self._ledger.rank(best)
+        if merit > 1.0:
             return Reason("seeds_missing", {"name": best.name, "memory": best["memory_bytes"]} | best.gain)
-        return Reason("no_gain", {"name": best.name, "merit": best["speedup"], "noise": 0.0})
+        return Reason("no_gain", {"name": best.name, "merit": merit, "noise": 0.0})
 
     def _with_faster(self, decision: Decision, chosen: Standing) -> Decision:
         """Return the decision with why policies that were measured to be faster are not adopted."""

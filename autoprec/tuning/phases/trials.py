@@ -6,7 +6,6 @@ It ends when nothing is expected to gain enough to be worth a run; ``--trials`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy, save_policy
 from autoprec.support.units import counted
-from autoprec.trial.protocol import FAILURES, OUT_OF_TIME
+from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
@@ -37,8 +36,6 @@ from autoprec.tuning.study.run import Run
 FAILURES_IN_A_ROW = 5
 #: Presets may take half of the trials, but never fewer than these are tried.
 FEWEST_PRESETS = 8
-#: At most this share of the time left after the setup is kept for finalists: the trials before them find them.
-FINALISTS_SHARE = 0.4
 #: Ask at most this many times per wanted trial when a sampler proposes what was already measured.
 ASKS_PER_TRIAL = 20
 
@@ -52,19 +49,11 @@ def hopeless_gap(setup: Setup, ledger: Ledger) -> float:
     return max(20.0 * setup.options.max_divergence, 10.0 * ledger.reference.noise_floor)
 
 
-def reserve(setup: Setup, race: Race, ledger: Ledger, began_s: float) -> float:
-    """Return the seconds kept for the further seeds of the best policy there is now; none are kept where there is none.
-
-    Args:
-        began_s: when the trials began, seconds into the search: only what was left then is shared with further seeds,
-            but the second one, without which nothing is adopted, is always kept.
-    """
+def reserve(setup: Setup, race: Race, ledger: Ledger) -> float:
+    """Return the seconds kept for the further seeds without which nothing is adopted; none before anything may be."""
     if all(setup.problem.is_script(record.params) for record in ledger.acceptable_ones()):
         return 0.0
-    one = race.seed_s
-    needed = (setup.options.seeds - 1) * one + whole_seconds(setup, ledger)
-    budget = setup.options.budget_s
-    return needed if budget is None else max(one, min(needed, FINALISTS_SHARE * max(0.0, budget - began_s)))
+    return (race.fewest - 1) * race.seed_s + whole_seconds(setup, ledger)
 
 
 @dataclass(slots=True)
@@ -77,7 +66,6 @@ class _Loop:
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
-        began_s: when this loop began, seconds into the search.
         by_hand: keys of what people write by hand, which is run first, whatever the budget says.
         used_up: the sampler proposed nothing new any more.
         taught: how many records there were when the models were last fitted.
@@ -95,7 +83,6 @@ class _Loop:
     failures: int = 0
     seen: dict[tuple[Any, ...], Run] = field(default_factory=dict)
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
-    began_s: float = 0.0
     by_hand: frozenset[tuple[Any, ...]] = frozenset()
     used_up: bool = False
     taught: int = -1
@@ -153,19 +140,6 @@ class _Loop:
         if isinstance(self.sampler, PrecisionSampler):
             self.sampler.learn(self.race.runs(), self.race.now.best_cost)
 
-    def known(self, params: Mapping[str, Any]) -> Run | None:
-        """Return what is known of a proposal without running it: it ran before, or it is bound to fail.
-
-        A script that ``torch.compile`` failed on twice and never ran under is not compiled again.
-        """
-        found = self.seen.get(self.setup.problem.key(params))
-        execution = params.get("execution", "keep")
-        if found is not None or execution == "keep":
-            return found
-        same = [r for r in self.ledger.store.learned() if r.params.get("execution") == execution]
-        failed = [r for r in same if r.status in FAILURES and r.status != "diverged"]
-        return failed[0] if len(failed) > 1 and not any(r.ok for r in same) else None
-
     def proposed(self, params: dict[str, Any]) -> Proposal | None:
         """Return what our sampler said of the params that it proposed last; None for others."""
         last = self.sampler.last if isinstance(self.sampler, PrecisionSampler) else None
@@ -197,30 +171,21 @@ class _Loop:
         elif self.left() > 0:  # only the time ends a search that has something left to try
             ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             ledger.stopped = f"ran out of time after {done}"
-        elif self.done > self.goal:
-            ledger.stopped = f"had run {self.done} trials before, and is allowed {self.goal}"
-        elif self.done == self.goal:
-            ledger.stopped = f"ran all {self.goal} trials" if self.goal > 1 else "ran the one trial it was allowed"
-        elif self.used_up or (why := self._finished()) is None:
-            ledger.stopped = (
-                f"exhausted the space after {self.done} different {'policy' if self.done == 1 else 'policies'}"
-            )
+        elif self.done >= self.goal:
+            ledger.stopped = f"ran all {counted(self.goal, 'trial')} that it was allowed"
+        elif self.used_up or not isinstance(self.sampler, PrecisionSampler):
+            ledger.stopped = f"exhausted the space after {done}"
         else:
             # what was cut short before has not converged: nothing is worth a run by what was measured
             ended = "ended" if ledger.cut_short else "converged"
-            ledger.stopped = f"{ended} after {done}: {why}"
+            ledger.stopped = f"{ended} after {done}: {self.sampler.finished(ledger.store.live)}"
         ledger.note(ledger.stopped)
-
-    def _finished(self) -> str | None:
-        """Return why nothing is left that is worth a trial; None for samplers that end with the space alone."""
-        own = isinstance(self.sampler, PrecisionSampler)
-        return self.sampler.finished(self.ledger.store.live) if own else None
 
     def seconds_left(self) -> float:
         """Return the seconds until the search ends at most, further seeds included: it may converge before."""
         setup, ledger = self.setup, self.ledger
         trials = max(0, self.goal - self.done) * ledger.seconds_per_run() / max(1, self.runner.workers)
-        left = trials + reserve(setup, self.race, ledger, self.began_s) + ledger.seconds_to_close()
+        left = trials + reserve(setup, self.race, ledger) + ledger.seconds_to_close()
         budget = setup.options.budget_s
         return left if budget is None else min(left, max(0.0, budget - ledger.elapsed()))
 
@@ -232,7 +197,7 @@ class _Loop:
         # what people write by hand is run before anything else, whatever is kept for further seeds
         if self.by_hand - self.seen.keys():
             return self.ledger.elapsed() > budget
-        kept = reserve(self.setup, self.race, self.ledger, self.began_s) + self.race.duel_s
+        kept = reserve(self.setup, self.race, self.ledger) + self.race.duel_s
         needed = self.ledger.seconds_per_run() + kept + self.ledger.seconds_to_close()
         return self.ledger.elapsed() + needed > budget
 
@@ -248,7 +213,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     Raises:
         NothingAcceptableError: five trials in a row failed.
     """
-    began, prior, goals = ledger.elapsed(), make_prior(setup, ledger, table), goals_of(setup, ledger, table)
+    prior, goals = make_prior(setup, ledger, table), goals_of(setup, ledger, table)
     sampler, first = _sampler(setup, prior, goals)
     store, problem = ledger.store, setup.problem
     own = isinstance(sampler, PrecisionSampler)
@@ -257,7 +222,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     race = Race(setup, runner, ledger, expectation)
     seen = {problem.key(record.params): record for record in store.learned()}
     loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
-    loop.began_s, race.seconds_left = began, loop.seconds_left
+    race.seconds_left = loop.seconds_left
     loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
     ledger.listener.phase("search")
     _drive(loop, only_queued=True)
@@ -314,7 +279,7 @@ def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
                 asked += 1
                 trial = loop.ledger.store.ask()
                 params = dict(trial.params)  # Optuna copies them deeply every time
-                known = loop.known(params)
+                known = loop.seen.get(loop.setup.problem.key(params))
                 if known is not None:
                     loop.ledger.store.forget(trial, known)
                     continue

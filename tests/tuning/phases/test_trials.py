@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.policy import load_policy
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.sixteen_bit import NAMES
 from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
 
@@ -65,13 +66,11 @@ def test_nothing_is_kept_for_finalists_that_do_not_exist() -> None:
     assert made.setup is not None
     assert made.ledger is not None
     setup = replace(made.setup, options=replace(made.setup.options, budget_s=100.0))
-    race: Any = SimpleNamespace(seed_s=2.0)
-    assert reserve(setup, race, made.ledger, 0.0) == 2.0 * (setup.options.seeds - 1)
-    # two fifths of what the setup left, not of the whole budget, but one seed in any case: nothing is adopted without
-    assert reserve(setup, race, made.ledger, 90.0) == 4.0
-    assert reserve(setup, race, made.ledger, 100.0) == 2.0
+    for fewest, kept in ((2, 2.0), (4, 6.0)):  # where the loss cannot judge, all seeds are run
+        race: Any = SimpleNamespace(seed_s=2.0, fewest=fewest)
+        assert reserve(setup, race, made.ledger) == kept
     nothing: Any = SimpleNamespace(acceptable_ones=list)
-    assert reserve(setup, race, nothing, 0.0) == 0.0
+    assert reserve(setup, race, nothing) == 0.0
 
 
 def test_what_was_cut_short_has_not_converged() -> None:
@@ -81,8 +80,10 @@ def test_what_was_cut_short_has_not_converged() -> None:
 
     ledger: Any = SimpleNamespace(cut_short=[], stopped="", note=lambda _text: None)
     loop: Any = SimpleNamespace(
-        ledger=ledger, done=3, goal=6, used_up=False, left=lambda: 0.0, _finished=lambda: "nothing is worth it"
+        ledger=ledger, done=3, goal=6, used_up=False, left=lambda: 0.0, sampler=object.__new__(PrecisionSampler)
     )
+    loop.sampler.finished = lambda _study: "nothing is worth it"
+    ledger.store = SimpleNamespace(live=None)
     told = []
     for cut in ([], ["the time budget ended the gradient errors"]):
         ledger.cut_short = cut
@@ -98,12 +99,12 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
 
     search(script(), options(study="mine", sampler="random", trials=3, seeds=1))
     made, result = search(script(), options(study="mine", sampler="random", trials=2, seeds=1, resume=True))
-    assert result.stopped == "had run 3 trials before, and is allowed 2"
+    assert result.stopped == "ran all 2 trials that it was allowed"
     assert made.setup is not None
     assert made.ledger is not None
-    race: Any = SimpleNamespace(seed_s=2.0)
+    race: Any = SimpleNamespace(seed_s=2.0, fewest=2)
     loop: Any = SimpleNamespace(
-        setup=made.setup, ledger=made.ledger, race=race, runner=SimpleNamespace(workers=1), goal=2, done=6, began_s=0.0
+        setup=made.setup, ledger=made.ledger, race=race, runner=SimpleNamespace(workers=1), goal=2, done=6
     )
     left = _Loop.seconds_left(loop)
     loop.done = 2

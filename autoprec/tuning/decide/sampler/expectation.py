@@ -77,8 +77,8 @@ _LEAST_HOPE, _LEAST_DOUBT, _DOUBT_SEEDS, _MOST_DOUBTS, _LEAST_CHANCE = 0.001, 0.
 _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: What a run under a seed that others ran under says, against one under a new seed: they share part of the seed noise.
 _REUSED = 0.5
-#: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
-_AFTER_FAILURE = 0.2
+#: What is left of the chance of a policy with a choice that never ran to its end, after none, one and more failures.
+_AFTER_FAILURES = np.array([1.0, 0.2, 0.0])
 #: Budgets (and a fraction, at least) beyond which divergences are not told apart: such a run, and one without a finite
 #: loss, says that a policy is far off, and nothing of the seed noise of the others.
 _FAR_OFF, _LEAST_FAR_OFF = 8.0, 0.02
@@ -309,7 +309,7 @@ class Expectation:
     def _possible(self, points: Points) -> Vector:
         """Return the chance ``[N]`` that points keep the other limits, and run to their end at all."""
         failed = (self._used(points) * self._failed).max(axis=1)
-        return np.asarray(self.within_limits(points) * _AFTER_FAILURE**failed)
+        return np.asarray(self.within_limits(points) * _AFTER_FAILURES[np.minimum(failed, 2)])
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
         """Return, for the number of further seeds of most value, the chance to be accepted then, and its runs.
