@@ -108,7 +108,7 @@ def resolve_published(name: str, report: GraphReport) -> Resolved:
     if entry.level:
         choices = dict.fromkeys(inside, around.default)
     else:
-        _refuse_nothing(entry, full, choices, inside)
+        _refuse_nothing(entry, full, choices)
     notes = [] if entry.level else [*_missing(matcher, report, found), *_depth(matcher, full, inside)]
     facts = {"published": entry.name, "published_in": entry.source, "published_on": entry.date}
     return Resolved(full, _rendered(entry, around, report, choices, facts), choices, tuple(notes))
@@ -135,21 +135,16 @@ def _low(entry: Published, choice: str) -> bool:
     return any(entry.all_recipes[name].scaled for name in names)
 
 
-def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str], inside: Mapping[str, Place]) -> None:
+def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str]) -> None:
     """Refuse a policy under which no layer would run in its low precision."""
     if any(_low(entry, choice) for choice in choices.values()):
         return
-    depth = max((place.blocks for place in inside.values()), default=0)
-    counts = " and ".join(rule.blocks.text for rule in entry.rules if rule.blocks is not None)
-    if counts:
-        made = f" of {entry.blocks}" if entry.blocks else ""
-        fix = "choose one that keeps fewer: autoprec show published:"
-        if entry.blocks and not full.endswith(SCALED):
-            fix = f"{full}{SCALED} keeps the same share of this model's blocks; or {fix}"
-        why = f"it keeps {counts}{made} high, and this model has {depth}"
-    else:
-        roles = ", ".join(dict.fromkeys(role for rule in entry.rules for role in rule.roles))
-        why, fix = f"it is about {roles}, which this model has not", "autoprec show published: lists others"
+    kept = " and ".join(rule.blocks.text for rule in entry.rules if rule.blocks is not None)
+    roles = ", ".join(dict.fromkeys(role for rule in entry.rules for role in rule.roles))
+    why = f"it keeps {kept} high" if kept else f"it is about {roles}"
+    fix = "`autoprec show published:` lists others"
+    if kept and entry.blocks and not full.endswith(SCALED):
+        fix = f"{full}{SCALED} keeps the same share of this model's blocks; or {fix}"
     raise PolicyMismatchError(f"{full}: no layer would run in its low precision: {why}", fix=fix)
 
 
@@ -161,7 +156,7 @@ def _missing(matcher: _Matcher, report: GraphReport, found: Mapping[str, Place])
         for role in rule.roles:
             named = [place.name for place in found.values() if is_of(role, place)]
             if tunable.isdisjoint(named):
-                yield _why_none(role, named, reasons, found, rule.use)
+                yield _why_none(role, named, reasons)
         if rule.blocks is not None and not any(found[name].blocks for name in tunable):
             yield f"{rule.blocks.text}: the layers of this model are in no numbered blocks"
     if any(rule.roles for rule in matcher.entry.rules):
@@ -172,30 +167,22 @@ def _missing(matcher: _Matcher, report: GraphReport, found: Mapping[str, Place])
             yield f"no name tells the role of {count}, which no rule for a role takes: {listed}"
 
 
-def _why_none(role: str, named: list[str], reasons: Mapping[str, str], found: Mapping[str, Place], use: str) -> str:
+def _why_none(role: str, named: list[str], reasons: Mapping[str, str]) -> str:
     if named:
         return f"{role}: {shown(named)} runs as the script wrote it: {reasons[named[0]]}"
-    fused = [place.name for place in found.values() if role in WITHIN and place.role == WITHIN[role]]
-    if fused:
-        return f"{role}: one layer with others here ({shown(fused)}), which does not take {use} for it"
-    if role == "embedding":
-        return "embedding: a look-up in this model, not a GEMM: it stays as the script wrote it"
-    return f"{role}: this model has none"
+    return f"{role}: no layer of this model has this role alone"
 
 
 def _depth(matcher: _Matcher, full: str, inside: Mapping[str, Place]) -> Iterator[str]:
-    """Yield what a count of blocks comes to in a model of another depth."""
-    entry, counted_rules = matcher.entry, [rule.blocks for rule in matcher.entry.rules if rule.blocks is not None]
-    asked = sum(blocks.first + blocks.last for blocks in counted_rules)
-    depths: dict[str, int] = {}
-    for place in inside.values():
-        depths[place.stack] = max(place.blocks, depths.get(place.stack, 0))
-    for stack, depth in depths.items() if asked and entry.blocks and not matcher.scaled else ():
-        if depth and depth != entry.blocks:
-            where = f"the {stack}" if stack else "this model"
+    """Yield that a count of blocks is of a model of another depth."""
+    entry = matcher.entry
+    counts = any(rule.blocks is not None and rule.blocks.first + rule.blocks.last for rule in entry.rules)
+    depths = dict.fromkeys(place.blocks for place in inside.values())
+    for depth in depths if counts and entry.blocks and not matcher.scaled else ():
+        if depth not in (0, entry.blocks):
             yield (
-                f"published for {entry.blocks} blocks, {where} has {depth}: {min(asked / depth, 1):.0%} of its blocks "
-                f"stay high, {asked / entry.blocks:.0%} there; {full}{SCALED} keeps the share"
+                f"published for {entry.blocks} blocks, and this model has {depth}, of which it keeps as many high; "
+                f"{full}{SCALED} keeps the share"
             )
 
 
