@@ -78,20 +78,12 @@ def curve_slope(losses: Sequence[float]) -> tuple[float, float]:
         short window a training curve is close to straight in ``ln(step)``, which makes the answer independent of the
         batch size and of how many steps a trial has.
     """
-    values = np.asarray(losses, dtype=np.float64)
-    first = len(values) // 2
-    steps = np.arange(1, len(values) + 1)[first:]
-    values = values[first:]
-    finite = np.isfinite(values)
-    if finite.sum() < 4:
+    values, steps = np.asarray(losses, dtype=np.float64), np.arange(1, len(losses) + 1)
+    kept = np.isfinite(values) & (steps > len(values) // 2)
+    if kept.sum() < 4:
         return math.nan, math.nan
-    x, y = np.log(steps[finite]), values[finite]
-    x = x - x.mean()
-    spread = float(x @ x)
-    slope = -float(x @ (y - y.mean())) / spread
-    residual = y - y.mean() + slope * x
-    error = math.sqrt(float(residual @ residual) / max(1, len(y) - 2) / spread)
-    return slope, error
+    (slope, _), covariance = np.polyfit(np.log(steps[kept]), values[kept], 1, cov=True)
+    return -float(slope), math.sqrt(float(covariance[0, 0]))
 
 
 def effective_speedup(speedup: float, losses: Sequence[float], reference: Sequence[float]) -> float:

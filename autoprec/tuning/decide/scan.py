@@ -12,13 +12,12 @@ with tiny batches is therefore probed on several of them where the budget allows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 from autoprec.graph.report import GraphReport
-from autoprec.policy.solver import FloatTable
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.problem import Problem
@@ -29,6 +28,7 @@ from autoprec.tuning.decide.table import (
     mixed_probes,
     parameter_probes,
     plan_probes,
+    square_of,
 )
 
 #: Rows (tokens) that a table should rest on, and the most batches that are probed to get there. Over 256 rows the
@@ -65,7 +65,7 @@ class SensitivityScan:
     def __init__(self, problem: Problem, max_passes: int = 60, room: int = 0, batches: int = 1) -> None:
         self.problem, self.max_passes = problem, max_passes
         self._families = families(problem)
-        self._rows: dict[str, dict[str, Any]] = {}
+        self._squares: dict[str, list[float]] = {}  # of each probe, one for each batch
         self._noise: float | None = None
         self._hardly_moved: list[str] | None = None
         self._asked: set[str] = set()
@@ -97,20 +97,21 @@ class SensitivityScan:
         return probes
 
     def add(self, *payloads: Mapping[str, Any]) -> None:
-        for row in _averaged(payloads):
-            self._rows[str(row["id"])] = row
-        self.unanswered = len(self._asked - self._rows.keys())
         for payload in payloads:
+            for row in payload.get("probes", ()):
+                self._squares.setdefault(str(row["id"]), []).append(square_of(row))
             still = payload.get("hardly_moved", ())
             before = still if self._hardly_moved is None else self._hardly_moved
             self._hardly_moved = [name for name in before if name in still]  # on no batch at all
             noise = payload.get("gradient_noise")
             self._noise = float(noise) if self._noise is None and noise is not None else self._noise
+        self.unanswered = len(self._asked - self._squares.keys())
 
     def table(self) -> SensitivityTable:
-        payload: dict[str, Any] = {"probes": list(self._rows.values()), "gradient_noise": self._noise}
-        payload["hardly_moved"] = self._hardly_moved or ()
-        return replace(SensitivityTable.from_probes(self.problem, payload), passes=self.passes)
+        """Return what is known by now; a probe that was not finite on some batch is not finite."""
+        squares = {probe: sum(of_one) / len(of_one) for probe, of_one in self._squares.items()}
+        table = SensitivityTable.of(self.problem, squares, self._noise)
+        return replace(table, passes=self.passes, hardly_moved=tuple(self._hardly_moved or ()))
 
     def _coarse(self) -> list[Probe]:
         """Return one probe per family and choice, the parameters, and as many mixed checks as leave room to split."""
@@ -123,45 +124,24 @@ class SensitivityScan:
         return out + mixed_probes(self.problem)
 
     def _splits(self) -> list[Probe]:
-        """Return the halves most worth measuring: large segments with a large share of the error."""
+        """Return the halves most worth measuring: of the segments that have most of the error."""
         room = self.max_passes - self._passes - 1
-        if room < 1:
-            return []
-        error2 = self.table().error2
-        worth: list[tuple[float, tuple[int, ...], str]] = []
+        error2, found = self.table().error2, list[tuple[float, tuple[int, ...], str]]()
         for family in self._families:
-            pilot = self._pilot(family)
-            if pilot is None:
-                continue
+            squares = {c: self._sum(tuple(family), c) or 0.0 for c in self.problem.groups[family[0]].choices}
+            pilot = max(squares, key=squares.__getitem__)  # the choice whose profile matters most
             column = error2[:, self.problem.choice_names.index(pilot)]
-            leaves = self._leaves(family, pilot)
-            contrast = _contrast(leaves, column)
-            for segment in leaves:
-                if len(segment) > 1:
-                    worth.append((contrast * float(column[list(segment)].sum()), segment, pilot))
-        worth.sort(key=lambda item: -item[0])
+            segments = [segment for segment in self._leaves(family, pilot) if len(segment) > 1 and squares[pilot]]
+            found += [(float(column[list(segment)].sum()), segment, pilot) for segment in segments]
+        found.sort(key=lambda item: -item[0])
         batch = (room + 1) // 2 if self._rounds < 5 and room > 3 else room
-        out = []
-        for _, segment, pilot in worth[:batch]:
-            half = len(segment) // 2
-            # one half is measured, the other is the difference: a pass per number that matters
-            out.append(group_probe(self.problem, segment[:half], pilot))
-        return out
-
-    def _pilot(self, family: list[int]) -> str | None:
-        """Return the choice with the largest finite error in a family: the one whose profile matters most."""
-        best, top = None, 0.0
-        for choice in self.problem.groups[family[0]].choices:
-            value = self._sum(tuple(family), choice)
-            if value is not None and math.isfinite(value) and value > top:
-                best, top = choice, value
-        return best
+        # one half is measured, the other is the difference: a pass per number that matters
+        return [group_probe(self.problem, segment[: len(segment) // 2], c) for _, segment, c in found[: max(0, batch)]]
 
     def _sum(self, segment: tuple[int, ...], choice: str) -> float | None:
-        row = self._rows.get(f"{','.join(map(str, segment))}|{choice}")
-        if row is None or row.get("nonfinite") or row.get("gradient_error") is None:
-            return None
-        return float(row["gradient_error"]) ** 2
+        """Return the squared error of a segment; None where it is not known, or not finite."""
+        squares = self._squares.get(f"{','.join(map(str, segment))}|{choice}", [math.inf])
+        return sum(squares) / len(squares) if all(map(math.isfinite, squares)) else None
 
     def _leaves(self, family: list[int], choice: str) -> list[tuple[int, ...]]:
         """Return the finest segments of a family, second halves included, in order of depth."""
@@ -189,28 +169,3 @@ def spread(probes: Iterable[Probe]) -> list[Probe]:
     rows = [row[turn % len(row) :] + row[: turn % len(row)] for turn, row in enumerate(of.values())]
     groups = [probe for turn in zip_longest(*rows) for probe in turn if probe is not None]
     return [*groups[:1], *alone, *groups[1:], *mixed]
-
-
-def _contrast(leaves: Sequence[tuple[int, ...]], column: FloatTable) -> float:
-    """Return how unequal a family's segments were so far (2 where nothing is known): where splitting pays."""
-    means = [float(column[list(leaf)].mean()) for leaf in leaves]
-    if len(means) < 2 or min(means) <= 0 or not math.isfinite(max(means)):
-        return 2.0
-    return math.log(max(means) / min(means)) + 0.1
-
-
-def _averaged(payloads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per probe: the root mean square of its errors; not finite where it was not in some batch."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for payload in payloads:
-        for row in payload.get("probes", ()):
-            found.setdefault(str(row["id"]), []).append(row)
-    out = []
-    for rows in found.values():
-        errors = [row.get("gradient_error") for row in rows if not row.get("nonfinite")]
-        known = [float(error) for error in errors if error is not None]
-        if len(known) < len(rows):
-            out.append({**rows[0], "gradient_error": None, "nonfinite": True})
-        else:
-            out.append({**rows[0], "gradient_error": math.sqrt(sum(e * e for e in known) / len(known))})
-    return out

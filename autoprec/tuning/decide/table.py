@@ -136,8 +136,22 @@ class SensitivityTable:
         """Build the table from the payload of one or more ``sensitivity`` trials.
 
         Args:
-            payload: ``{"probes": [{"id", "gradient_error", "nonfinite", ...}], "gradient_noise": float | None}``;
-                probes that are missing or failed are filled in from what is known of the same family and choice.
+            payload: ``{"probes": [{"id", "gradient_error", "nonfinite", ...}], "gradient_noise": float | None}``.
+
+        Raises:
+            UsageError: a probe of another problem.
+        """
+        squares = {str(row["id"]): square_of(row) for row in payload.get("probes", ())}
+        table = cls.of(problem, squares, payload.get("gradient_noise"))
+        return replace(table, passes=len(squares) + 1, hardly_moved=tuple(payload.get("hardly_moved", ())))
+
+    @classmethod
+    def of(cls, problem: Problem, squares: Mapping[str, float], noise: float | None) -> SensitivityTable:
+        """Build the table from squared errors by probe.
+
+        Args:
+            squares: infinite where a probe failed; what is missing is filled in from what is known of the same group
+                and the same format.
 
         Raises:
             UsageError: a probe of another problem.
@@ -145,9 +159,8 @@ class SensitivityTable:
         sums: dict[tuple[tuple[int, ...], str], float] = {}
         parameters: dict[str, float] = {}
         mixed: dict[int, float] = {}
-        for row in payload.get("probes", ()):
-            head, _, tail = str(row["id"]).partition("|")
-            square = _square(row)
+        for probe, square in squares.items():
+            head, _, tail = probe.partition("|")
             if head == "parameter":
                 parameters[tail] = square
             elif head == "mixed":
@@ -155,10 +168,9 @@ class SensitivityTable:
             else:
                 indices = tuple(int(i) for i in head.split(","))
                 if max(indices) >= len(problem.groups) or tail not in problem.choice_names:
-                    raise UsageError(f"probe '{row['id']}' is not of this model", fix="repeat the sensitivity scan")
+                    raise UsageError(f"probe '{probe}' is not of this model", fix="repeat the sensitivity scan")
                 sums[indices, tail] = square
         error2, measured = _share_out(problem, sums)
-        noise = payload.get("gradient_noise")
         table = cls(
             groups=tuple(group.name for group in problem.groups),
             choices=problem.choice_names,
@@ -166,8 +178,6 @@ class SensitivityTable:
             parameters=_beyond_layers(problem, error2, parameters),
             noise=float(noise) if noise is not None and math.isfinite(noise) and noise > 0 else None,
             measured=measured,
-            passes=len(payload.get("probes", ())) + 1,
-            hardly_moved=tuple(payload.get("hardly_moved", ())),
         )
         return table._with_misfit(problem, mixed)
 
@@ -244,7 +254,8 @@ class SensitivityTable:
         )
 
 
-def _square(row: Mapping[str, Any]) -> float:
+def square_of(row: Mapping[str, Any]) -> float:
+    """Return the squared error that a probe's answer says; infinity where it failed."""
     value = row.get("gradient_error")
     if row.get("nonfinite") or value is None or not math.isfinite(value):
         return math.inf

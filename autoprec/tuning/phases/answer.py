@@ -5,13 +5,11 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, save_policy
 from autoprec.policy.known_layers import known_layers
@@ -33,7 +31,6 @@ from autoprec.tuning.sixteen_bit import (
 )
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import METRICS, MODELLED, Run, pooled
-from autoprec.tuning.transfer.law import Growth, error_factor
 
 #: Metrics that follow from others of a policy's evidence.
 _NOT_EVIDENCE = ("throughput", "samples_per_s", "step_time_ms")
@@ -90,24 +87,13 @@ def _with_bounds(row: dict[str, Any], setup: Setup, params: Mapping[str, Any]) -
 
 
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
-    """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
+    """Return the metrics of the chosen policy, of all its runs; of the reference where none is."""
     run, chosen = decision.run, decision.chosen
     if run is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
-    out = run.to_row()
-    if chosen is not None and chosen.divergences:
-        speedup = chosen.speedup
-        out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), decision.interval
-        out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
-        out.pop("intervals", None)  # that of one of its runs
-        if chosen.timed:
-            out["intervals"] = {"speedup": (chosen.low, chosen.high)}
-        out["speedup"] = speedup
-        out["step_time_ms"] = reference_metrics(setup, ledger)["step_time_ms"] / speedup  # of the one that is given
-        out["memory_bytes"] = chosen.memory_bytes
-        out["throughput"] = 1000.0 / out["step_time_ms"]
-        if ledger.reference.samples:
-            out["samples_per_s"] = ledger.reference.samples * out["throughput"]
+    out = pooled(ledger.store.records).get(run.name, run).to_row()
+    if chosen is not None:
+        out["interval"] = decision.interval
         if chosen.gradient_error is not None:
             out["gradient_error"] = chosen.gradient_error
     out = _without_unknown(out)
@@ -115,7 +101,7 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
     for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
         out |= {"gain_over_preset": over["gain"], "best_preset": over["name"]}
     errors = {"gradient_error": "measured"} if run.name in ledger.measured_errors else {}
-    return _with_bounds(out, setup, run.params) | {"seeds": decision.seeds, "sources": {**run.sources, **errors}}
+    return _with_bounds(out, setup, run.params) | {"seeds": decision.seeds, "sources": {**out["sources"], **errors}}
 
 
 def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
@@ -171,8 +157,6 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         out |= {"numerics": "emulated"} | _times(setup, MODELLED)
     if setup.options.cost_scale:
         out["cost_scale_note"] = "time and memory at scaled shapes; numerics from the model at hand"
-        if "gradient_error" in out:  # what the law expects there, for a training run of the larger model
-            out["gradient_error_at_scale"] = error_at(setup.cost.scale, out["gradient_error"])
     out |= {
         "trials": len(ledger.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -181,11 +165,6 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out
-
-
-def error_at(scale: CostScale, error: float) -> float:
-    """Return the gradient error that the law of transfers expects at a scale."""
-    return _plain(error * error_factor(Growth(scale.width, scale.depth, scale.tokens)))
 
 
 def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autoprec.cost import CostScale
 from autoprec.errors import PolicyError
 from autoprec.policy import GUARD_METRICS, Policy, load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -21,7 +20,6 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.answer import (
     _plain,
     _row,
-    error_at,
     figures_of_evidence,
     guard_for,
     settled,
@@ -107,12 +105,6 @@ def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:
 def test_figures_keep_four_digits() -> None:
     assert _plain(1.234567) == 1.235
     assert _plain(math.inf) == 0.0
-
-
-def test_a_scaled_search_says_what_the_law_expects_there() -> None:
-    assert error_at(CostScale(depth=4), 0.02) == _plain(0.02 * 4**-0.1)
-    assert error_at(CostScale(width=8), 0.02) < 0.01
-    assert error_at(CostScale(tokens=4), 0.02) == _plain(0.02 * 4**0.25)
 
 
 def test_the_result_and_the_policy_tell_the_same_figures() -> None:
