@@ -96,9 +96,7 @@ def test_another_depth_is_said_and_scaled_where_asked() -> None:
 
 
 def test_more_blocks_than_the_model_has_are_refused() -> None:
-    with pytest.raises(
-        PolicyMismatchError, match="keeps the first 2 blocks and the last 8 blocks high"
-    ) as caught:
+    with pytest.raises(PolicyMismatchError, match="keeps the first 2 blocks and the last 8 blocks high") as caught:
         resolve_published("published:nvfp4-12b", decoder(6))
     assert "published:nvfp4-12b:scaled" in caught.value.fix
     with pytest.raises(PolicyMismatchError, match="counts none"):
