@@ -3,7 +3,6 @@
 # make check ROOM=optim   that room's tests, and its part of the behaviour dump beside the one in BASE=FILE, if given
 # make durations   the whole suite, and how long each of its files took written down: the order of the next run
 # make docs   write docs/cli.md, then test every page      make site   build the pages as a site, in site/
-# make kernels   the Triton kernels of eager scripts, tested in its interpreter (downloads 200 MB)
 # make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
 
 PYTHON ?= python3
@@ -21,7 +20,7 @@ TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
-.PHONY: ready demo test check durations lint gpu gpu-bundle kernels docs site clean install
+.PHONY: ready demo test check durations lint gpu gpu-bundle docs site clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -79,12 +78,6 @@ gpu:
 
 gpu-bundle: $(STAMP)
 	$(BIN)/python benchmarks/gpu/bundle.py
-
-# The fused kernels in Triton's interpreter, from a folder of its own: where Triton is installed, every process that
-# compiles hashes its 200 MB.
-kernels: $(STAMP)
-	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/kernels triton==3.7.0
-	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest tests/backends/test_fused.py tests/backends/test_fused_kernels.py tests/backends/test_fp4.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py docs/cli.md

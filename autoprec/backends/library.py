@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.backends.fused import fused_casts
+from autoprec.backends.casts import CompiledCasts
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.linear import LinearExecution
@@ -66,7 +66,7 @@ def block_execution(plan: LayerPlan, multiply: Multiply, *, seed: int, backend: 
         raise UnsupportedError(what, where=f"backend '{backend}'", fix="use backend 'native' or 'emulated'")
     state = QuantizerState(seed)
     used: dict[Gemm, Multiply] = {gemm: multiply for gemm in GEMMS if is_block(recipes[gemm])}
-    return LinearExecution(plan, used, state, fused_casts(state), backend=backend)
+    return LinearExecution(plan, used, state, CompiledCasts(state), backend=backend)
 
 
 class Memory(Protocol):

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.backends.base import Backend, feature_sizes
+from autoprec.backends.casts import CompiledCasts
 from autoprec.backends.cpu.int8 import int8_parts
 from autoprec.backends.experts.products import GroupedProducts
-from autoprec.backends.fp4 import packed_pair
-from autoprec.backends.fused import fused_casts, has_kernels
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
@@ -133,7 +132,5 @@ class NativeBackend(Backend):
             kind = "" if recipe is None else _kind(recipe)
             if kind:
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
-        casts = fused_casts(state) if multiply else None
-        packs = has_kernels() and any(_kind(recipe) == "nvfp4" for recipe in plan.recipes if recipe is not None)
-        packed = packed_pair if packs else None
-        return LinearExecution(plan, multiply, state, casts, GroupedProducts(plan, casts), packed, backend=self.name)
+        casts = CompiledCasts(state) if multiply else None
+        return LinearExecution(plan, multiply, state, casts, GroupedProducts(plan), backend=self.name)

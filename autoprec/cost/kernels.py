@@ -137,7 +137,7 @@ def grouped_traffic(
 def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[float, int]:
     """Return bytes moved per value and kernels launched where no compiler fuses the casts of one operand.
 
-    FP8 goes through ``backends.fused``: once over the operand for its magnitudes (not for delayed scales and blocks),
+    FP8 goes through ``backends.casts``: once over the operand for its magnitudes (not for delayed scales and blocks),
     once to write a layout for each use. Other formats are cast operator by operator: a cast reads and writes float32
     for widening, scaling and rounding, and its magnitudes are written as well.
     """

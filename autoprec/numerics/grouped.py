@@ -142,7 +142,7 @@ def hadamard(x: Tensor) -> Tensor:
 
     The matrix is orthogonal, so transforming both operands of a GEMM along its contraction axis leaves the exact
     product unchanged while spreading outliers over the group. Four rounds of sums and differences compute it, in an
-    order of their own: every device, and the kernels of ``backends.fp4``, give the same bits.
+    order of their own: every device gives the same bits.
     """
     rows, columns = x.shape
     signs = 1 - 2 * ((NEGATIVE >> torch.arange(16, device=x.device)) & 1)

@@ -80,7 +80,7 @@ class LinearExecution(Execution):
             where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
         quantizers: delayed scales and the private random stream.
         fused: casts an operand for both of its GEMMs at once where no compiler fuses casts; None: torch's operators do.
-        packed: does so inside a compiled graph, for what a compiler fuses badly; None: torch's operators do.
+        packed: does so inside a compiled graph, where a library has an operator for it; None: torch's operators do.
         experts: runs grouped GEMMs; None, or what it refuses: one expert after another.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         calibration: training forwards that only note amaxes before anything is quantised.

@@ -320,6 +320,8 @@ def _units(names: Mapping[str, str], cpuinfo: Path | str) -> tuple[str, ...] | N
     flags = cpu_flags(cpuinfo)
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     allowed = _ISAS[: _ISAS.index(most) + 1] if most in _ISAS else (*_ISAS, "")
+    if most == "AVX512_CORE":  # its own kernels, without VNNI, go before those of AVX2 with it
+        allowed = tuple(isa for isa in allowed if "VNNI" not in isa)
     found = (unit for flag, unit in names.items() if flag in flags)
     return tuple(unit for unit in found if _UNIT_ISA.get(unit, "") in allowed) if flags else None
 

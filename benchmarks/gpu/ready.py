@@ -1,8 +1,8 @@
 """What can be said about GPUs without one: code generated for a pretended card is counted, nothing is timed.
 
-    python benchmarks/gpu/ready.py [--out FILE] [--only "eager fp8_rowwise,compiled bf16"]
+    python benchmarks/gpu/ready.py [--out FILE] [--only "compiled fp8_rowwise,compiled bf16"]
 
-Prints one table: operators of an eager linear layer, kernels and bytes of a compiled block, graph breaks, bytes per
+Prints one table: kernels and bytes of a compiled block, graph breaks, bytes per
 parameter of the sensitivity scan, and which share of a hand-written MoE's and a ViT's FLOPs may run in FP8 on an H100.
 Every row is counted on this machine by this command. Kernels are Triton kernels and library calls in Inductor's output
 for compute capability 9.0 (10.0 for MX and NVFP4); bytes are its scheduler's.
@@ -229,44 +229,6 @@ def _compiled(recipe: str, backend: str, blocks: int = 1, *, experts: bool = Fal
     }
 
 
-def eager(recipe: str, backend: str) -> dict[str, Any]:
-    """Count what one linear layer launches, forward and backward, without a compiler."""
-    import torch
-    from torch import nn
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from autoprec.applying.policy import apply_policy
-    from autoprec.backends import fused
-    from benchmarks.gpu.fake_cuda import counter
-
-    launched: list[
-        int
-    ] = []  # a Triton kernel is not an operator: what starts it is counted, with the bytes it is given
-    fused.launch = lambda _name, _grid, arguments, _constants: launched.append(
-        sum(x.numel() * x.element_size() for x in {id(x): x for x in arguments if isinstance(x, torch.Tensor)}.values())
-    )
-    fused._agrees = lambda *_: True  # nothing is computed here
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        layer = nn.Sequential(nn.Linear(WIDTH, HIDDEN))
-        if recipe != "bf16":
-            apply_policy(_policy(recipe), layer, backend=backend)
-        execution = layer[0]
-        x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-        for model in (layer, layer, execution):  # what the model does before its forward is not the layer's
-            x.grad = None
-            layer.zero_grad()
-            launched.clear()
-            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                counted = counter()
-                with counted:
-                    out = model(x)
-            gradient = torch.randn_like(out)
-            with counted:
-                out.backward(gradient)
-    found = {"operators": sum(counted.operators.values()) + len(launched), "fused kernels": len(launched)}
-    return found | {"MB": round((counted.bytes + sum(launched)) / 1e6)}
-
-
 def scan() -> dict[str, Any]:
     """Peak bytes per parameter that the sensitivity scan without forks holds beside the script's own tensors."""
     import torch
@@ -355,7 +317,7 @@ def _one(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any
     from benchmarks.gpu.fake_cuda import pretend
 
     pretend((int(capability.split(".")[0]), int(capability.split(".")[1])), caches=what == "cached")
-    return {"compiled": compiled, "cached": cached, "eager": eager, "experts": experts}[what](recipe, backend)
+    return {"compiled": compiled, "cached": cached, "experts": experts}[what](recipe, backend)
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -368,7 +330,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what can be said about GPUs without one")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--processes", type=int, default=1, help="counts at a time")
-    parser.add_argument("--only", default="", help="rows, as in 'eager fp8_rowwise,compiled bf16'")
+    parser.add_argument("--only", default="", help="rows, as in 'compiled fp8_rowwise,compiled bf16'")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -381,7 +343,6 @@ def main() -> int:
     lines += [f"{versions}; Python {sys.version.split()[0]}; {os.cpu_count()} CPU cores, a pretended card.", ""]
     lines += ["| what | card | backend, recipe | counted |", "|---|---|---|---|"]
     asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-"), ("kinds", "-", "-", "-")]
-    asked += [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("cached", r, "native", "9.0") for r in PLANNED]
     asked += [("experts", r, "native", "9.0") for r in ("bf16", "fp8_rowwise")]
@@ -404,9 +365,6 @@ def main() -> int:
         lines += planned(compiled_s, *start_seconds())
     lines += [
         "",
-        "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",
-    ]
-    lines += [
         "compiled: norm, two linears, GELU, residual, as one compiled block. scan: beside the script's own tensors.",
         "experts: norm, router, 8 experts in 3-D weights behind grouped products, residual, as one compiled block.",
     ]

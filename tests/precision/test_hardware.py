@@ -269,7 +269,7 @@ def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, uni
         ("DEFAULT", ("AMX", "AVX512_VNNI", "AVX_VNNI"), ("AMX", "AVX512_BF16")),
         ("AVX512_CORE_BF16", ("AVX512_VNNI", "AVX_VNNI"), ("AVX512_BF16",)),
         ("avx512_core_vnni", ("AVX512_VNNI", "AVX_VNNI"), ()),
-        ("AVX512_CORE", ("AVX_VNNI",), ()),
+        ("AVX512_CORE", (), ()),  # oneDNN takes its kernels for AVX-512 without VNNI, which overflow
         ("AVX2", (), ()),
     ],
 )

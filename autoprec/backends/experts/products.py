@@ -24,7 +24,6 @@ Written after torch's ``GroupedBlas.cpp``, ``GroupMMCommon.cuh`` and meta regist
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -40,13 +39,12 @@ from autoprec.backends.experts.mx import (
     padded_rows,
     padded_width,
 )
-from autoprec.backends.fused import FusedCasts, agreed, constants_of, has_kernels, launch
 from autoprec.numerics.execution import only_once
 from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.operand import ScaleRule, Spec
+from autoprec.numerics.operand import Spec
 from autoprec.numerics.plan import GemmStep, Steps
 from autoprec.numerics.quantize import quantize
-from autoprec.numerics.rounding import STORAGE, encode
+from autoprec.numerics.rounding import encode
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.formats import FORMATS
@@ -55,7 +53,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
 #: What the sum over an expert's tokens is padded to, and the least it may be.
 _MULTIPLE = 16
-_TILE = (128, 64)
 #: scheme of operands -> a recipe with it, and what its contraction dimensions must be a multiple of
 _OF_SCHEME = {"row": BUILTIN_RECIPES["fp8_rowwise"], "mx": BUILTIN_RECIPES["mxfp8"]}
 _SIDES = {"row": _MULTIPLE, "mx": 32}
@@ -70,8 +67,17 @@ def _on_gpu(x: Tensor) -> bool:
 Columns = tuple[Tensor, Tensor, Tensor]
 
 
-def _columns_by_torch(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
-    """Do what :func:`_columns` does with torch's operators."""
+def _columns(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
+    """Quantise groups of rows for GEMMs that sum over each of them.
+
+    Args:
+        x: ``[rows, columns]``, any strides.
+        ends: int32 ``[E]``, not falling: where the groups end.
+        spec: the format and the rule of scales.
+
+    Returns:
+        Codes ``[columns, T]``, inverse scales float32 ``[E, columns]``, and where the groups end in ``T``, int32.
+    """
     count, rows = ends.shape[0], x.shape[0]
     padded, width = padded_ends(ends, _MULTIPLE), padded_width(rows, count, _MULTIPLE)
     at = torch.arange(rows, dtype=torch.int32, device=x.device)
@@ -85,57 +91,6 @@ def _columns_by_torch(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
     values = x.float()[source] * scale[group]
     codes = encode(torch.where(held.unsqueeze(1), values, 0.0), spec.format, bounded=True)
     return codes.t().contiguous(), inverse_of(scale, amax), padded
-
-
-def _columns_by_kernel(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
-    columns, count, width = x.shape[1], ends.shape[0], padded_width(x.shape[0], ends.shape[0], _MULTIPLE)
-    codes = x.new_empty((columns, width), dtype=torch.uint8)
-    inverse = x.new_empty((count, columns), dtype=torch.float32)
-    padded = torch.empty_like(ends)
-    arguments = (x, columns, *x.stride(), ends, padded, codes, width, inverse)
-    constants = constants_of(spec, _TILE) | {"COUNT": 1 << (count - 1).bit_length(), "num_warps": 8}
-    launch("groups_kernel", (-(-columns // _TILE[1]), count), arguments, constants)
-    return codes.view(spec.dtype), inverse, padded
-
-
-def _same_codes(device: torch.device, dtype: torch.dtype, spec: Spec) -> bool:
-    x = torch.linspace(-3.0, 5.0, 100 * 80, device=device).pow(3).reshape(100, 80).to(dtype)
-    ends = torch.tensor([0, 37, 37, 93], dtype=torch.int32, device=device)
-    ours, theirs = _columns_by_kernel(x, ends, spec), _columns_by_torch(x, ends, spec)
-    last = int(theirs[2][-1])
-    same = torch.equal(ours[0][:, :last].view(torch.uint8), theirs[0][:, :last].view(torch.uint8))
-    return same and torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
-
-
-def _columns(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
-    """Quantise groups of rows for GEMMs that sum over each of them.
-
-    Args:
-        x: ``[rows, columns]``, any strides.
-        ends: int32 ``[E]``, not falling: where the groups end.
-        spec: the format and the rule of scales.
-
-    Returns:
-        Codes ``[columns, T]``, inverse scales float32 ``[E, columns]``, and where the groups end in ``T``, int32.
-    """
-    fast = _on_gpu(x) and has_kernels() and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if fast:
-        fast = agreed(("groups", x.device, x.dtype, spec), x.device, lambda: _same_codes(x.device, x.dtype, spec))
-    return (_columns_by_kernel if fast else _columns_by_torch)(x, ends, spec)
-
-
-@torch.library.custom_op("autoprec::cast_groups", mutates_args=())
-def _cast_groups(x: Tensor, ends: Tensor, format_name: str, power_of_2: bool, epsilon: float) -> Columns:
-    """:func:`_columns` in a compiled graph."""
-    rule = ScaleRule("row", power_of_2=power_of_2, amax_epsilon=epsilon)
-    return _columns(x, ends, Spec("row", format_name, 0, rule))
-
-
-@_cast_groups.register_fake
-def _cast_groups_shape(x: Tensor, ends: Tensor, format_name: str, _power_of_2: bool, _epsilon: float) -> Columns:
-    width = padded_width(x.shape[0], ends.shape[0], _MULTIPLE)
-    codes = x.new_empty((x.shape[1], width), dtype=STORAGE[format_name])
-    return codes, x.new_empty((ends.shape[0], x.shape[1]), dtype=torch.float32), torch.empty_like(ends)
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,20 +117,16 @@ class GroupedProducts:
 
     Args:
         plan: the layer's.
-        casts: what casts operands along their rows where no compiler fuses casts; None: torch's operators do.
     """
 
-    def __init__(self, plan: LayerPlan, casts: FusedCasts | None) -> None:
-        self.plan, self.casts = plan, casts
+    def __init__(self, plan: LayerPlan) -> None:
+        self.plan = plan
         # asked here, because Dynamo of torch 2.11 cannot look into recipes
         recipes = [recipe for gemm in GEMMS if (recipe := plan.recipe(gemm)) is not None]
         self.refused = next(filter(None, (grouped_refusal(recipe, None) for recipe in recipes)), "")
         kinds = {"mx" if recipe.format == "mxfp8" else "row" for recipe in recipes if recipe.scaled}
         self.schemes = " ".join(sorted(kinds))
         self.multiple = max((_SIDES.get(kind, 1) for kind in kinds), default=1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GroupedProducts:
-        return GroupedProducts(self.plan, copy.deepcopy(self.casts, memo))
 
     def refusal(self, weight: Tensor) -> str:
         """Return why torch has no grouped GEMM for a weight ``[E, K, N]`` where it lies, or nothing."""
@@ -205,11 +156,7 @@ class GroupedProducts:
         return self._rows(x, replace(spec, axis=1), operand)
 
     def _rows(self, x: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
-        made = None
-        if self.casts is not None and not torch.compiler.is_compiling():
-            made = self.casts.pair(x, spec, None, operand)[0]
-        if made is None:
-            made = quantize(x, spec, operand=operand)
+        made = quantize(x, spec, operand=operand)
         if made.scale is None:
             raise ValueError("rows have scales")
         return made.codes.contiguous(), made.scale.reshape(-1)
@@ -218,11 +165,7 @@ class GroupedProducts:
         """Quantise ``[M, columns]`` for sums over each group: codes, inverse scales (E8M0 in tiles) and padded ends."""
         if spec.scheme == "mx":
             return mx_columns(x, ends, spec)
-        if not torch.compiler.is_compiling():
-            return _columns(x, ends, spec)
-        rule = spec.rule
-        found: Columns = torch.ops.autoprec.cast_groups(x, ends, spec.format, rule.power_of_2, rule.amax_epsilon)
-        return found
+        return _columns(x, ends, spec)
 
     def matrices(self, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         """Quantise ``[E, outer, sum]``: codes of that shape, contiguous along the sum, inverses ``[E, outer]``.

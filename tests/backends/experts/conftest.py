@@ -17,7 +17,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_grouped_mm", reference, "CPU")
     monkeypatch.setattr(products, "_on_gpu", lambda _: True)
-    monkeypatch.setattr(products, "has_kernels", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     yield
     library._destroy()

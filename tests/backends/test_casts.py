@@ -1,0 +1,86 @@
+"""Casts compiled by themselves equal torch's operators bit by bit; what cannot be compiled is left to those. No GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoprec.backends import casts
+from autoprec.backends.casts import CompiledCasts
+from autoprec.errors import AutoPrecWarning
+from autoprec.numerics import quantize as quantizing
+from autoprec.numerics import rounding
+from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.precision.recipes import BUILTIN_RECIPES
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own
+
+
+def specs(name: str) -> tuple[Spec, Spec]:
+    """Return how an input is quantised for fprop and for wgrad."""
+    return spec_of(BUILTIN_RECIPES[name], "fprop", "input"), spec_of(BUILTIN_RECIPES[name], "wgrad", "input")
+
+
+@pytest.fixture(autouse=True)
+def _codes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let what is compiled for this CPU hold codes, as it does on a GPU; each test compiles anew."""
+    for module in (rounding, quantizing):
+        if hasattr(module, "stores_values"):
+            monkeypatch.setattr(module, "stores_values", lambda _device: False)
+    casts._compiled.cache_clear()
+    yield
+    casts._compiled.cache_clear()
+
+
+def here() -> CompiledCasts:
+    return CompiledCasts(QuantizerState(), device="cpu")
+
+
+def values(rows: int = 96, columns: int = 160) -> Tensor:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 3
+    x[3], x[5, 7] = 0.0, torch.inf
+    return x
+
+
+def same(one: QuantizedOperand, other: QuantizedOperand) -> bool:
+    parts = [(one.codes, other.codes), (one.scale, other.scale), (one.groups, other.groups)]
+    return casts._equal([tuple(a for a, _ in parts)], [tuple(b for _, b in parts)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "fp8_block", "mxfp8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_uses_of_an_operand_equal_what_torchs_operators_give(name: str, dtype: torch.dtype) -> None:
+    for x in (values(), values(64, 64)):
+        for made, spec in zip(here().pair(x.to(dtype), *specs(name), "input"), specs(name), strict=True):
+            assert made is not None
+            assert same(made, quantize(x.to(dtype), spec))
+
+
+def test_what_needs_more_than_its_operand_or_lies_elsewhere_is_left_to_torch() -> None:
+    assert here().pair(values(), *specs("fp8_delayed"), "input") == (None, None)
+    assert here().pair(values(), *specs("bf16"), "input") == (None, None)
+    assert CompiledCasts(QuantizerState()).pair(values(), *specs("fp8_rowwise"), "input") == (None, None)
+    first, second = here().pair(values(), specs("fp8_rowwise")[0], None, "input")
+    assert first is not None
+    assert second is None
+
+
+def test_a_cast_that_gives_other_codes_is_told_once_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run, **how: real(lambda x: run(x * 2), **how))
+    with pytest.warns(AutoPrecWarning, match="other codes"):
+        assert here().pair(values(), *specs("fp8_rowwise"), "input") == (None, None)
+    assert here().pair(values(), *specs("fp8_rowwise"), "input") == (None, None)
+
+
+def test_a_compiler_that_fails_is_told_once_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_x: Tensor) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", lambda *_args, **_how: broken)
+    with pytest.warns(AutoPrecWarning, match="no compiler here"):
+        assert here().pair(values(), *specs("fp8_tensorwise"), "input") == (None, None)
