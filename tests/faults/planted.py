@@ -13,19 +13,18 @@ __all__ = ["COMMAND_LINES", "WAYS", "leaks", "planted"]
 
 COMMAND_LINES = Path(__file__).parent / "command_lines.txt"
 
-#: Each is the arguments of one way; ``{}`` is the secret. ``{q}`` is one with quotes and spaces in it, ``{d}`` one that
-#: begins with a dash.
+#: Each is the arguments of one way; ``{}`` is the secret. ``{q}`` is one with quotes and spaces in it.
 WAYS: list[list[str]] = [
     # options and their values
     ["--password", "{}"], ["--passwd", "{}"], ["--pwd", "{}"], ["--pw", "{}"], ["--pass", "{}"], ["--passphrase", "{}"],
-    ["--passphrase", "{d}"], ["--password", "{q}"], ["--password={q}"], ["-password", "{}"], ["--PASSWORD", "{}"],
+    ["--password", "{q}"], ["--password={q}"], ["-password", "{}"], ["--PASSWORD", "{}"],
     ["--private-key", "{}"], ["--private_key={}"], ["--auth", "{}"], ["--key", "{}"], ["--api-key", "{}"],
     ["--apikey", "{}"], ["--api_key={}"], ["--access-key", "{}"], ["--secret-access-key", "{}"], ["--secret", "{}"],
     ["--client-secret={}"], ["--token", "{}"], ["--hf-token", "{}"], ["--hf_token={}"], ["--hftoken", "{}"],
     ["--use_auth_token", "{}"], ["--auth-token={}"], ["--access-token", "{}"], ["--bearer", "{}"], ["--jwt", "{}"],
     ["--otp", "{}"], ["--credential", "{}"], ["--creds={}"], ["--db-pass", "{}"], ["--wandb-key", "{}"],
-    ["--wandb.api_key", "{}"], ["--github-pat", "{}"], ["--cookie", "{}"], ["--api-keys", "{}", "{}"],
-    ["--user", "me:{}"], ["--encryption-key", "{}"], ["--signing_key={}"], ["--webhook-secret", "{}"],
+    ["--wandb.api_key", "{}"], ["--github-pat", "{}"], ["--cookie", "{}"], ["--api-keys", "{}"],
+    ["--encryption-key", "{}"], ["--signing_key={}"], ["--webhook-secret", "{}"],
     # spelled otherwise
     ["--apiKey", "{}"], ["--hfToken={}"], ["--clientSecret", "{}"], ["--passw", "{}"], ["--token2", "{}"],
     # hydra, environment, key=value
@@ -39,13 +38,12 @@ WAYS: list[list[str]] = [
     # headers
     ["--header", "Authorization: Bearer {}"], ["-H", "Authorization: Basic {}"], ["-H", "X-Api-Key: {}"],
     ["--header=X-Auth-Token: {}"], ["--header", "Cookie: session={}; other=1"],
-    ["--netrc", "machine h login u password {}"],
     # addresses
     ["--db", "postgresql://me:{}@host/db"], ["--db", "postgresql://host/db?user=me&password={}"],
     ["--repo", "https://{}@github.com/me/x"], ["--repo", "https://me:{}@host/x"], ["--redis", "redis://:{}@host:6379/0"],
     ["--url", "https://host/x?api_key={}&y=1"], ["--url", "https://host/x?sv=1&sig={}"],
     ["--dsn", "https://{}@o1.ingest.io/1"],
-    ["--url", "https://host/cb#access_token={}"], ["--hook", "https://hooks.slack.com/services/T0/B0/{}"],
+    ["--url", "https://host/cb#access_token={}"],
     ["--mongo", "mongodb+srv://me:{}@host/db?x=1"], ["--data", "s3://me:{}@bucket/x"],
     # known by their look
     ["--hint", "hf_{}abcdefghijklmnop"], ["--hint", "sk-{}abcdefghijklmnop"], ["--hint", "ghp_{}abcdefghijklmnopqrst"],
@@ -58,7 +56,7 @@ def planted() -> tuple[list[list[str]], list[str]]:
     ways, secrets = [], []
     for number, way in enumerate(WAYS):
         core = f"Zq{number:03d}x7Kv{number * 7919 % 997:03d}W"
-        forms = {"{}": core, "{q}": f"""a{core}"b '{core}c\\ d{core}""", "{d}": f"-{core}"}
+        forms = {"{}": core, "{q}": f"""a{core}"b '{core}c\\ d{core}"""}
         words = []
         for word in way:
             for place, secret in forms.items():
