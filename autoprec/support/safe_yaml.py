@@ -1,13 +1,12 @@
-"""YAML as plain data, built from the parser's events: nothing but text, numbers, lists and mappings can come out.
+"""YAML as plain data: nothing but text, numbers, lists and mappings can come out, and little is spent on the rest.
 
-A loader that composes nodes and then constructs objects has to forbid what it must not do, tag by tag, and spends
-1 KiB on every value before it can refuse anything. Here a value is made from an event or not at all; aliases, tags,
-depth, and the number of values are refused at the event where they appear, before anything is built on them.
+PyYAML's safe loader runs no code, but it follows aliases (a text of 1 KiB can describe a billion values), and it builds
+a node for every value before anything can be refused. So a text is read twice: its events are looked at first, where
+aliases, tags, depth and the number of values are refused; what passes is loaded.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import yaml
@@ -19,105 +18,78 @@ MAX_VALUES = 100_000
 MAX_NUMBER = 100
 
 _CORE = "tag:yaml.org,2002:"
-_SCALARS = frozenset(_CORE + name for name in ("null", "bool", "int", "float", "str", "timestamp"))
-
-if yaml.__with_libyaml__:  # ten times faster, and on every platform that has a wheel
-    from yaml.cyaml import CParser as _Parser  # type: ignore[attr-defined]
-else:  # pragma: no cover - the pure Python parser, where PyYAML was built without libyaml
-
-    class _Parser(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):  # type: ignore[no-redef]
-        def __init__(self, stream: str) -> None:
-            yaml.reader.Reader.__init__(self, stream)
-            yaml.scanner.Scanner.__init__(self)
-            yaml.parser.Parser.__init__(self)
+_PLAIN = frozenset(_CORE + name for name in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map"))
+#: Of libyaml, ten times faster, where PyYAML was built with it.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _refuse(problem: str, event: Any) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+def _refuse(problem: str, at: Any) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
-class _Builder:
-    """Turns the events of one document into one plain value."""
+def _check_events(text: str) -> None:
+    """Refuse a text by its events, before anything is built.
 
-    def __init__(self, text: str) -> None:
-        self._parser: Any = _Parser(text)
-        self._names: Any = yaml.resolver.Resolver()
-        self._numbers = yaml.constructor.SafeConstructor()
-        self._count = 0
-
-    def document(self) -> Any:
-        """Return the value of the only document; None for an empty one."""
-        self._next()  # the stream's start
-        event = self._next()
-        if isinstance(event, yaml.StreamEndEvent):
-            return None
-        value = self._value(self._next(), 0)
-        self._next()  # the document's end
-        event = self._next()
-        if not isinstance(event, yaml.StreamEndEvent):
-            raise _refuse("a second document follows", event)
-        return value
-
-    def _next(self) -> Any:
-        return self._parser.get_event()
-
-    def _value(self, event: Any, depth: int) -> Any:
-        self._count += 1
-        if self._count > MAX_VALUES:
-            raise _refuse(f"more than {MAX_VALUES} values", event)
-        if depth > MAX_DEPTH:
-            raise _refuse(f"nested deeper than {MAX_DEPTH}", event)
-        if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event)
+    Raises:
+        yaml.YAMLError: see :func:`parse_yaml`.
+    """
+    depth = values = documents = 0
+    for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             raise _refuse("YAML aliases are not accepted", event)
-        if isinstance(event, yaml.SequenceStartEvent):
-            self._check_tag(event, "seq")
-            return self._sequence(depth)
-        self._check_tag(event, "map")
-        return self._mapping(depth)
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise _refuse("a second document follows", event)
+        if isinstance(event, yaml.NodeEvent):
+            values += 1
+            if values > MAX_VALUES:
+                raise _refuse(f"more than {MAX_VALUES} values", event)
+            if event.tag not in (None, "!") and event.tag not in _PLAIN:
+                raise _refuse(f"tag '{event.tag}' is not plain data", event)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH + 1:
+                raise _refuse(f"nested deeper than {MAX_DEPTH}", event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
-    def _sequence(self, depth: int) -> list[Any]:
-        out: list[Any] = []
-        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
-            out.append(self._value(event, depth + 1))
-        return out
 
-    def _mapping(self, depth: int) -> dict[str, Any]:
+class _PlainLoader(_Loader):  # type: ignore[misc]
+    """The safe loader without dates and merged keys, and with keys that are text and stand once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
         out: dict[str, Any] = {}
-        while not isinstance(event := self._next(), yaml.MappingEndEvent):
-            if isinstance(event, yaml.CollectionStartEvent):
-                raise _refuse("a list or mapping cannot be a key", event)
-            key = self._value(event, depth + 1)
+        if not isinstance(node, yaml.MappingNode):
+            raise _refuse(f"tag '{node.tag}' is not plain data", node)
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refuse("a list or mapping cannot be a key", key_node)
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise _refuse(f"key {key!r} is not text", event)
+                raise _refuse(f"key {key!r} is not text", key_node)
             if key in out:
-                raise _refuse(f"key '{key}' appears twice", event)
-            out[key] = self._value(self._next(), depth + 1)
+                raise _refuse(f"key '{key}' appears twice", key_node)
+            out[key] = self.construct_object(value_node, deep=True)
         return out
 
-    def _check_tag(self, event: Any, kind: str) -> None:
-        if event.tag not in (None, "!", _CORE + kind):
-            raise _refuse(f"tag '{event.tag}' is not plain data", event)
-
-    def _scalar(self, event: Any) -> Any:
-        tag = event.tag
-        if tag is None or tag == "!":
-            tag = self._names.resolve(yaml.ScalarNode, event.value, event.implicit)
-        if tag not in _SCALARS:
-            raise _refuse(f"tag '{tag}' is not plain data", event)
-        name = tag.removeprefix(_CORE)
-        if name in ("str", "timestamp"):
-            return event.value
-        if name == "null":
-            return None
-        if len(event.value) > MAX_NUMBER:
-            raise _refuse("a number of more than 64 bits", event)
-        node = yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark)
+    def plain_scalar(self, node: Any) -> Any:
+        name = node.tag.removeprefix(_CORE)
+        if len(node.value) > MAX_NUMBER and name in ("int", "float"):
+            raise _refuse("a number of more than 64 bits", node)
         try:
-            return getattr(self._numbers, f"construct_yaml_{name}")(node)
-        except (KeyError, IndexError, OverflowError) as error:  # e.g. !!bool maybe
-            raise _refuse(f"'{event.value}' is not a valid {name}", event) from error
+            return getattr(yaml.constructor.SafeConstructor, f"construct_yaml_{name}")(self, node)
+        except (KeyError, IndexError, OverflowError, ValueError) as error:  # e.g. !!bool maybe
+            raise _refuse(f"'{node.value}' is not a valid {name}", node) from error
+
+    def refused(self, node: Any) -> Any:
+        raise _refuse(f"tag '{node.tag}' is not plain data", node)
+
+
+for _name in ("bool", "int", "float"):
+    _PlainLoader.add_constructor(_CORE + _name, _PlainLoader.plain_scalar)
+_PlainLoader.add_constructor(_CORE + "timestamp", yaml.constructor.SafeConstructor.construct_yaml_str)
+_PlainLoader.add_constructor(None, _PlainLoader.refused)  # the key <<, for one
 
 
 def parse_yaml(text: str) -> Any:
@@ -128,14 +100,11 @@ def parse_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: malformed, more than one document, an alias, a tag that is not plain data, a key that is not
             text or appears twice, nested deeper than ``MAX_DEPTH``, or more than ``MAX_VALUES`` values.
-        ValueError: a number that is none.
     """
-    # libyaml keeps its own stack of open brackets; Python's is bounded by the depth check, before it can overflow
     if "\x00" in text:
         raise yaml.YAMLError("holds a NUL character")
     try:
-        return _Builder(text).document()
+        _check_events(text)
+        return yaml.load(text, Loader=_PlainLoader)  # noqa: S506
     except UnicodeEncodeError as error:  # a lone surrogate, which no file can hold
         raise yaml.YAMLError(f"holds text that is not Unicode, at character {error.start}") from None
-    except RecursionError as error:  # pragma: no cover - a caller deep in its own recursion
-        raise yaml.YAMLError(f"nested too deep for this call ({sys.getrecursionlimit()} frames)") from error
