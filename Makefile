@@ -1,4 +1,4 @@
-# make demo   install into .venv and run `autoprec demo`: a search on this machine, or a rehearsal for a GPU
+# make demo   install into .venv and run `autoprec demo`: a search on this machine
 # make test   the whole test suite           make lint   ruff and mypy
 # make check ROOM=optim   that room's tests, and its part of the behaviour dump beside the one in BASE=FILE, if given
 # make durations   the whole suite, and how long each of its files took written down: the order of the next run

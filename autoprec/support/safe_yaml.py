@@ -58,7 +58,7 @@ def _check_events(text: str) -> None:
 class _PlainLoader(_Loader):  # type: ignore[misc]
     """The safe loader without dates and merged keys, and with keys that are text and stand once."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:  # noqa: ARG002
         out: dict[str, Any] = {}
         if not isinstance(node, yaml.MappingNode):
             raise _refuse(f"tag '{node.tag}' is not plain data", node)
@@ -105,6 +105,6 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError("holds a NUL character")
     try:
         _check_events(text)
-        return yaml.load(text, Loader=_PlainLoader)  # noqa: S506
+        return yaml.load(text, Loader=_PlainLoader)
     except UnicodeEncodeError as error:  # a lone surrogate, which no file can hold
         raise yaml.YAMLError(f"holds text that is not Unicode, at character {error.start}") from None

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import platform
-import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,6 @@ import click
 from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
-from autoprec.cli.machine.here import cores, look_here
 from autoprec.errors import UsageError
 from autoprec.support.tables import Table
 from autoprec.support.units import memory_text
@@ -34,9 +31,10 @@ _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
 
 def _devices(torch: Any) -> list[dict[str, Any]]:
     from autoprec.cost.calibrate.cpu import cpu_model
-    from autoprec.precision.hardware import by_device_name
+    from autoprec.precision.hardware import by_device_name, cpu_instructions
 
-    rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": f"{cores()} cores"}]
+    note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions())))
+    rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": note}]
     if not torch.cuda.is_available():
         built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"
         return [*rows, {"device": "cuda", "name": "none", "target": "", "note": f"no GPU is usable: {built}"}]
@@ -84,22 +82,6 @@ def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _choices(devices: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return which backend ``auto`` runs each recipe by on each GPU, a line each; native where nothing was timed."""
-    from autoprec.cli.machine.calibrate import chosen_backends
-    from autoprec.cost.calibrate.calibration import kept_calibration
-
-    rows = []
-    for row in devices:
-        if row["device"] == "cpu" or row["name"] == "none":
-            continue
-        kept = kept_calibration(row["name"])
-        lines = chosen_backends(kept) if kept is not None else []
-        lines = lines or ["native runs every recipe: `autoprec calibrate` here times the other backends beside it"]
-        rows += [{"device": row["device"], "choice": line} for line in lines]
-    return rows
-
-
 def _packages() -> list[dict[str, Any]]:
     from autoprec.support.optional import EXTRAS, how_to_install, installed_version, is_available
 
@@ -113,41 +95,20 @@ def _packages() -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """Keep libraries that are only asked whether they work from printing warnings about what they lack.
-
-    They write through Python and from C; AUTOPREC_DEBUG lets them.
-    """
-    if os.environ.get("AUTOPREC_DEBUG"):
-        yield
-        return
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
 def diagnose() -> dict[str, Any]:
     """Return everything ``autoprec doctor --json`` prints."""
     import torch
 
     from autoprec._version import __version__
 
-    with _hushed():
-        here = look_here()
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries that are only asked whether they work warn of what they lack,
+        logging.disable(logging.WARNING)  # each in its own way
         devices = _devices(torch)
         backends = _backends([row["device"] for row in devices if row["name"] != "none"])
         usable = [(row["backend"], row["device"]) for row in backends if row["ok"]]
         recipes = _recipes(usable)
-        choices = _choices(devices)
+        logging.disable(logging.NOTSET)
     variables = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "OMP_NUM_THREADS", "NO_COLOR")
     return {
         "autoprec": __version__,
@@ -155,10 +116,8 @@ def diagnose() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "devices": devices,
-        "here": {**asdict(here), "gains": here.gains, "means": here.sentence},
         "backends": backends,
         "recipes": recipes,
-        "auto": choices,
         "packages": _packages(),
         "environment": {name: os.environ[name] for name in variables if name in os.environ},
     }
@@ -174,7 +133,6 @@ def _print(found: dict[str, Any]) -> None:
     console.print(found["platform"], markup=False)
     rows = [(row["device"], row["name"], row["target"] or "-", row["note"]) for row in found["devices"]]
     console.print(plain_table(("device", "name", "target", ""), rows))
-    console.print(found["here"]["means"], markup=False, soft_wrap=True)
     rows = [
         (
             row["backend"],
@@ -191,8 +149,6 @@ def _print(found: dict[str, Any]) -> None:
         cells.setdefault(row["recipe"], []).append("yes" if row["ok"] else f"no: {row['reason']}")
     headings = ("recipe", *(f"{backend} on {device}" for backend, device in pairs))
     console.print(plain_table(headings, [(name, *row) for name, row in cells.items()]))
-    for row in found["auto"]:
-        console.print(f"auto on {row['device']}, {row['choice']}", markup=False, soft_wrap=True)
     rows = [(r["package"], r["version"] or "-", _yes(r["ok"]), r["note"]) for r in found["packages"]]
     console.print(plain_table(("package", "version", "works", ""), rows))
     for name, value in found["environment"].items():
@@ -261,4 +217,3 @@ def doctor(names: tuple[str, ...], targets: bool, as_json: bool) -> None:
         print_json(found)
     else:
         _print(found)
-    sys.stdout.flush()

@@ -11,9 +11,6 @@ import torch
 
 from autoprec.backends import BACKENDS
 from autoprec.cli.machine import doctor
-from autoprec.cli.machine.doctor import _choices
-from autoprec.cost.calibrate import calibration
-from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import Outcome, autoprec
 from tests.documents import ROOT
@@ -42,12 +39,10 @@ def test_everything_is_listed_and_every_no_has_a_reason(found: Any) -> None:
         assert row["ok"] or "pip install" in row["note"] or "build it: https://" in row["note"]
 
 
-def test_emulation_runs_everything_and_what_is_slow_here_is_said(found: Any) -> None:
+def test_emulation_runs_everything(found: Any) -> None:
     rows = [row for row in found["recipes"] if row["backend"] == "emulated"]
     assert rows
     assert all(row["ok"] for row in rows)
-    assert found["here"]["bf16_ratio"] >= 0
-    assert found["here"]["means"]
 
 
 def test_the_tables_say_what_the_document_says(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,27 +50,7 @@ def test_the_tables_say_what_the_document_says(found: Any, monkeypatch: pytest.M
     out = autoprec("doctor").out
     assert "OPTUNA_STORAGE=sqlite:///x.db" in out
     assert torch.cuda.is_available() or "no GPU is usable" in out
-    assert found["here"]["means"] in out
-
-
-def test_who_runs_which_recipe_by_auto_is_said_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [
-        {"device": "cpu", "name": "a CPU"},
-        {"device": "cuda:0", "name": "Calibrated"},
-        {"device": "cuda:1", "name": "Other"},
-    ]
-    rows = [
-        Linear("fp8_rowwise", backend, "eager", LINEAR_SHAPES[0], seconds, 0.01, 0.03).to_json()
-        for backend, seconds in (("native", 5e-3), ("torchao", 4e-3))
-    ]
-    monkeypatch.setattr(calibration, "kept_calibration", {"Calibrated": {"linears": rows}}.get)
-    assert _choices(devices) == [
-        {"device": "cuda:0", "choice": "eager: torchao: 1.25x native at fp8_rowwise, measured"},
-        {
-            "device": "cuda:1",
-            "choice": "native runs every recipe: `autoprec calibrate` here times the other backends beside it",
-        },
-    ]
+    assert "cores; int8: " in out
 
 
 def targets(*names: str) -> Outcome:
