@@ -59,6 +59,8 @@ REMOVED_OPTIONS = {
     "show --graph": "name the saved step after the policy: autoprec show policy.yaml step.json",
     "--graph": "name the saved step in the script's place",
     "--config": "name the preset or the config.json in the script's place",
+    "estimate --sweep": "ask again with another --batch or --seq, or with --cost-scale tokens=8 for a script",
+    "estimate --eager": "leave it out: a script is modelled as it runs here, and as compiled on a device that is not here",
     "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
     "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
     "--phases": "write `phases:` into the policy (docs/long_run.md)",

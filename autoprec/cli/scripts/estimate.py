@@ -16,7 +16,6 @@ from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of,
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
-from autoprec.support.tables import Table
 from autoprec.support.units import memory_text, span_text
 
 
@@ -137,117 +136,15 @@ def _policy_lines(found: dict[str, Any], name: str, verdict: Any) -> list[str]:
     return [f"policy    {_ms(found['step_ms'])} ms under {name}: {gain}; {verdict.label}"]
 
 
-def _more(model: Any, verdict: Any, plans: Any, *, sweep: bool) -> dict[str, Any]:
-    """Return payback, what compiling would change, and sweeps where asked."""
-    from autoprec.cost import judge, planning
-
-    if model.report.source == "analytic" and not model.target.is_cpu:
-        limits = planning.at_the_limit(model, plans, verdict.activations)
-    else:
-        limits = []
-    paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
-    out: dict[str, Any] = {"payback": paid, "at_the_limit": limits}
-    if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
-        out["compiled"] = judge(model.executed("compile"), plans, written=verdict.written)
-    if sweep:
-        out["batch_sweep"] = planning.sweep(model, plans)
-        out["sequence_sweep"] = planning.sweep(model, plans, sequence=True)
-        out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"])
-    return out
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value.to_json() if hasattr(value, "to_json") else value
-
-
-def _sweep_lines(points: list[Any], what: str) -> list[str]:
-    """Return the table of a sweep; a batch that one device cannot hold says so."""
-    rows = tuple(
-        (
-            f"{p.tokens:,}",
-            _ms(p.step_ms),
-            f"{p.bound_speedup:.2f}x",
-            memory_text(p.memory_bytes) if p.memory_bytes else "-",
-            f"{p.best_uniform} {p.best_uniform_speedup:.2f}x" + ("" if p.fits else "  (more than one device has)"),
-        )
-        for p in points
-    )
-    return ["", Table((what, "step ms", "bound", "memory", "best single choice"), rows).text()]
-
-
-def _break_even(points: list[Any], found: int | None) -> str:
-    if found is None:
-        return "pays at no batch size looked at"
-    notes = ["the smallest looked at"] if found == min(p.tokens for p in points) else []
-    notes += ["which one device cannot hold"] if any(p.tokens == found and not p.fits for p in points) else []
-    return f"pays from {found:,} tokens per step on" + (f" ({', '.join(notes)})" if notes else "")
-
-
-def _more_lines(more: dict[str, Any]) -> list[str]:
-    """Return the text of :func:`_more`."""
+def _payback_line(paid: Any) -> str:
     from autoprec.cost.planning import HORIZON_STEPS
 
-    paid = more["payback"]
-    lines = [""]
     if paid.steps == float("inf"):
-        lines.append(f"payback   never within {HORIZON_STEPS:,} steps: a search would gain next to nothing")
-    else:
-        lines.append(
-            f"payback   a search costs about {span_text(paid.search_s)} of training steps, starting the script apart, "
-            f"and is paid back after {paid.steps:,.0f} steps ({span_text(paid.hours * 3600)}) at the earliest"
-        )
-    if "compiled" in more:
-        other = more["compiled"]
-        lines.append(
-            f"compiled  the step takes {_ms(other.step_ms)} ms as {other.baseline_run}; the bound there is "
-            f"{other.bound_text}, verdict {other.kind}: a policy may say `execution: compile`"
-        )
-    for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
-        if key in more:
-            lines += _sweep_lines(more[key], what)
-    if "break_even_tokens" in more:
-        lines += ["", _break_even(more["batch_sweep"], more["break_even_tokens"])]
-    return lines
-
-
-def _limit_lines(limits: list[Any], baseline: str, device_bytes: int) -> list[str]:
-    """Return the table of the largest micro-batches, and the sentence on which choice wins there."""
-    from autoprec.cost.planning import USABLE_MEMORY
-
-    best = limits[0]
-    if not best.samples:
-        return ["", f"no choice holds one sequence in {USABLE_MEMORY:.0%} of a device: --shards, --recompute full"]
-    rate = next((limit.tokens_per_s for limit in limits if limit.choice == baseline), 0.0)
-    rows = tuple(
-        (
-            p.choice,
-            str(p.samples),
-            f"{p.tokens_per_s:,.0f}",
-            memory_text(p.memory_bytes),
-            f"{p.tokens_per_s / rate:.2f}x"
-            if rate and p.samples
-            else "-"
-            if p.samples
-            else "one sequence does not fit",
-        )
-        for p in limits
+        return f"payback   never within {HORIZON_STEPS:,} steps: a search would gain next to nothing"
+    return (
+        f"payback   a search costs about {span_text(paid.search_s)} of training steps, starting the script apart, "
+        f"and is paid back after {paid.steps:,.0f} steps ({span_text(paid.hours * 3600)}) at the earliest"
     )
-    title = f"in {USABLE_MEMORY:.0%} of one device's {memory_text(device_bytes)}, modelled"
-    wins = f"at the limit of memory {best.choice} wins"
-    headings = ("choice", "micro-batch", "tokens/s", "memory", f"over {baseline}")
-    return ["", Table(headings, rows, title=title, notes=(wins,)).text()]
-
-
-def _check_size(script: tuple[str, ...], batch: int, seq: int, shards: int) -> None:
-    """Refuse what cannot be, and what would be ignored."""
-    asked = click.get_current_context().get_parameter_source
-    for name, count in (("batch", batch), ("seq", seq), ("shards", shards), ("recompute", 1)):
-        if asked(name) is click.core.ParameterSource.COMMANDLINE and not is_description(script[0]):
-            raise UsageError(f"--{name} has no effect on a script", fix=f"set it in the script, or leave --{name} out")
-        if count < 1:
-            raise UsageError(f"--{name} {count} is not a count", fix="use 1 or more")
 
 
 @script_command("estimate")
@@ -255,8 +152,10 @@ def _check_size(script: tuple[str, ...], batch: int, seq: int, shards: int) -> N
 @options.of_search("space", help="Search space whose choices are compared.")
 @options.of_search("cost_scale")
 @click.option("--policy", metavar="FILE", help="Also: a step under this policy, or under published:NAME.")
-@click.option("--batch", default=SIZE[0], show_default=True, metavar="N", help="Of a config: sequences per device.")
-@click.option("--seq", default=SIZE[1], show_default=True, metavar="N", help="Of a config: tokens per sequence.")
+@click.option("--batch", default=SIZE[0], show_default=True, metavar="N", type=click.IntRange(min=1),
+              help="Of a config: sequences per device.")  # fmt: skip
+@click.option("--seq", default=SIZE[1], show_default=True, metavar="N", type=click.IntRange(min=1),
+              help="Of a config: tokens per sequence.")  # fmt: skip
 @click.option(
     "--recompute",
     type=click.Choice(("none", "selective", "full")),
@@ -264,10 +163,9 @@ def _check_size(script: tuple[str, ...], batch: int, seq: int, shards: int) -> N
     show_default=True,
     help="Of a config: activations that are computed again in the backward pass (selective: as torchtitan does).",
 )
-@click.option("--shards", default=1, show_default=True, metavar="N", help="Of a config: GPUs that share its state.")
-@click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
+@click.option("--shards", default=1, show_default=True, metavar="N", type=click.IntRange(min=1),
+              help="Of a config: GPUs that share its state.")  # fmt: skip
 @options.of_search("calibration")
-@click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
 @options.as_json("Everything")
 def estimate(
     script: tuple[str, ...],
@@ -279,9 +177,7 @@ def estimate(
     seq: int,
     recompute: str,
     shards: int,
-    eager: bool,
     calibration: str,
-    sweep: bool,
     as_json: bool,
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not.
@@ -289,7 +185,7 @@ def estimate(
     In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or a step saved by `inspect --save`.
     """
     from autoprec.cli.policies.published import bound
-    from autoprec.cost import CostModel, judge
+    from autoprec.cost import CostModel, judge, planning
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.reasons import AS_WRITTEN
     from autoprec.policy.space import default_space, load_space
@@ -297,7 +193,9 @@ def estimate(
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
 
-    _check_size(script, batch, seq, shards)
+    if (batch, seq, recompute, shards) != (*SIZE, "none", 1) and not is_description(script[0]):
+        what = "--batch, --seq, --recompute and --shards have no effect on a script"
+        raise UsageError(what, fix="set it in the script, or leave them out")
     scale = check_scale(cost_scale, target, calibration) if cost_scale else None
     given = load_space(space) if space else None
     measured = load_calibration(Path(calibration)) if calibration else None
@@ -314,7 +212,8 @@ def estimate(
         check_target(measured, found, calibration)
     elif here and device != "cpu":
         measured = kept_calibration(device)
-    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, shards=shards)
+    compiled = host is None or host.compiled or scale is not None or not here  # a rehearsal is of the compiled script
+    model = CostModel(report, found, scale=scale, compiled=compiled, calibration=measured, shards=shards)
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
@@ -322,10 +221,10 @@ def estimate(
     written = AS_WRITTEN if host or is_saved_step(script[0]) else _CONFIGURED
     verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    more = _more(model, verdict, plans, sweep=sweep)
+    paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
     memory = _memory(model, verdict, plans)
     under = _under(bound(policy, lambda: report), model, step.time_ms) if policy else None
-    as_compiled = host is not None and not host.compiled and not eager and not found.is_cpu
+    as_compiled = host is not None and not host.compiled and compiled and not found.is_cpu
     if as_json:
         document = {
             "target": found.name,
@@ -337,15 +236,13 @@ def estimate(
             "source": "modelled",
             "as_compiled": as_compiled,
             **({"policy": {"name": policy, **under}} if under else {}),
-            **{key: _plain(value) for key, value in more.items()},
+            "payback": paid.to_json(),
         }
         print_json(document)
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict)]
-        head += ["modelled  as if compiled, which the script is not: --eager models it as it runs"] * as_compiled
+        head += ["modelled  as if compiled, which the script is not"] * as_compiled
         head += [*(_policy_lines(under, str(policy), verdict) if under else []), *_layer_lines(verdict, 12)]
-        limits = more["at_the_limit"]
-        held = _limit_lines(limits, verdict.baseline, found.memory_bytes) if limits else []
-        echo("\n".join([*head, *held, *_more_lines(more)]))
+        echo("\n".join([*head, "", _payback_line(paid)]))
     return 0

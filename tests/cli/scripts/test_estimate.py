@@ -26,7 +26,7 @@ def graph(tmp_path: Path) -> str:
 
 @pytest.fixture
 def wide(tmp_path: Path) -> str:
-    """Two layers of a model of 400 billion parameters: what a sweep says of many layers it says of two."""
+    """Two layers of a model of 400 billion parameters."""
     heads = {"num_attention_heads": 128, "num_key_value_heads": 8}
     document = {"model_type": "llama", "hidden_size": 16384, "num_hidden_layers": 2, **heads}
     path = tmp_path / "config.json"
@@ -66,31 +66,19 @@ def test_the_same_model_scaled_up_is_searched(graph: str) -> None:
     assert document["step"]["time_ms"] == pytest.approx(sum(document["step"]["breakdown"].values()))
 
 
-def test_sweeps() -> None:
-    found = run("--target", "h100", "--seq", "512", "--sweep", "nanochat-d12")
-    assert found.exit_code == 0
-    assert "tokens per step" in found.output
-    assert "longer sequences" in found.output
-    assert "pays " in found.output
-    assert "the script as written" not in found.output, "there is no script"
-
-
 def test_where_there_is_no_script_no_part_of_the_document_speaks_of_one(tmp_path: Path) -> None:
     space = tmp_path / "space.yaml"
     space.write_text("schema: autoprec.space/1\nname: rows\nchoices: [{match: '*', choices: [keep, fp8_rowwise]}]\n")
-    args = ("--seq", "128", "--space", str(space), "--eager", "--json", "nanochat-d12")
+    args = ("--seq", "128", "--space", str(space), "--json", "nanochat-d12")
     document = json.loads(run("--target", "h100", *args).output)
-    for verdict in (document["verdict"], document["compiled"]):
-        assert "over the model in pure bf16 on" in verdict["reason"]
+    assert "over the model in pure bf16 on" in document["verdict"]["reason"]
 
 
 def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> None:
     small = run("--target", "h100", graph).output
     assert "one device has 74.5 GiB" in small
-    large = run("--target", "h100", "--seq", "4096", "--sweep", wide)
+    large = run("--target", "h100", "--seq", "4096", wide)
     assert "MORE than the 74.5 GiB of one device: shard, checkpoint, or cut the batch" in large.output
-    assert "(more than one device has)" in large.output
-    assert "the smallest looked at, which one device cannot hold" in large.output
     document = json.loads(run("--target", "h100", "--json", "llama3-70b").output)["memory"]
     assert not document["fits"]
     assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)
@@ -104,13 +92,6 @@ def test_recomputation_and_shards_are_numbers_of_a_configuration() -> None:
 
     plain, half, full = (memory("--recompute", mode) for mode in ("none", "selective", "full"))
     assert plain["saved"] > 2 * half["saved"] > 4 * full["saved"]
-    assert (
-        "no choice holds one sequence in 90% of a device: --shards"
-        in run("--target", "b200", "--batch", "2", "llama3-70b").output
-    )
-    shown = run("--target", "b200", "--seq", "2048", "llama3-8b").output
-    assert "in 90% of one device's 167.6 GiB, modelled" in shown
-    assert "at the limit of memory fp8_delayed wins" in shown
     shared = memory("--shards", "8")
     assert shared["optimizer"] == pytest.approx(plain["optimizer"] / 8)
     assert shared["gathered"] > 0
@@ -149,21 +130,6 @@ targets:
     assert document["verdict"]["bound_speedup"] > 1.2
 
 
-def test_json_of_everything(wide: str) -> None:
-    found = run("--target", "b200", "--sweep", "--json", wide)
-    document = json.loads(found.output)
-    assert len(document["batch_sweep"]) == len(document["sequence_sweep"]) == 8
-    assert document["target"] == "b200"
-
-
-def test_eager_is_slower_than_compiled(graph: str) -> None:
-    times = [
-        json.loads(run("--target", "h100", "--json", *extra, graph).output)["step"]["time_ms"]
-        for extra in ((), ("--eager",))
-    ]
-    assert times[1] > times[0]
-
-
 def test_a_calibration_changes_the_label(graph: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     document = {"schema": "autoprec.calibration/1", "device": "My H100", "date": "2026-01-02", "rates": {}}
@@ -185,10 +151,8 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
     [
         (["llama3-8b", "train.py"], UsageError, "takes no arguments"),
         (["--target", "h10", "llama3-8b"], UnknownNameError, "did you mean 'h100'"),
-        (["--target", "h100", "--batch", "0", "llama3-8b"], UsageError, "--batch 0 is not a count"),
-        (["--target", "h100", "--shards", "0", "llama3-8b"], UsageError, "--shards 0 is not a count"),
-        (["--recompute", "full", "train.py"], UsageError, "--recompute has no effect on a script"),
-        (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq has no effect on a script"),
+        (["--recompute", "full", "train.py"], UsageError, "--recompute and --shards have no effect on a script"),
+        (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq, .* have no effect on a script"),
         (["--target", "h100", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
         (["--target", "h100", "missing.json"], FileError, "no such file"),
         (["--target", "h100", "--cost-scale", "widht=2", "llama3-8b"], UsageError, "unknown cost scale"),
@@ -230,17 +194,8 @@ for step in range(5):
     assert {row["name"] for row in document["verdict"]["rows"]} == {"0", "2"}
     assert document["as_compiled"]
     text = run("--target", "h100", str(script)).stdout
-    assert "as if compiled, which the script is not: --eager models it as it runs" in text
-    assert "as if compiled" not in run("--target", "h100", "--eager", str(script)).stdout
-
-
-def test_an_eager_script_is_told_what_compiling_would_change(graph: str) -> None:
-    found = run("--target", "h100", "--eager", "--json", graph)
-    document = json.loads(found.output)
-    assert document["compiled"]["step_ms"] < document["verdict"]["step_ms"]
-    text = run("--target", "h100", "--eager", graph).output
-    assert "execution: compile" in text
-    assert "compiled" not in json.loads(run("--target", "h100", "--json", graph).output)
+    assert "as if compiled, which the script is not" in text
+    assert "as if compiled" not in run(str(script)).stdout
 
 
 @pytest.mark.parametrize("text", ["[]", '{"layers": [], "operators": [[1, 2]]}'])
