@@ -36,8 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("policies.show:show", "Print a policy with its evidence, or what two differ in."),
     "validate": ("policies.validate:validate", "Check that policy or search-space files are valid."),
     "lint": ("policies.lint:lint", "What is wrong with a policy for a script, without training."),
-    "export": ("policies.export:export", "Write a policy as configuration of another training stack."),
-    "import": ("policies.import_:import_", "Read another stack's configuration as a policy."),
+    "export": ("policies.export:export", "A policy as another training stack's configuration, or that as a policy."),
     "calibrate": ("machine.calibrate:calibrate", "Measure this device for the cost model."),
     "doctor": ("machine.doctor:doctor", "What works here, and why not; the hardware table."),
     "ui": ("machine.ui:ui", "Open the MLflow UI on the study's runs."),
@@ -51,6 +50,7 @@ MOVED: dict[str, str] = {
     "schema": "show --schema policy|space",
     "sync": "ui --sync",
     "diff": "show A B",
+    "import": "export FILE --to policy",
 }
 
 #: Options that earlier versions had, of one command or of any, and what to do instead.
@@ -60,7 +60,8 @@ REMOVED_OPTIONS = {
     "--graph": "name the saved step in the script's place",
     "--config": "name the preset or the config.json in the script's place",
     "estimate --sweep": "ask again with another --batch or --seq, or with --cost-scale tokens=8 for a script",
-    "estimate --eager": "leave it out: a script is modelled as it runs here, and as compiled on a device that is not here",
+    "estimate --eager": "leave it out: a script is modelled as it runs here, as compiled elsewhere",
+    "inspect --passes": "leave it out: the scan spends as many gradients as it needs, 60 at most",
     "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
     "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
     "--phases": "write `phases:` into the policy (docs/long_run.md)",
@@ -72,7 +73,6 @@ REMOVED_OPTIONS = {
     "transfer --max-gradient-error": "leave it out: the limit is that of the policy's search (docs/transfer.md)",
     "calibrate --device": "--target cpu measures the CPU; without it the GPU is measured where there is one",
     "calibrate --json": "read the file that it writes and names",
-    "import --from": "leave it out: what the file is, its keys say",
     "--no-open": "BROWSER=none autoprec ui",
 }
 

@@ -94,7 +94,4 @@ def check_absent(path: Path, *, force: bool) -> None:
 
 backend = of_search("backend")
 force = click.option("--force", is_flag=True, help="Overwrite files that exist.")
-layers = click.option(
-    "--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list)."
-)
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress.")

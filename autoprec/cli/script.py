@@ -16,7 +16,7 @@ from autoprec.cli.echo import echo
 OURS_ALONE = frozenset(
     {
         *("--trials", "--space", "--study", "--storage", "--sampler", "--target", "--cost-scale"),
-        *("--max-divergence", "--max-gradient-error", "--max-memory", "--passes", "--policy", "--budget"),
+        *("--max-divergence", "--max-gradient-error", "--max-memory", "--policy", "--budget"),
     }
 )
 

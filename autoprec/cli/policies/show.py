@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.policies.published import bound, print_published
 from autoprec.cli.recording import is_saved_step
-from autoprec.errors import PolicyError, UsageError, nearest
+from autoprec.errors import UsageError
 from autoprec.support.units import memory_text
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoprec.graph.report import GraphReport
-    from autoprec.policy import LayerRule, Phase, Policy
+    from autoprec.policy import Policy
 
 _FRACTIONS = (
     *("divergence", "noise_floor", "interval", "max_divergence"),
@@ -72,54 +73,6 @@ def _print_facts(console: Console, title: str, facts: dict[str, Any]) -> None:
         console.print(_value(name, value), markup=False)
 
 
-def _settings(policy: Policy) -> dict[str, Any]:
-    changed: dict[str, Any] = {"activations": policy.activations}
-    for room in ("operators", "optimizer", "communication"):
-        values = getattr(policy, room).model_dump()
-        changed[room] = ", ".join(f"{name} {value}" for name, value in values.items())
-    guards = policy.stability.model_dump(exclude_defaults=True)
-    if guards:
-        changed["stability"] = ", ".join(f"{name} {value:g}" for name, value in guards.items())
-    changed["loss scaling"] = policy.loss_scaling
-    changed["execution"] = policy.execution
-    return changed
-
-
-def _changes(phase: Phase) -> dict[str, Any]:
-    """Return what a phase changes, rule by rule."""
-    changed: dict[str, Any] = {}
-    for name, value in phase.changes.items():
-        if name == "layers":
-            changed |= {f"layers {rule.match or '(root)'}": _rule(rule) for rule in value}
-        else:
-            changed[name] = value if isinstance(value, str) else value.model_dump()
-    return changed
-
-
-def _rule(rule: LayerRule) -> str:
-    return ", ".join([rule.recipe, *(f"{gemm} {recipe}" for gemm, recipe in rule.gemms.items())])
-
-
-def _load(path: Path | None) -> Policy:
-    """Load a policy; who names a study instead of a file is told which file is its best policy."""
-    from autoprec.policy import load_policy
-
-    path = cast(Path, path)
-    try:
-        loaded: Policy = load_policy(path)
-    except PolicyError as error:
-        if path.is_file() or (path.suffix and error.fix.startswith("did you mean")):
-            raise
-        best = {found.parent.name: found for found in Path("autoprec-runs").glob("*/best.yaml")}
-        close = [path.name] if (path / "best.yaml").is_file() else nearest(path.stem, best)
-        if not close:
-            raise
-        file = best.get(close[0], path / "best.yaml")
-        fix = f"did you mean '{file}', the best policy of the study '{close[0]}'?"
-        raise PolicyError(error.what, where=error.where, fix=fix) from error
-    return loaded
-
-
 @click.command("show", short_help="Print a policy with its evidence, or what two differ in.")
 @click.argument("policy", required=False, type=click.Path(path_type=Path))
 @click.argument("other", required=False, type=click.Path(path_type=Path))
@@ -135,7 +88,7 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
     POLICY may be `published:` (the list of policies that others have published) or `published:NAME`.
     """
     from autoprec.graph.report import load_report
-    from autoprec.policy import document, resolve
+    from autoprec.policy import document, load_policy, resolve
     from autoprec.policy.library import is_published
 
     if (policy is None) == (schema is None):
@@ -149,12 +102,12 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
         print_published(str(policy), as_json=as_json)
         return 0
     report = load_report(graph) if graph else None
-    loaded = bound(str(policy), lambda: cast("GraphReport", report)) if is_published(str(policy)) else _load(policy)
+    loaded = bound(str(policy), lambda: cast("GraphReport", report))
     if lean:
         echo(document.yaml_text(document.lean(loaded)).rstrip())
         return 0
     if other is not None and graph is None:
-        return _print_differences(loaded, _load(other), as_json=as_json)
+        return _print_differences(loaded, load_policy(other), as_json=as_json)
     if not as_json:
         _print(loaded, report, str(policy))
         return 0
@@ -202,24 +155,16 @@ def _schema(kind: str) -> dict[str, Any]:
 
 
 def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
-    from autoprec.cli.console import plain_table, stdout_console
+    from autoprec.cli.console import stdout_console
     from autoprec.policy.table import policy_table
 
-    gemms = ("fprop", "dgrad", "wgrad")
-    if report is None:
-        rules = policy_table(policy)
-        table = plain_table(rules.headings, rules.rows)
-    else:
-        table = plain_table(("layer", "flops", "rule", *gemms), _rows_of_layers(policy, report))
+    table = policy_table(policy)
+    if report is not None:
+        headings = ("layer", "flops", "rule", *table.headings[2:])
+        table = replace(table, headings=headings, rows=tuple(_rows_of_layers(policy, report)))
     console = stdout_console()
-    console.print(label, style="bold", markup=False, end="")
-    if policy.model is not None:
-        console.print(f"  for {policy.model.class_name}, {policy.model.parameters:,} parameters", markup=False, end="")
-    console.print()
-    console.print(table)
-    _print_facts(console, "around the layers", _settings(policy))
-    for phase in policy.phases:
-        _print_facts(console, f"from {phase.label}", _changes(phase))
+    console.print(label, style="bold", markup=False)
+    console.print(table.rich())
     sections = {"backends": "who runs the GEMMs, where it is installed", "why": "why"}
     _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in sections})
     for name, title in sections.items():

@@ -71,7 +71,7 @@ def _step(words: tuple[str, ...]) -> GraphReport:
     return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes)))) if host else report
 
 
-def _measure(script: tuple[str, ...], target: str, space: str, passes: int) -> SensitivityTable:
+def _measure(script: tuple[str, ...], target: str, space: str) -> SensitivityTable:
     from autoprec.cost import CostModel
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.decide.problem import Problem
@@ -85,7 +85,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, passes: int) -> S
         report = tunable(record(runner, label, phases))
         found, timed = resolve_target(target, host.device)
         problem = Problem.build(report, chosen or default_space(found), CostModel(report, found).can_run)
-        scan = SensitivityScan(problem, max_passes=passes, batches=scan_batches(report))
+        scan = SensitivityScan(problem, batches=scan_batches(report))
         while probes := scan.next_round():
             batches = f", on up to {scan.batches} batches" if scan.batches > 1 else ""
             moments = range(WARMUP, WARMUP + scan.batches)
@@ -127,20 +127,9 @@ def _print_table(table: SensitivityTable) -> None:
         echo(f"{text}, over {fit.count} random mixes; {table.passes} forward and backward passes")
 
 
-def _print_sensitivity(script: tuple[str, ...], target: str, space: str, passes: int, *, as_json: bool) -> None:
-    """Measure the gradient error of every group of layers under every recipe, on the same weights and batch."""
-    table = _measure(script, target, space, passes)
-    if as_json:
-        print_json({"rows": table.rows(), **table.to_json()})
-    else:
-        _print_table(table)
-
-
 @script_command("inspect")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
 @click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
-@click.option("--passes", default=60, show_default=True, metavar="N", type=click.IntRange(min=2),
-              help="With --sensitivity: gradients to spend.")  # fmt: skip
 @options.of_search("target", help="With --sensitivity: device whose recipes are probed; default: this one.")
 @options.of_search("space", help="With --sensitivity: search space whose choices are probed.")
 @options.as_json("Everything")
@@ -148,7 +137,6 @@ def inspect(
     script: tuple[str, ...],
     save: Path | None,
     sensitivity: bool,
-    passes: int,
     target: str,
     space: str,
     as_json: bool,
@@ -162,7 +150,11 @@ def inspect(
     from autoprec.support.files import check_kind, holds_keys, write_atomic
 
     if sensitivity:
-        _print_sensitivity(script, target, space, passes, as_json=as_json)
+        table = _measure(script, target, space)
+        if as_json:
+            print_json({"rows": table.rows(), **table.to_json()})
+        else:
+            _print_table(table)
         return
     if save is not None:
         ours = holds_keys("operators", "layers")

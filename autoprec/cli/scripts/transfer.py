@@ -36,11 +36,11 @@ def _big(script: tuple[str, ...], config: str, *, batch: int, seq: int) -> tuple
 
 
 def _named_layers(path: Path) -> GraphReport:
-    from autoprec.cli.policies.export import layer_names
+    from autoprec.cli.policies.export import known_layers
     from autoprec.graph.report import GraphReport, Layer
 
     layers = tuple(
-        Layer(name, "", "linear", f"{name}.weight", name, (), 0, True, "named in a list") for name in layer_names(path)
+        Layer(name, "", "linear", f"{name}.weight", name, (), 0, True, "named in a list") for name in known_layers(path)
     )
     model = {"class": path.stem, "parameters": 0, "fingerprint": ""}
     return GraphReport(model, layers, (), {}, 0, 0.0, source="names")

@@ -1,4 +1,4 @@
-"""``autoprec export`` and ``autoprec import`` on the command line."""
+"""``autoprec export`` on the command line, to other stacks and from them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.policies.export import export, known_layers, layer_names
-from autoprec.cli.policies.import_ import import_
+from autoprec.cli.policies.export import export, known_layers
 from autoprec.errors import FileError, UnsupportedError
 from autoprec.policy import load_policy, save_policy
 from tests.conformance.exporters import POLICIES
@@ -51,8 +50,8 @@ def test_layer_names_from_inspect_and_from_a_list(tmp_path: Path) -> None:
     rows = [{"name": "a.b", "tunable": True}, {"name": "norm", "tunable": False}]
     (tmp_path / "graph.json").write_text(json.dumps({"layers": rows}), encoding="utf-8")
     (tmp_path / "names.txt").write_text("a.b\n\nhead\n", encoding="utf-8")
-    assert layer_names(tmp_path / "graph.json") == ("a.b",)
-    assert layer_names(tmp_path / "names.txt") == ("a.b", "head")
+    assert tuple(known_layers(tmp_path / "graph.json")) == ("a.b",)
+    assert tuple(known_layers(tmp_path / "names.txt")) == ("a.b", "head")
     operators = [{"name": "x" * 1000}] * 5000  # what a big model prints is larger than any policy
     document = {"layers": [{"name": "a", "kind": "conv"}], "operators": operators}
     (tmp_path / "big.json").write_text(json.dumps(document), encoding="utf-8")
@@ -60,7 +59,7 @@ def test_layer_names_from_inspect_and_from_a_list(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     for name in ("bad.json", "missing.txt"):
         with pytest.raises(FileError):
-            layer_names(tmp_path / name)
+            known_layers(tmp_path / name)
 
 
 def test_a_list_of_names_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -68,25 +67,37 @@ def test_a_list_of_names_without_an_end_is_refused(tmp_path: Path) -> None:
         stream.truncate(3 << 30)
     for layers in (tmp_path / "names", Path("/dev/zero")):
         with pytest.raises(FileError, match="larger than"):
-            layer_names(layers)
+            known_layers(layers)
 
 
-def test_import_writes_a_policy_and_its_notes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("document", "note"),
+    [("mixed_precision: bf16\n", ""), ("mixed_precision: fp8\nfp8_config: {backend: TE, interval: 4}\n", "interval 4")],
+)
+def test_another_stacks_file_becomes_a_policy_and_its_notes(document: str, note: str, tmp_path: Path) -> None:
     source = tmp_path / "config.yaml"
-    source.write_text("mixed_precision: fp8\nfp8_config: {backend: TE, interval: 4}\n", encoding="utf-8")
-    out = tmp_path / "policy.yaml"
-    done = CliRunner().invoke(import_, [str(source), "-o", str(out)])
+    source.write_text(document, encoding="utf-8")
+    arguments = [str(source), "--to", "policy", "-o", str(tmp_path)]
+    done = CliRunner().invoke(export, arguments)
     assert done.exception is None
-    assert "interval 4" in done.stderr
-    assert load_policy(out).default == "fp8_delayed"
-    assert isinstance(CliRunner().invoke(import_, [str(source), "-o", str(out)]).exception, FileError)
+    assert note in done.stderr
+    found = load_policy(tmp_path / "policy.yaml")
+    assert (found.default, found.activations) == ("fp8_delayed" if note else "keep", "bf16")
+    assert isinstance(CliRunner().invoke(export, arguments).exception, FileError)
+    assert CliRunner().invoke(export, [*arguments, "--force"]).exception is None
 
 
-def test_import_as_a_search_space(tmp_path: Path) -> None:
+def test_another_stacks_file_becomes_a_search_space(tmp_path: Path) -> None:
     from autoprec.policy.space import load_space
 
     source = tmp_path / "today.yaml"
     source.write_text("fp8_config: {backend: TE}\n", encoding="utf-8")
-    out = tmp_path / "space.yaml"
-    assert CliRunner().invoke(import_, [str(source), "--as-space", "-o", str(out)]).exception is None
-    assert load_space(str(out)).presets[0].name == "today"
+    assert CliRunner().invoke(export, [str(source), "--to", "space", "-o", str(tmp_path)]).exception is None
+    assert load_space(str(tmp_path / "space.yaml")).presets[0].name == "today"
+
+
+def test_what_is_not_a_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: 1\n", encoding="utf-8")
+    for name in ("x.yaml", "none.yaml"):
+        done = CliRunner().invoke(export, [str(tmp_path / name), "--to", "policy"])
+        assert isinstance(done.exception, FileError)

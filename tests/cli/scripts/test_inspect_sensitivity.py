@@ -42,7 +42,7 @@ def test_eight_bits_cost_more_than_sixteen_everywhere(script: Path, tmp_path: Pa
         "schema: autoprec.space/1\nname: few\nbaseline: bf16\n"
         "choices: [{match: '*', choices: [bf16, fp8_rowwise, fp8_rowwise/wgrad=bf16]}]\n"
     )
-    found = autoprec("inspect", "--sensitivity", "--target", card, "--space", space, "--passes", "12", "--json", script)
+    found = autoprec("inspect", "--sensitivity", "--target", card, "--space", space, "--json", script)
     assert found.code == 0, found.err
     document = found.json()
     assert document["noise"] > 0
@@ -60,7 +60,7 @@ def test_a_layer_whose_weights_have_no_gradient_yet_is_named(script: Path) -> No
     script.write_text(
         SCRIPT.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)", zeros), encoding="utf-8"
     )
-    found = autoprec("inspect", "--sensitivity", "--target", "h100", "--passes", "4", script)
+    found = autoprec("inspect", "--sensitivity", "--target", "h100", script)
     assert found.code == 0, found.err
     assert "0: hardly any gradient reaches the weights yet" in found.out
 
