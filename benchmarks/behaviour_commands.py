@@ -110,9 +110,10 @@ def saved_step(cwd: Path) -> Path:
     """Record a step of examples/train_gpt.py; return the file."""
     path = cwd / "step.json"
     if not path.exists():
-        ran = autoprec("inspect", "--save", path, GPT, *MIDDLE, cwd=cwd)
+        ran = autoprec("inspect", "--json", GPT, *MIDDLE, cwd=cwd)
         if ran.code:
-            raise RuntimeError(f"inspect --save: {ran.err[-500:]}")
+            raise RuntimeError(f"inspect --json: {ran.err[-500:]}")
+        path.write_text(ran.out, encoding="utf-8")
     return path
 
 

@@ -61,6 +61,7 @@ REMOVED_OPTIONS = {
     "--config": "name the preset or the config.json in the script's place",
     "estimate --sweep": "ask again with another --batch or --seq, or with --cost-scale tokens=8 for a script",
     "estimate --eager": "leave it out: a script is modelled as it runs here, as compiled elsewhere",
+    "inspect --save": "autoprec inspect --json train.py > step.json",
     "inspect --passes": "leave it out: the scan spends as many gradients as it needs, 60 at most",
     "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
     "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",

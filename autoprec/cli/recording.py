@@ -102,7 +102,7 @@ def step_of(
 
 
 def is_saved_step(text: str) -> bool:
-    """Say whether a word is a file of ``autoprec inspect --save``, and not a configuration or a preset.
+    """Say whether a word is a file of ``autoprec inspect --json``, and not a configuration or a preset.
 
     Raises:
         FileError: it is not a file of JSON.
@@ -118,7 +118,7 @@ def is_saved_step(text: str) -> bool:
 
 
 def described_step(text: str, phases: Phases, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
-    """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --save`` holds.
+    """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --json`` holds.
 
     Raises:
         UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.

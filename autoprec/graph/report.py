@@ -222,7 +222,7 @@ class GraphReport:
 
 
 def load_report(path: Path | str) -> GraphReport:
-    """Read a step saved by ``autoprec inspect --save``.
+    """Read a step that ``autoprec inspect --json`` printed into a file.
 
     Raises:
         FileError: missing, unreadable, larger than any step, or not a recorded step.
@@ -234,5 +234,5 @@ def load_report(path: Path | str) -> GraphReport:
         raise FileError(
             f"is not a recorded step: {type(error).__name__}: {error}",
             where=str(path),
-            fix="write one with `autoprec inspect --save FILE train.py`",
+            fix="write one with `autoprec inspect --json train.py > FILE`",
         ) from error

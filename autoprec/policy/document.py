@@ -144,7 +144,7 @@ def load_policy(path: Path | str, *, cls: type[P] = Policy) -> P:  # type: ignor
             published policy, which is one of no model yet.
     """
     if str(path).startswith(PUBLISHED):
-        fix = f"autoprec inspect --save step.json train.py, then: autoprec show {path} step.json --lean > policy.yaml"
+        fix = f"autoprec inspect --json train.py > step.json, then: autoprec show {path} step.json --lean > policy.yaml"
         raise PolicyError("a published policy names roles, and a file with layer names is needed here", fix=fix)
     try:
         text = read_text(path, most_bytes=MAX_POLICY_BYTES)

@@ -213,9 +213,7 @@ def check_writable(path: Path | str) -> Path:
     return path
 
 
-def check_kind(
-    path: Path | str, what: str, ours: Callable[[str], bool], *, option: str = "--output", most_bytes: int = MAX_BYTES
-) -> Path:
+def check_kind(path: Path | str, what: str, ours: Callable[[str], bool], *, option: str = "--output") -> Path:
     """Find out early whether ``path`` can be written, and that nothing but a file of the same kind would be replaced.
 
     An empty file may be replaced.
@@ -225,7 +223,6 @@ def check_kind(
         what: what that is, e.g. ``an audit``.
         ours: says of a file's text whether it is one; it may raise ValueError or FileError where it is not.
         option: which option names the path.
-        most_bytes: the largest file of that kind.
 
     Raises:
         FileError: it cannot be written, or holds something else, such as a training script.
@@ -234,7 +231,7 @@ def check_kind(
     if not path.is_file() or not path.stat().st_size:
         return path
     with contextlib.suppress(FileError, ValueError, RecursionError):
-        if ours(read_text(path, most_bytes=most_bytes)):
+        if ours(read_text(path)):
             return path
     raise FileError(
         f"this file exists and is not {what}: it is not replaced by one",

@@ -70,7 +70,7 @@ def test_what_is_not_a_recorded_step_is_refused_with_the_command_that_makes_one(
     path.write_text(text)
     with pytest.raises(FileError, match="is not a recorded step") as found:
         load_report(path)
-    assert "inspect --save" in found.value.fix
+    assert "inspect --json" in found.value.fix
     with pytest.raises(FileError, match="no such file"):
         load_report(tmp_path / "missing")
 

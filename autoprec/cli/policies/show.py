@@ -83,7 +83,7 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
     """Print POLICY as a table: what each layer runs, what surrounds the layers, and why.
 
     With --lean: the file to commit. With OTHER: what changed from the first to the second, and exit code 1 if that is
-    anything that would run. With a step saved by `autoprec inspect --save` in OTHER's place: layer by layer.
+    anything that would run. With a step saved by `autoprec inspect --json` in OTHER's place: layer by layer.
 
     POLICY may be `published:` (the list of policies that others have published) or `published:NAME`.
     """

@@ -182,7 +182,7 @@ def estimate(
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not.
 
-    In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or a step saved by `inspect --save`.
+    In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or what `inspect --json` printed.
     """
     from autoprec.cli.policies.published import bound
     from autoprec.cost import CostModel, judge, planning

@@ -5,9 +5,7 @@ With ``--sensitivity`` the gradient error of each recipe in each group of layers
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,7 +51,7 @@ def _print_tables(report: GraphReport) -> None:
     headings = ("layer", "type", "M x K x N", "FLOPs", "multiple of", "flags", "group", "tunable")
     console.print(plain_table(headings, [_row(layer, report.total_flops) for layer in report.layers[:MOST_ROWS]]))
     if (more := len(report.layers) - MOST_ROWS) > 0:
-        echo(f"and {more:,} more layers: --json and --save list all")
+        echo(f"and {more:,} more layers: --json lists all")
     total, moved = report.total_flops or 1, sum(operator.bytes for operator in report.operators) or 1
     rows = [
         (share.name, share.precision, str(share.calls), f"{share.flops / total:.1%}", f"{share.bytes / moved:.1%}")
@@ -128,14 +126,12 @@ def _print_table(table: SensitivityTable) -> None:
 
 
 @script_command("inspect")
-@click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
 @click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
 @options.of_search("target", help="With --sensitivity: device whose recipes are probed; default: this one.")
 @options.of_search("space", help="With --sensitivity: search space whose choices are probed.")
 @options.as_json("Everything")
 def inspect(
     script: tuple[str, ...],
-    save: Path | None,
     sensitivity: bool,
     target: str,
     space: str,
@@ -143,12 +139,9 @@ def inspect(
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable.
 
-    In the place of SCRIPT: a preset, a decoder's config.json, or a step saved with --save.
+    In the place of SCRIPT: a preset, a decoder's config.json, or a file of what --json printed.
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
     """
-    from autoprec.graph.report import MAX_GRAPH_BYTES
-    from autoprec.support.files import check_kind, holds_keys, write_atomic
-
     if sensitivity:
         table = _measure(script, target, space)
         if as_json:
@@ -156,12 +149,7 @@ def inspect(
         else:
             _print_table(table)
         return
-    if save is not None:
-        ours = holds_keys("operators", "layers")
-        check_kind(save, "a recorded step", ours, option="--save", most_bytes=MAX_GRAPH_BYTES)
     report = _step(script)
-    if save is not None:
-        write_atomic(save, json.dumps(report.to_json()))
     if as_json:
         print_json(report.to_json())
     else:

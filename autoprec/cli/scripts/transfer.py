@@ -319,7 +319,7 @@ def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
             "the study that found this policy is not here, so the layers of its model are not known",
             where=str(path),
             fix="name its folder: --from autoprec-runs/NAME; or a step of that model saved by "
-            "`autoprec inspect --save proxy.json`: --from proxy.json",
+            "`autoprec inspect --json > proxy.json`: --from proxy.json",
         )
     return found
 

@@ -32,8 +32,9 @@ def saved(tmp_path_factory, warm):
     script = folder / "train.py"
     script.write_text(TRAIN)
     step = folder / "step.json"
-    result = CliRunner().invoke(inspect, ["--json", "--save", str(step), str(script)])
+    result = CliRunner().invoke(inspect, ["--json", str(script)])
     assert result.exit_code == 0, result.output
+    step.write_text(result.stdout)
     return json.loads(result.stdout), step
 
 
@@ -48,19 +49,6 @@ def test_json_has_the_documented_keys(saved):
     assert document["coverage"]["tunable_flops_share"] == 1.0
     assert document["memory"]["optimizer"] == 2 * document["memory"]["parameters"] + 4 * 6  # and a step count each
     assert not list(Path(saved[1]).parent.glob("autoprec-runs"))
-
-
-def test_nothing_but_a_file_of_its_kind_is_replaced(saved, tmp_path):
-    step = saved[1]
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    with pytest.raises(FileError, match="it is not replaced by one") as error:
-        CliRunner().invoke(inspect, ["--save", str(script), str(step)], catch_exceptions=False)
-    assert "--save" in error.value.fix
-    assert script.read_text() == TRAIN
-    again = tmp_path / "again"
-    again.write_bytes(step.read_bytes())
-    assert CliRunner().invoke(inspect, ["--save", str(again), str(step)]).exit_code == 0
 
 
 def test_a_saved_step_is_shown_again(saved):
@@ -87,7 +75,6 @@ def test_of_a_model_of_many_layers_as_many_are_printed_as_can_be_read(saved, tmp
     [
         (["llama3-8b", "train.py"], UsageError),
         (["no-such-file.json"], FileError),
-        (["--save", ".", "train.py"], FileError),
         (["no_such_train.py"], UsageError),
     ],
 )
