@@ -323,13 +323,13 @@ def choose(
         return stay(Reason("none_acceptable", {**first, "more": max(0, len(rejected) - 1)}))
     merit = {i: _merit(ranking[i], objective, reference_memory) for i in accepted}
     leader, timed = max(accepted, key=lambda i: merit[i]), objective == "throughput"
-    spans = {i: _Span.of(ranking[i], merit[i], timing_noise, timed=timed) for i in accepted}
+    spans = {i: _span(ranking[i], merit[i], timing_noise, timed=timed) for i in accepted}
     least = 1.0 + (_LEAST_GAIN if timed else 0.0)
     # what is surely slower than another acceptable one is never taken
-    gaining = [i for i in accepted if spans[i].low > 1.0 and merit[i] > least]
-    tied = [i for i in gaining if not any(spans[i].is_below(spans[j]) for j in accepted)]
+    gaining = [i for i in accepted if spans[i][0] > 1.0 and merit[i] > least]
+    tied = [i for i in gaining if not any(spans[i][1] < spans[j][0] for j in accepted)]
     if not tied:
-        near = spans[leader].sure is False and 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise
+        near = not (timed and ranking[leader].timed) and 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise
         why = _no_gain(ranking[leader], merit[leader], timing_noise)
         return stay(why, leader, unsure=leader if near else None)
     chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i]))
@@ -361,24 +361,11 @@ def _bounds_over_16bit(one: Standing) -> list[float | None] | None:
     return [found.low, found.high] if found is not None and found.low is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Between which bounds the merit of a policy lies; ``sure`` where that was measured in a duel."""
-
-    low: float
-    high: float
-    sure: bool
-
-    @classmethod
-    def of(cls, one: Standing, merit: float, noise: float, *, timed: bool) -> _Span:
-        """Return the interval of a duel, or what the timing noise leaves of a figure of trials."""
-        if timed and one.timed and one.low is not None and one.high is not None:
-            return cls(one.low, one.high, sure=True)
-        return cls(merit / (1.0 + noise), merit, sure=False)
-
-    def is_below(self, other: _Span) -> bool:
-        """Say whether this is surely the slower of two."""
-        return self.high < other.low
+def _span(one: Standing, merit: float, noise: float, *, timed: bool) -> tuple[float, float]:
+    """Return bounds of a policy's merit: the interval of a duel, or what the timing noise leaves of its trials'."""
+    if timed and one.timed and one.low is not None and one.high is not None:
+        return one.low, one.high
+    return merit / (1.0 + noise), merit
 
 
 def _merit(one: Standing, objective: str, reference_memory: float) -> float:

@@ -38,7 +38,6 @@ def explain_layers(
     time_ms: FloatTable,
     table: SensitivityTable,
     whole_ms: float | None = None,
-    limit: float | None = None,
 ) -> list[Row]:
     """Return why each group runs what it runs, a row per group in model order.
 
@@ -49,7 +48,6 @@ def explain_layers(
         time_ms: ``[G, C]`` time of each group under each choice.
         whole_ms: what the whole policy saves of a step, measured; what the groups save is no more in all. None where
             times are modelled, and add up by themselves.
-        limit: the largest relative gradient error of a whole policy; None where there is none.
     """
     index, names = problem.indices(params), problem.choice_names
     base = [_reference(problem, group.choices) for group in problem.groups]
@@ -65,19 +63,17 @@ def explain_layers(
         here, reference, error2 = names[int(index[g])], names[base[g]], float(table.error2[g, index[g]])
         error, saved, share = math.sqrt(error2), times[g] * scale, error2 / total if total > 0 else 0.0
         other = _next_faster(time_ms[g], int(index[g]))
-        tail = ""
+        tail = "nothing offered is faster"
         if other is not None:
-            other2 = float(table.error2[g, other])
-            whole = table.misfit.ratio * math.sqrt(max(0.0, total + other2 - error2))
-            tail = _why_not(names[other], math.sqrt(other2), whole, limit, table.noise)
-        adds = f"adds an error of {_amount(error, table.noise)} ({share:.0%} of the policy's)"
+            more = math.sqrt(float(table.error2[g, other]))
+            tail = f"{names[other]} would be faster and add {_amount(more, table.noise)}"
+        adds = f"adds {_amount(error, table.noise)} ({share:.0%} of the policy's)"
         if len(group.choices) == 1:
             text = "nothing else to choose" + (f" ({refused[group.name]})" if group.name in refused else "")
         elif here == reference:
-            text = tail or "nothing offered is faster here"
+            text = tail
         elif saved > 0:
-            text = f"saves {about}{saved:.3g} ms of a step against {reference}, {adds}; "
-            text += tail or "nothing offered is faster"
+            text = f"saves {about}{saved:.3g} ms of a step against {reference}, {adds}; {tail}"
         else:  # what is adopted is the policy, which was measured as a whole
             slower = f"expected to be {about}{-saved:.3g} ms slower than {reference}" if saved else "gains no time"
             text = f"{slower}, {adds}; no better policy that was measured has another choice here"
@@ -101,25 +97,7 @@ def _next_faster(times: FloatTable, chosen: int) -> int | None:
 def _amount(error: float, noise: float | None) -> str:
     if not math.isfinite(error):
         return "a gradient that is not finite"
-    return error_text(error, noise)
-
-
-def _why_not(other: str, error: float, whole: float, limit: float | None, noise: float | None) -> str:
-    """Return why the next faster choice was not taken.
-
-    Args:
-        other, error: the choice, and the gradient error that it adds by itself.
-        whole: the gradient error of the policy with that choice.
-    """
-    text = f"{other} would be faster but add an error of {_amount(error, noise)}"
-    if not math.isfinite(error) or limit is None:
-        return text
-    if whole > limit:
-        return f"{text}: {100 * whole:.3g} % in all, beyond the limit of {100 * limit:.3g} %"
-    return (
-        f"{other} is expected to be faster and adds an error of {_amount(error, noise)}, within the limit in all; "
-        "no better policy that was measured has it"
-    )
+    return f"an error of {error_text(error, noise)}"
 
 
 def explanation(
@@ -129,7 +107,6 @@ def explanation(
     trials: Sequence[Run],
     params: Params,
     whole_ms: float | None = None,
-    limit: float | None = None,
 ) -> dict[str, Any]:
     """Return the reasons behind a point as plain data.
 
@@ -137,14 +114,13 @@ def explanation(
         layer_time_ms: modelled milliseconds of a layer (by name) under a plan and an autocast dtype.
         trials: what was tried, failures included.
         whole_ms: what it saves of a step against the baseline, measured; None where times are modelled.
-        limit: the largest relative gradient error of a whole policy; None where there is none.
 
     Returns:
         ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
         ``gradient_error``, ``error_share``, ``text``), those that save most first.
     """
     times = _fitted_times(problem, _modelled_times(problem, layer_time_ms), table, trials)
-    return {"layers": merged(explain_layers(problem, params, times, table, whole_ms, limit))[:MOST_REASONS]}
+    return {"layers": merged(explain_layers(problem, params, times, table, whole_ms))[:MOST_REASONS]}
 
 
 def _fitted_times(problem: Problem, time_ms: FloatTable, table: SensitivityTable, trials: Sequence[Run]) -> FloatTable:

@@ -193,8 +193,7 @@ def explained(setup: Setup, ledger: Ledger, decision: Decision) -> Decision:
     problem = setup.problem
     params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
     whole_ms = _measured_saving(setup, ledger, decision) if setup.measured and decision.run is not None else None
-    learned, limit = ledger.store.learned(), ledger.gradient_limit()
-    why = explanation(problem, setup.cost.layer_time_ms, ledger.table, learned, params, whole_ms, limit)
+    why = explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params, whole_ms)
     return replace(decision, explanation=why)
 
 

@@ -146,23 +146,14 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
         )
     if result.status == "too_short":
         steps = setup.options.steps + setup.options.warmup
-        raise NothingAcceptableError(
-            f"the script ended after {len(result.losses)} of {steps} training steps",
-            where=where,
-            fix=fewer_steps(len(result.losses), setup.options.warmup),
-        )
+        what = f"the script ended after {len(result.losses)} of {steps} training steps"
+        raise NothingAcceptableError(what, where=where, fix=fewer_steps(len(result.losses), setup.options.warmup))
     if result.status == "diverged":
-        raise NothingAcceptableError(
-            f"the script's own loss is not finite without any change by AutoPrec: {result.reason}",
-            where=where,
-            fix="make the script train as it is first",
-        )
+        what = f"the script's own loss is not finite without any change by AutoPrec: {result.reason}"
+        raise NothingAcceptableError(what, where=where, fix="make the script train as it is first")
     if result.status == "unsupported":
-        raise ScriptError(
-            result.reason,
-            where=where,
-            fix="switch that off for the search; under the policy it finds the script may do so again",
-        )
+        fix = "switch that off for the search; under the policy it finds the script may do so again"
+        raise ScriptError(result.reason, where=where, fix=fix)
     raise ScriptError(
         f"the script failed while training as written: {result.status}: {result.reason}\n{result.tail}".rstrip(),
         where=where,

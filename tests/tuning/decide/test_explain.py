@@ -39,18 +39,8 @@ def test_every_group_has_a_reason_with_its_numbers() -> None:
     assert "of the noise)" in changed["text"]
     kept = next(r for r in reasons if r["layers"] == "lm_head")
     assert kept["saved_ms"] == 0
-    assert "would be faster but add an error" in kept["text"]
+    assert "would be faster and add an error of" in kept["text"]
     assert sum(r["error_share"] for r in reasons) == pytest.approx(1.0)
-
-
-def test_another_choice_is_only_said_to_break_a_limit_that_it_breaks() -> None:
-    found = synthetic()
-    args = found.problem, found.problem.params_of("bf16"), found.prior.time_ms, table_of(found)
-    strict = {r["layers"]: r["text"] for r in explain_layers(*args, limit=1e-9)}
-    assert "% in all, beyond the limit of 1e-07 %" in strict["h.1.mlp.c_fc"]
-    loose = {r["layers"]: r["text"] for r in explain_layers(*args, limit=1e9)}
-    assert "within the limit in all; no better policy that was measured has it" in loose["h.1.mlp.c_fc"]
-    assert not any("but add an error" in text for text in loose.values())
 
 
 def test_a_choice_is_not_called_faster_for_what_the_fit_leaves_open() -> None:
@@ -58,7 +48,7 @@ def test_a_choice_is_not_called_faster_for_what_the_fit_leaves_open() -> None:
     same = np.ones_like(found.prior.time_ms)
     same[:, 1:] -= 1e-3
     reasons = explain_layers(found.problem, found.problem.params_of("bf16"), same, table_of(found))
-    assert not any("faster but" in r["text"] for r in reasons)
+    assert not any("would be faster" in r["text"] for r in reasons)
 
 
 def test_what_is_adopted_is_not_called_slower_and_worse_without_a_word() -> None:

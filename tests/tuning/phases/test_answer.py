@@ -134,7 +134,7 @@ def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -
     assert made.setup is not None
     assert sum(row["count"] for row in why) == len(made.setup.graph.tunable)
     assert {row["choice"] for row in why} == {made.setup.problem.baseline}
-    assert any("would be faster but add an error of" in row["text"] for row in why)
+    assert any("would be faster and add an error of" in row["text"] for row in why)
     assert "why" not in load_policy(here / result.policy).evidence
 
 

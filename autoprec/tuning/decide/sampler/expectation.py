@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,30 +28,21 @@ from autoprec.tuning.study.run import Run
 Vector = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class StoppingThreshold:
-    """What a policy has to gain for another run of it to pay, all fractions of the step time.
+class StoppingThreshold(NamedTuple):
+    """What a policy has to gain for another run of it to pay, all fractions of the step time."""
 
-    Attributes:
-        price: of one run. It is some 40 steps of the training that is to be sped up, so 0.0001 has paid for it after
-            400,000 of them.
-        tie: a policy that is faster by less is tied, and is not run.
-        least: what is expected to be gained beyond the tie, chances included, has to be more than this.
-        preset_tie: both of these for presets. They are what people would run anyway: one that is as good has to be
-            known, or the answer may be slower than it.
-    """
-
+    #: Of one run. It is some 40 steps of the training that is to be sped up: 0.0001 has paid for it after 400,000.
     price: float
+    #: A policy that is faster by less is tied, and is not run.
     tie: float
+    #: What is expected to be gained beyond the tie, chances included, has to be more than this.
     least: float
+    #: Both of these for presets. They are what people would run anyway: one that is as good has to be known.
     preset_tie: float
 
 
-#: Where times are modelled, and so are exact.
-MODELLED = StoppingThreshold(0.00005, 0.005, 0.002, 0.0005)
-#: Where they are measured: a percent is lost in their noise, and a smaller threshold has a search run
-#: all its trials for it.
-TIMED = StoppingThreshold(0.0001, 0.01, 0.005, 0.01)
+#: Where times are modelled, and so are exact; and where they are measured: a percent is lost in their noise.
+MODELLED, TIMED = StoppingThreshold(0.00005, 0.005, 0.002, 0.0005), StoppingThreshold(0.0001, 0.01, 0.005, 0.01)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
 _Z95 = 2.3
