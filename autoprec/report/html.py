@@ -43,9 +43,8 @@ _GLOSSARY = (
 #: Longer cells wrap; figures and names never do.
 _SENTENCE = 40
 _WHY = (
-    "What each kind of layer saves and the gradient error it adds, as the trials left the models, and how much each "
-    "decision moves time and divergence beyond the noise of a single trial. Times of single layers are the cost "
-    "model's, corrected by the trials, and where the whole policy was timed they add up to no more than it saved."
+    "What each kind of layer saves and the gradient error it adds. Times of single layers are the cost model's, "
+    "corrected by the trials, and where the whole policy was timed they add up to no more than it saved."
 )
 
 

@@ -34,7 +34,6 @@ from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.decision import Decision
-from autoprec.tuning.decide.explain import stay_explanation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
@@ -248,8 +247,7 @@ class Search:
             ledger.note(STANDS_IN)
         ledger.timings["verdict_s"] = ledger.elapsed()
         if nothing:
-            why = stay_explanation(verdict.rows, verdict.baseline)
-            answer = Decision("stay", (Reason("cost_model", {"text": verdict.reason}),), explanation=why)
+            answer = Decision("stay", (Reason("cost_model", {"text": verdict.reason}),))
         else:
             answer = self._measured(setup, runner, ledger)
             if narrow is not None:

@@ -189,9 +189,6 @@ def test_too_small_for_the_target_stays_without_a_single_trial(here: Path) -> No
     assert result.verdict == "stay"
     assert result.reason
     assert trained(simulated) == []
-    why = result.explanation["layers"]
-    assert sum(row["count"] for row in why) == len(graph.tunable)
-    assert all(row["text"] for row in why)
     policy = load_policy(here / result.policy)
     assert not policy.layers
     assert policy.default == "keep"

@@ -41,8 +41,6 @@ from autoprec.tuning.study.run import DUEL, MODELLED, Metric, Run, pooled
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.
 _LEAST_GAIN = 0.001
-#: A measured gain below this is not worth a run that would make it surer.
-_LEAST_TIMED = 0.01
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,10 @@ class Decision:
         index: of the chosen one in the ranking; None with ``stay`` where the script took no part.
         rejected: why others are not acceptable, by name.
         not_taken: why others that were measured to be faster are not the answer, by name.
-        unsure: index of the policy that a "stay" rejects for the timing noise alone: with more runs it may be adopted.
         rests_on: indices of those whose speeds decided: the chosen one and what is tied with it, or the fastest one
             that a "stay" refuses.
         run: the adopted policy's first run, or the best one so far; None where nothing is adopted.
-        explanation: why each layer stays, where that was known before any trial.
+        explanation: why each kind of layer got its precision, or keeps its own.
     """
 
     verdict: str
@@ -141,7 +138,6 @@ class Decision:
     index: int | None = None
     rejected: dict[str, Reason] = field(default_factory=dict)
     not_taken: dict[str, Reason] = field(default_factory=dict)
-    unsure: int | None = None
     rests_on: tuple[int, ...] = ()
     run: Run | None = None
     explanation: dict[str, Any] = field(default_factory=dict)
@@ -315,8 +311,8 @@ def choose(
     script = next((i for i, one in enumerate(ranking) if one.reference), None)
     accepted = [i for i, one in enumerate(ranking) if not one.reference and one.name not in rejected]
 
-    def stay(reason: Reason, *rests_on: int, unsure: int | None = None) -> Decision:
-        return Decision("stay", (reason,), ranking, script, rejected, unsure=unsure, rests_on=rests_on)
+    def stay(reason: Reason, *rests_on: int) -> Decision:
+        return Decision("stay", (reason,), ranking, script, rejected, rests_on=rests_on)
 
     if not accepted:
         first = next(({"first": name, "why": why} for name, why in rejected.items()), {})
@@ -329,9 +325,7 @@ def choose(
     gaining = [i for i in accepted if spans[i][0] > 1.0 and merit[i] > least]
     tied = [i for i in gaining if not any(spans[i][1] < spans[j][0] for j in accepted)]
     if not tied:
-        near = not (timed and ranking[leader].timed) and 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise
-        why = _no_gain(ranking[leader], merit[leader], timing_noise)
-        return stay(why, leader, unsure=leader if near else None)
+        return stay(_no_gain(ranking[leader], merit[leader], timing_noise), leader)
     chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i]))
     best = ranking[chosen]
     reason = Reason(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -158,39 +158,6 @@ def merged(rows: Sequence[Row]) -> list[Row]:
             }
         )
     return sorted(out, key=lambda row: -row["saved_ms"])
-
-
-def stay_explanation(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any]:
-    """Return why each kind of layer stays as it is where no trial was needed to say so.
-
-    Args:
-        rows: one per tunable layer, as in :attr:`autoprec.cost.verdict.Verdict.rows`.
-        baseline: the choice that they are judged against, and stay in.
-
-    Returns:
-        What :func:`explanation` returns: the kinds that take most of the step first.
-    """
-    kinds: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        kinds.setdefault((_kind(row["name"]), row["best"], row["blocked"]), []).append(row)
-    out = []
-    for (name, best, _), same in sorted(kinds.items(), key=lambda kind: -sum(row["baseline_ms"] for row in kind[1])):
-        largest = max(same, key=lambda row: row["baseline_ms"])
-        text = str(largest["reason"])
-        if largest["gain_ms"] > 0:
-            text = f"{best} would save {largest['gain']:.0%} of it, too little of the step to matter"
-        out.append(
-            {
-                "layers": largest["name"] if len(same) == 1 else f"{name} ({len(same)})",
-                "count": len(same),
-                "choice": baseline,
-                "saved_ms": 0.0,
-                "gradient_error": None,
-                "error_share": 0.0,
-                "text": text,
-            }
-        )
-    return {"layers": out[:MOST_REASONS]}
 
 
 def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:

@@ -329,18 +329,12 @@ class Race:
         """Make the next run that a decision still takes; false where it takes none.
 
         That is the gradient error of what is adopted (of those that are tied the safest was taken, by predicted ones),
-        a duel of what decides, a further seed where the timing noise alone is in the way or a duel shows another to be
-        faster, and the safety pass.
+        a duel of what decides, a further seed of what a duel shows to be faster, and the safety pass.
         """
         if decision.run is not None and self._measure_error(decision.run):
             return True
-        if self._time_what_decides(decision):
-            return True
-        unsure = None if decision.unsure is None else decision.ranking[decision.unsure]
-        if unsure is not None and unsure.seeds < self._setup.options.seeds and not self._must_end():
-            self._one_more(_run(unsure))
-            return True
-        return self._seed_of_what_is_faster(decision) or self._take_back(decision)
+        steps = (self._time_what_decides, self._seed_of_what_is_faster, self._take_back)
+        return any(step(decision) for step in steps)
 
     def _why_nothing(self) -> Reason:
         """Say why nothing is acceptable where no policy was measured under enough seeds."""

@@ -21,7 +21,7 @@ from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.schedule import EMULATED_STEP, USUAL_PASSES
+from autoprec.tuning.schedule import USUAL_PASSES
 from autoprec.tuning.setup import Setup
 
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
@@ -66,11 +66,8 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
     # batches that the script surely has after the scan's first
     later = options.warmup + options.steps - scan_warmup(options.steps)
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
-    passes, within_s = USUAL_PASSES, _within(setup, ledger)
-    if within_s is not None and (affordable := _affordable(setup, runner, ledger, within_s)) < room:
-        ledger.note(f"the time budget leaves about {affordable} forward and backward passes for gradient errors")
-        passes, room = min(passes, affordable), affordable
-    scan = SensitivityScan(setup.problem, passes, room, max(1, min(scan_batches(setup.graph), later)))
+    within_s = _within(setup, ledger)
+    scan = SensitivityScan(setup.problem, USUAL_PASSES, room, max(1, min(scan_batches(setup.graph), later)))
     answers: list[Mapping[str, Any]] = []
     while probes := scan.next_round():
         payloads: list[dict[str, Any]] = []
@@ -151,13 +148,6 @@ def _within(setup: Setup, ledger: Ledger) -> float | None:
     """Return the seconds that the scan may take; None where there is no time budget."""
     budget = setup.options.budget_s
     return None if budget is None else max(0.0, SCAN_SHARE * (budget - ledger.elapsed()))
-
-
-def _affordable(setup: Setup, runner: PairedRunner, ledger: Ledger, within_s: float) -> int:
-    """Return how many forward and backward passes fit into some seconds, by what the reference took."""
-    steps = setup.options.warmup + setup.options.steps
-    pass_s = ledger.timings.get("reference_run_s", 0.0) / steps * (1.0 if setup.measured else EMULATED_STEP)
-    return max(2, int(within_s * runner.final_workers / max(pass_s, 1e-3)))
 
 
 def _probe(

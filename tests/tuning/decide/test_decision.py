@@ -187,13 +187,6 @@ def test_a_gain_within_the_noise_is_no_reason_to_change() -> None:
     assert choose([SCRIPT, candidate("a", 0.9)], timing_noise=0.01).verdict == "stay"
 
 
-def test_a_gain_that_more_runs_may_show_is_named() -> None:
-    assert choose([SCRIPT, candidate("a", 1.04)], timing_noise=0.06).unsure == 1
-    assert choose([SCRIPT, candidate("a", 1.008)], timing_noise=0.06).unsure is None  # too little, however sure
-    assert choose([SCRIPT, candidate("a", 0.9)], timing_noise=0.06).unsure is None
-    assert choose([SCRIPT, candidate("a", 1.1)], timing_noise=0.06).unsure is None
-
-
 def test_among_equals_a_preset_wins() -> None:
     preset, other = candidate("preset", 1.49, preset=True), candidate("other", 1.50)
     assert choose([SCRIPT, other, preset], timing_noise=0.01).index == 2

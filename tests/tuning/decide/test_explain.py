@@ -10,7 +10,6 @@ from autoprec.tuning.decide.explain import (
     as_evidence,
     explain_layers,
     merged,
-    stay_explanation,
 )
 from autoprec.tuning.decide.problem import layer_key
 from autoprec.tuning.decide.table import SensitivityTable
@@ -114,22 +113,3 @@ def test_what_is_told_is_one_sentence_each() -> None:
     assert evidence["why"]["head"] == "bf16: because of head"
     assert evidence["why"]["h.*.mlp (2)"] == "mxfp8: because of h.1.mlp; together 3 ms and 70% of the error"
     assert as_evidence({}) == {}
-
-
-def verdict_row(name: str, ms: float, reason: str, *, best: str = "keep", gain: float = 0.0) -> dict[str, object]:
-    return {"name": name, "baseline_ms": ms, "reason": reason, "best": best, "blocked": "", "gain": gain,
-            "gain_ms": gain * ms}  # fmt: skip
-
-
-def test_a_stay_tells_each_kind_of_layer_once_and_the_slowest_first() -> None:
-    rows = [
-        verdict_row("h.0.mlp", 1.0, "below break-even"),
-        verdict_row("h.1.mlp", 2.0, "its casts cost 3 us"),
-        verdict_row("head", 4.0, "bf16 saves 25% of this layer", best="bf16", gain=0.25),
-    ]
-    found = stay_explanation(rows, "keep")
-    assert [(row["layers"], row["count"], row["text"]) for row in found["layers"]] == [
-        ("head", 1, "bf16 would save 25% of it, too little of the step to matter"),
-        ("h.*.mlp (2)", 2, "its casts cost 3 us"),
-    ]
-    assert set(found["layers"][0]) == set(merged(REASONS)[0]), "the keys of a policy that is adopted"

@@ -132,21 +132,13 @@ class Unsteady(SimulatedRunner):
         return replace(result, step_ms=(100.0 * share,) * len(result.step_ms))
 
 
-@pytest.mark.parametrize(("seeds", "verdict"), [(2, "stay"), (8, "adopt")])
-def test_further_seeds_are_run_where_the_timing_noise_alone_is_in_the_way(
-    here: Path,  # noqa: F811
-    seeds: int,
-    verdict: str,
-) -> None:
-    simulated, asked = script(), options(trials=4, seeds=seeds)
+def test_a_gain_within_the_timing_noise_of_trials_is_a_stay_where_no_duel_could_be_run(here: Path) -> None:  # noqa: F811
+    simulated, asked = script(), options(trials=4, seeds=2)
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: Unsteady(simulated, seed))
     result = made.run()
-    assert result.verdict == verdict
-    if verdict == "adopt":  # the spread is known better then, for all that were measured
-        assert 2 <= max(record.seed for record in made.records) < seeds
-    else:
-        assert "which is within the timing noise" in result.reason
+    assert result.verdict == "stay"
+    assert "which is within the timing noise" in result.reason
 
 
 class Slower(SimulatedRunner):
