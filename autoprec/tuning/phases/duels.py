@@ -32,7 +32,7 @@ from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 #: Half the width of an interval that is enough, relative to the speed-up: on an idle machine, and beside a load.
 _PRECISE, _PRECISE_BESIDE_LOAD = 0.01, 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
-_FIRST_S, _EACH_S, _RUNS = 8.0, 5.0, 1.5
+_FIRST_S, _EACH_S, _RUNS = 16.0, 8.0, 1.5
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
