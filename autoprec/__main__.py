@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 
 def main() -> None:
     """Run the command line; leaves with the exit code of docs/exit-codes.md."""
+    began = time.monotonic()
     from autoprec.cli import cli
-    from autoprec.cli.clock import process_began
 
-    cli.main(prog_name="autoprec", obj=process_began())
+    cli.main(prog_name="autoprec", obj=began)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from autoprec.applying.units import unwrap
 from autoprec.errors import UsageError
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.policy.table import policy_table
-from autoprec.support.removed import FOLLOW, no_longer_takes
 from autoprec.support.tables import Shown, Table
 
 if TYPE_CHECKING:
@@ -108,7 +107,6 @@ class TorchPolicy(Shown, Policy):
         """Return what each rule runs, GEMM by GEMM: what ``print(policy)`` and a notebook show."""
         return policy_table(self)
 
-    @no_longer_takes(follow=FOLLOW)
     def apply(
         self,
         model: nn.Module,

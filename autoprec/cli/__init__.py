@@ -19,7 +19,6 @@ from autoprec._version import __version__
 from autoprec.cli.echo import echo
 from autoprec.cli.signals import EXIT_INTERRUPTED, ended_once
 from autoprec.errors import AutoPrecError, UnknownNameError, UsageError
-from autoprec.support.removed import FOLLOW
 
 __all__ = ["COMMANDS", "cli"]
 
@@ -55,7 +54,7 @@ MOVED: dict[str, str] = {
 
 #: Options that earlier versions had, of one command or of any, and what to do instead.
 REMOVED_OPTIONS = {
-    "--follow": FOLLOW,
+    "--follow": "phases that change during the run (`phases:` in the policy) and autoprec.Guard remain; see docs/long_run.md",
     "show --graph": "name the saved step after the policy: autoprec show policy.yaml step.json",
     "--graph": "name the saved step in the script's place",
     "--config": "name the preset or the config.json in the script's place",

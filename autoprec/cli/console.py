@@ -62,7 +62,7 @@ def clock(seconds: float) -> str:
 
 
 def command_began() -> float:
-    """Return the ``time.monotonic()`` at which the command was started, Python's own start included.
+    """Return the ``time.monotonic()`` at which the command was started.
 
     Now, where it is not known: in a call from Python.
     """

@@ -71,14 +71,14 @@ class TerminalProgress:
             name, count = (f"seed {record.seed + 1} of " if record.seed else "whole model of ") + record.name, ""
         else:  # "trial 6" is the number of its run, which counts the references too: the count stands apart
             name, count = record.name, f"{done} of {counted(total, 'trial')}; "
+        # without a budget nobody knows how many further seeds a decision takes, and it may converge before
+        left = f"{'at most ' if self._bounded else ''}about {clock(seconds_left)} left"
         if not self._phases.live or self._verbosity > 0:
-            # without a budget nobody knows how many further seeds a decision takes, and it may converge before
-            left = f"{'at most ' if self._bounded else ''}about {clock(seconds_left)} left"
             self._phases.say(f"{name}: {describe(record)}   [{count}{leader}; {left}]")
         what = "trials"
         if record.kind == "finalist":  # how many there will be depends on what they show
             done, total, what = 0, 0, "further paired seeds"
-        self._phases.advance(done, total, text=f"{what}, {leader}", ends_s=seconds_left, at_most=self._bounded)
+        self._phases.advance(done, total, text=f"{what}, {leader}, {left}")
 
     def note(self, text: str) -> None:
         self._phases.print(f"note: {text}", style="yellow")

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoprec.support.removed import FOLLOW, no_longer_takes
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -46,7 +44,6 @@ class Session:
         run_steps: optimizer steps of the whole run, where a phase of the policy begins at a share of it.
     """
 
-    @no_longer_takes(follow=FOLLOW)
     def __init__(
         self,
         model: nn.Module,

@@ -54,7 +54,7 @@ def test_json_is_strict_where_a_figure_is_not_finite(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": True, "d": None}}
 
 
-def test_a_command_began_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_began_before_its_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search told its time from after Python's own start and the imports."""
     assert command_began() == pytest.approx(time.monotonic(), abs=0.5), "a call from Python begins when it is made"
     with click.Context(click.Command("search"), obj=12.5):

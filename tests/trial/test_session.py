@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from autoprec import Policy
-from autoprec.applying.guard import Guard
 from autoprec.errors import UsageError
 from autoprec.trial.session import Session, register
 from tests.trial.conftest import uniform
@@ -53,15 +52,3 @@ def test_a_session_carries_out_phases(own_optimizer: bool) -> None:
     assert found is not None
     assert found.step == 4
     policy.remove(model)
-
-
-def test_an_argument_that_was_removed_is_named_and_nothing_is_changed() -> None:
-    model = torch.nn.Linear(16, 16)
-    with pytest.raises(UsageError) as caught:
-        Session(model, None, Policy(), follow="every=500")  # type: ignore[call-arg]
-    assert "'follow'" in caught.value.what
-    with pytest.raises(UsageError):
-        Policy().apply(model, follow=500)  # type: ignore[call-arg]
-    with pytest.raises(UsageError):
-        Guard(Policy(), model, follow=500)  # type: ignore[call-arg]
-    assert type(model) is torch.nn.Linear

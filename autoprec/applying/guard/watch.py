@@ -33,7 +33,6 @@ from autoprec.errors import AutoPrecError, AutoPrecWarning, UnknownNameError
 from autoprec.numerics.sharded import world_size
 from autoprec.policy import GUARD_METRICS, Policy, resolve
 from autoprec.support.active_run import log_to_active_run
-from autoprec.support.removed import FOLLOW, no_longer_takes
 
 _LOG = logging.getLogger("autoprec.guard")
 #: A gap to the reference of this many times its threshold, beyond noise, is acted on at the first look.
@@ -73,7 +72,6 @@ class Guard:
         run_steps: optimizer steps of the whole run; for a policy with phases that is not applied yet.
     """
 
-    @no_longer_takes(follow=FOLLOW, recover="a fallback stays; make a new Guard with the first policy to begin anew")
     def __init__(
         self,
         policy: Policy,
