@@ -54,7 +54,7 @@ MOVED: dict[str, str] = {
 
 #: Options that earlier versions had, of one command or of any, and what to do instead.
 REMOVED_OPTIONS = {
-    "--follow": "phases that change during the run (`phases:` in the policy) and autoprec.Guard remain; see docs/long_run.md",
+    "--follow": "`phases:` in the policy and autoprec.Guard remain (docs/long_run.md)",
     "show --graph": "name the saved step after the policy: autoprec show policy.yaml step.json",
     "--graph": "name the saved step in the script's place",
     "--config": "name the preset or the config.json in the script's place",
@@ -142,8 +142,6 @@ class LazyGroup(click.Group):
 
             if (known := resource_error(error, str(error.filename or ""))) is not None:
                 return _report(known)
-            if _directory_is_gone():
-                return _report(UsageError("the working directory has been removed", fix="cd to one that exists"))
             return _report_defect()
         except Exception:
             return _report_defect()
@@ -166,14 +164,6 @@ def _removed(error: click.NoSuchOption) -> UsageError | None:
     command, option = error.ctx.info_name if error.ctx else "", error.option_name
     fix = REMOVED_OPTIONS.get(f"{command} {option}") or REMOVED_OPTIONS.get(option)
     return UsageError(f"the option {option} was removed", fix=fix, code="moved") if fix else None
-
-
-def _directory_is_gone() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def _say(line: str) -> None:

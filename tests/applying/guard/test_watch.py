@@ -15,7 +15,6 @@ import torch
 from autoprec.applying.guard import Breach, Guard
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
-from autoprec.errors import UsageError
 from autoprec.policy import Phase, Policy
 from autoprec.policy.phases import plain_recipe
 from tests.applying.guard.helpers import formats_of, make_model, make_policy
@@ -129,7 +128,7 @@ def test_a_resumed_run_keeps_its_fallbacks() -> None:
     assert execution_of(other[0]).executed["fprop"] == "bf16"
 
 
-def test_a_fallback_stays_and_recover_is_refused_by_name() -> None:
+def test_a_fallback_stays() -> None:
     model = make_model()
     policy = make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("wgrad_bf16", "all_bf16"))
     apply_policy(policy, model, backend="emulated")
@@ -141,8 +140,6 @@ def test_a_fallback_stays_and_recover_is_refused_by_name() -> None:
     resumed = Guard(policy, model, backend="emulated")
     resumed.load_state_dict(older)
     assert formats_of(resumed.policy) == ["bf16"] * 3, "a checkpoint of an earlier version"
-    with pytest.raises(UsageError, match="recover"):
-        Guard(policy, model, **{"recover": 2})
 
 
 def test_a_spike_that_the_data_cause_is_in_the_reference_as_well() -> None:
