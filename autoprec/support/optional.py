@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from types import ModuleType
 
 from autoprec.errors import MissingDependencyError
@@ -24,14 +25,10 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    out: list[int] = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(ch for ch in part if ch.isdigit())
-        if not digits:
-            break
-        out.append(int(digits))
-    return tuple(out)
+def _is_older(version: str, oldest: str) -> bool:
+    """Compare two versions by their first two numbers."""
+    found, needed = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, oldest))
+    return found < needed
 
 
 def installed_version(name: str) -> str | None:
@@ -53,7 +50,7 @@ def is_available(name: str) -> bool:
     if importlib.util.find_spec(name.split(".")[0]) is None:
         return False
     oldest, found = EXTRAS.get(name, (name, "", ""))[1], installed_version(name)
-    return not oldest or found is None or _numbers(found) >= _numbers(oldest)
+    return not oldest or found is None or not _is_older(found, oldest)
 
 
 def require(name: str, *, purpose: str = "") -> ModuleType:
@@ -67,7 +64,7 @@ def require(name: str, *, purpose: str = "") -> ModuleType:
     why = f" for {purpose}" if purpose else ""
     fix = how_to_install(top)
     found = installed_version(top)
-    if found is not None and oldest and _numbers(found) < _numbers(oldest):
+    if found is not None and oldest and _is_older(found, oldest):
         raise MissingDependencyError(f"{top} {found} is too old{why}: {oldest} or newer is needed", fix=fix)
     try:
         return importlib.import_module(name)

@@ -56,34 +56,25 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     return CudaBench(), found, device
 
 
-def _check_output(path: Path) -> Path:
-    from autoprec.support.files import check_kind, holds_keys
-
-    return check_kind(path, "a calibration", holds_keys("schema", "device", "rates"))
-
-
 @click.command("calibrate")
 @click.option("--target", default="", metavar="NAME",
               help="cpu, or the GPU's entry in the hardware table; default: the GPU, without one the CPU.")  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Of a GPU; default: calibration-<target>.json")
 def calibrate(target: str, output: Path | None) -> int:
-    """Measure whole linears by every backend on this device, a copy and launches, for the cost model and for `auto`."""
-    from autoprec.support.files import write_json
+    """Measure whole linears by every backend on this device, a copy and launches, for the cost model and for `auto`.
+
+    Searches on this device use what was measured; what was measured of a GPU is written to a file as well.
+    """
+    from autoprec.support.files import check_kind, holds_keys, write_json
 
     if not (target or output or _has_gpu()):
         echo("torch sees no CUDA or ROCm device here: the CPU is measured, as with --target cpu", err=True)
         target = "cpu"
     if target == "cpu":
-        if output:
-            raise UsageError(
-                "--output has no place with --target cpu, whose rates are cached for every later estimate",
-                fix="leave --output out",
-            )
         return _cpu()
-    if output is not None:
-        _check_output(output)
     bench, found, name = _bench(target)
-    path = _check_output(output or Path(f"calibration-{found.name}.json"))
+    path = output or Path(f"calibration-{found.name}.json")
+    check_kind(path, "a calibration", holds_keys("schema", "device", "rates"))
     from autoprec.cost.calibrate.calibration import calibrate as measure
     from autoprec.cost.calibrate.calibration import kept_file
 
@@ -102,12 +93,15 @@ def calibrate(target: str, output: Path | None) -> int:
     except (FileError, OSError) as error:
         here = f"searches on this device will not find it by themselves: {error}"
     timed = sum(1 for row in document["linears"] if row["seconds"])
-    echo(f"{name}: {len(document['points'])} points, {timed} linears in {document['seconds']} s, written to {path}")
-    for line in chosen_backends(document):
-        echo(line)
     options = f"--target {found.name} --calibration {path} train.py"
-    echo(f"use it: autoprec estimate {options}\nor, where this device is not: autoprec search {options}")
-    echo(here)
+    lines = [
+        f"{name}: {len(document['points'])} points, {timed} linears in {document['seconds']} s, written to {path}",
+        *chosen_backends(document),
+        f"use it: autoprec estimate {options}",
+        f"or, where this device is not: autoprec search {options}",
+        here,
+    ]
+    echo("\n".join(lines))
     return 0
 
 

@@ -134,12 +134,7 @@ def _print(found: dict[str, Any]) -> None:
     rows = [(row["device"], row["name"], row["target"] or "-", row["note"]) for row in found["devices"]]
     console.print(plain_table(("device", "name", "target", ""), rows))
     rows = [
-        (
-            row["backend"],
-            row["device"],
-            "experimental" if row["ok"] and row["experimental"] else _yes(row["ok"]),
-            row["reason"],
-        )
+        (row["backend"], row["device"], _yes(row["ok"]) + ", experimental" * row["experimental"], row["reason"])
         for row in found["backends"]
     ]
     console.print(plain_table(("backend", "device", "works", "why"), rows))
@@ -155,32 +150,13 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"{name}={value}", markup=False)
 
 
-def _details(entry: Target) -> list[str]:
-    """Return what the table has no room for: source, links, and each recipe with its toolkit, alignment and reason."""
-    links = ", ".join(f"{name.replace('_', '-')} {speed / 1e9:g} GB/s" for name, speed in entry.links.items())
-    device = f"{entry.architecture} {entry.capability}".strip()
-    lines = [
-        f"\n{entry.title}",
-        f"  source: {entry.source}",
-        f"  device: {device}, {entry.units} {'threads' if entry.is_cpu else 'units'}",
-    ]
-    lines += [f"  links per GPU and direction: {links}"] if links else []
-    lines += [f"  note: {note}" for note in entry.notes]
-    for family, capability in entry.recipes.items():
-        word = "yes" if capability.ok else "no"
-        multiple = entry.multiple(family) if capability.ok else 1
-        sizes = f"M, K, N multiples of {multiple}" if multiple > 1 else ""
-        detail = "; ".join(filter(None, (capability.needs, sizes, capability.reason)))
-        lines.append(f"  {family:<12} {word:<4} {detail}".rstrip())
-    return lines
-
-
 def _print_targets(names: tuple[str, ...], *, as_json: bool) -> None:
-    """Print the hardware table; of ``names`` every detail. ``FILE.yaml`` and ``FILE.yaml:NAME`` are a user's own.
+    """Print the hardware table; of ``names`` the whole entry. ``FILE.yaml`` and ``FILE.yaml:NAME`` are a user's own.
 
     Raises:
         UnknownNameError, FileError: no such target, or not a file of targets.
     """
+    from autoprec.policy import dump_yaml
     from autoprec.precision.hardware import TARGETS, load_targets, target
 
     chosen: list[Target] = []
@@ -198,7 +174,7 @@ def _print_targets(names: tuple[str, ...], *, as_json: bool) -> None:
     echo(Table(("target", "device", *_FORMATS, "memory", "bandwidth", "date"), tuple(rows)).text())
     echo("dense TFLOP/s (int8: TOP/s), no sparsity, FP32 accumulation")
     for entry in chosen if names else ():
-        echo("\n".join(_details(entry)))
+        echo(f"\n{dump_yaml(entry.to_json()).rstrip()}")
 
 
 @click.command("doctor", short_help="What works here, and why not; the hardware table.")

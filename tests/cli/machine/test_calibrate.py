@@ -38,14 +38,15 @@ LINEARS = [
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "_has_gpu", lambda: True)
     monkeypatch.setattr(command, "_bench", lambda name: (Bench(), TARGETS[name or "h100"], "Fake H100"))
     monkeypatch.setattr(command, "_linears", lambda _target, _say: LINEARS)
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
 
 
-def test_a_device_is_measured_and_written(fake_gpu: None, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
+def test_a_device_is_measured_and_written(fake_gpu: None) -> None:
+    path = Path("calibration-h100.json")
     found = CliRunner().invoke(command.calibrate, ["-o", str(path)], catch_exceptions=False)
     assert found.exit_code == 0
     assert "Fake H100: 2 points, 2 linears" in found.output
@@ -59,14 +60,14 @@ def test_a_device_is_measured_and_written(fake_gpu: None, tmp_path: Path) -> Non
 
 
 def test_a_library_that_takes_the_process_along_leaves_what_was_measured_before(
-    fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(_target: object, _say: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "_linears", crash)
-    path = tmp_path / "out.json"
-    CliRunner().invoke(command.calibrate, ["-o", str(path)])
+    path = Path("calibration-h100.json")
+    CliRunner().invoke(command.calibrate, [])
     assert load_calibration(path)["rates"]["bandwidth"]
 
 
@@ -75,26 +76,21 @@ def test_a_folder_that_cannot_be_written_costs_no_calibration(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "file")
-    found = CliRunner().invoke(command.calibrate, ["-o", str(tmp_path / "o.json")], catch_exceptions=False)
+    found = CliRunner().invoke(command.calibrate, [], catch_exceptions=False)
     assert found.exit_code == 0
     assert "searches on this device will not find it by themselves" in found.output
     assert "searches on this device use it as it is" not in found.output
 
 
-def test_an_unwritable_output_is_found_before_measuring(fake_gpu: None, tmp_path: Path) -> None:
-    with pytest.raises(FileError):
-        CliRunner().invoke(command.calibrate, ["-o", str(tmp_path)], catch_exceptions=False)
-
-
-def test_a_calibration_replaces_nothing_but_a_calibration(fake_gpu: None, tmp_path: Path) -> None:
-    script, earlier = tmp_path / "train.py", tmp_path / "calibration.json"
-    script.write_text("print('hello')\n")
-    with pytest.raises(FileError, match="is not a calibration") as error:
-        CliRunner().invoke(command.calibrate, ["-o", str(script)], catch_exceptions=False)
-    assert "another path with --output" in error.value.fix
-    assert script.read_text() == "print('hello')\n"
+def test_a_calibration_replaces_nothing_but_a_calibration(fake_gpu: None) -> None:
+    path = Path("calibration-h100.json")
+    path.write_text("print('hello')\n")
+    with pytest.raises(FileError, match="is not a calibration"):
+        CliRunner().invoke(command.calibrate, [], catch_exceptions=False)
+    assert path.read_text() == "print('hello')\n"
+    path.unlink()
     for _ in range(2):
-        assert CliRunner().invoke(command.calibrate, ["-o", str(earlier)], catch_exceptions=False).exit_code == 0
+        assert CliRunner().invoke(command.calibrate, [], catch_exceptions=False).exit_code == 0
 
 
 def test_without_a_gpu_it_says_what_to_do() -> None:
@@ -113,11 +109,6 @@ def test_a_device_nobody_knows_is_named_or_described(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some Accelerator 9000")
     with pytest.raises(UsageError, match="9000' is not in the hardware table\n  fix: name its entry with --target"):
         CliRunner().invoke(command.calibrate, [], catch_exceptions=False)
-
-
-def test_an_option_the_cpu_would_ignore_is_refused() -> None:
-    with pytest.raises(UsageError, match="--output has no place with --target cpu"):
-        CliRunner().invoke(command.calibrate, ["--target", "cpu", "--output", "h100"], catch_exceptions=False)
 
 
 def test_the_cpu_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

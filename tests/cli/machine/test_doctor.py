@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from autoprec.backends import BACKENDS
 from autoprec.cli.machine import doctor
@@ -67,20 +68,16 @@ def test_the_table_lists_every_target_with_its_date() -> None:
     assert " GB " not in found.out, "memory has one unit in every command"
 
 
-def test_a_name_shows_source_and_reasons() -> None:
+def test_a_name_shows_the_whole_entry() -> None:
     found = targets("A100")
     assert found.code == 0
-    assert "source: NVIDIA A100" in found.out
-    assert "fp8_row      no   compute capability 8.0 multiplies no FP8" in found.out
+    entry = yaml.safe_load(found.out[found.out.index("name: ") :])
+    assert entry["source"].startswith("NVIDIA A100")
+    assert not entry["recipes"]["fp8_row"]["ok"]
+    assert entry["recipes"]["fp8_row"]["reason"].startswith("compute capability 8.0 multiplies no FP8")
     assert "H100" not in found.out
-
-
-def test_a_name_shows_links_toolkit_and_alignment() -> None:
-    found = targets("h200").out
-    assert "hopper 9.0, 132 units" in found
-    assert "links per GPU and direction: scale-up 450 GB/s, scale-out 50 GB/s" in found
-    assert "fp8_block    yes  CUDA 12.9; M, K, N multiples of 128" in found
-    assert "multiples" not in targets("cpu").out  # emulation takes any size
+    block = yaml.safe_load(targets("h200").out.partition("\n\n")[2])["recipes"]["fp8_block"]
+    assert (block["ok"], block["needs"], block["multiple_of"]) == (True, "CUDA 12.9", 128)
 
 
 def test_json_has_units_in_the_names() -> None:
