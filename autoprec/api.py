@@ -7,9 +7,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from autoprec.errors import UsageError
 from autoprec.support.amounts import check_share, parse_share
@@ -117,42 +117,33 @@ def _tokens(script: Any) -> tuple[str, ...]:
     return (str(function_script(script, Path(RUNS) / "functions")),)
 
 
-#: What a Python type accepts, by the first word of an option's annotation, and what that is called.
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "str": ((str,), "text"),
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": ((bool,), "True or False"),
-    "tuple[str, ...]": ((list, tuple), "a list of texts"),
-}
-
-
 def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, paths as text; refuse those of a wrong type, which the command line would have parsed.
 
     Raises:
         UsageError: naming the option, what it was given and what it takes.
     """
-    types = {one.name: str(one.type) for one in fields(SearchOptions)}
-    out: dict[str, Any] = {}
+    from pydantic import TypeAdapter, ValidationError
+
+    types, out = get_type_hints(SearchOptions), {}
     for name, about in OPTIONS.items():
-        kind, _, optional = types[name].partition(" | ")
-        accepted, takes = _KINDS[kind]
         value = asked[name]
-        if kind == "str" and isinstance(value, os.PathLike):
+        if isinstance(value, os.PathLike):
             value = os.fspath(value)
-        elif about.parse == "parse_share":  # a number has no unit here: as a number without one on a command line
-            value = parse_share(value) if isinstance(value, str) else value
-        right = isinstance(value, accepted) and (kind == "bool" or not isinstance(value, bool))
-        if not right and not (optional and value is None):
+        elif about.parse == "parse_share" and isinstance(value, str):
+            value = parse_share(value)
+        try:
+            out[name] = TypeAdapter(types[name]).validate_python(
+                tuple(value) if isinstance(value, list) else value, strict=True
+            )
+        except ValidationError as error:
             raise UsageError(
-                f"{name}={value!r} is a {type(value).__name__}, where {takes} is needed",
+                f"{name}={value!r} is a {type(value).__name__}: {error.errors()[0]['msg'].lower()}",
                 fix=f"it is in {about.python}" if about.python else f"e.g. {name}={about.default!r}",
                 code="type",
-            )
-        if about.parse == "parse_share" and value is asked[name]:
-            check_share(value)
-        out[name] = tuple(value) if isinstance(value, list) else value
+            ) from error
+        if about.parse == "parse_share" and not isinstance(asked[name], str):
+            check_share(out[name])  # a number has no unit here: as a number without one on a command line
     return out
 
 

@@ -105,7 +105,7 @@ def test_a_function_becomes_a_script_of_its_name(tmp_path: Path) -> None:
         (42, {}, "a script or a function that trains, not this int"),
         (dict, {}, "not the class dict"),
         (lambda config: None, {}, "it needs config"),
-        ("train.py", {"trials": "3"}, "trials='3' is a str, where a whole number is needed"),
+        ("train.py", {"trials": "3"}, "trials='3' is a str: input should be a valid integer"),
         ("train.py", {"steps": True}, "steps=True is a bool"),
         ("train.py", {"budget_s": "20m"}, "seconds: 1200 for 20 minutes"),
         ("train.py", {"max_memory": "60GiB"}, "bytes: 60"),

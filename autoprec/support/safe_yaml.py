@@ -45,8 +45,9 @@ def _check_events(text: str) -> None:
             values += 1
             if values > MAX_VALUES:
                 raise _refuse(f"more than {MAX_VALUES} values", event)
-            if event.tag not in (None, "!") and event.tag not in _PLAIN:
-                raise _refuse(f"tag '{event.tag}' is not plain data", event)
+            tag = getattr(event, "tag", None)
+            if tag not in (None, "!") and tag not in _PLAIN:
+                raise _refuse(f"tag '{tag}' is not plain data", event)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH + 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +43,11 @@ def _lines(name: str) -> list[str]:
     from autoprec.policy.library import PREFIX, published
 
     entry = published(name)
-    sections: dict[str, Sequence[str]] = {"": entry.lines(), "evidence": entry.evidence}
-    sections |= {"not published": entry.not_published} if entry.not_published else {}
     made = f"; for {entry.blocks} blocks" if entry.blocks else ""
     out = [f"{PREFIX}{entry.name}: {entry.title}", f"{entry.date}, {entry.source}{made}"]
-    for title, lines in sections.items():
-        out += [title] if title else []
-        for line in lines:
-            out += textwrap.wrap(line, 116, initial_indent="  ", subsequent_indent="    ")
+    for title, lines in {"": entry.lines(), "evidence": entry.evidence, "not published": entry.not_published}.items():
+        out += [title] if title and lines else []
+        out += [f"  {line}" for line in lines]
     return out
 
 

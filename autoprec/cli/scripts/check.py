@@ -137,22 +137,24 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
 
 
 def _print_table(audit: dict[str, Any]) -> None:
+    """Print every layer, and the operators that a policy or the script says something about."""
+    told = {
+        name: row for name, row in audit["operators"].items() if not row["ok"] or row["executed"] not in ("keep", "-")
+    }
     rows = [
         (
-            row["name"] or "(root)",
-            by_recipe(row["requested"]),
-            by_recipe(row["executed"]),
+            name or "(root)",
+            *map(_spelled, (row["requested"], row["executed"])),
             "yes" if row["ok"] else "NO",
             row["reason"],
         )
-        for row in audit["layers"]
-    ]
-    rows += [
-        (name, str(row["requested"]), str(row["executed"]), "yes" if row["ok"] else "NO", row["reason"])
-        for name, row in audit["operators"].items()
-        if not row["ok"] or row["executed"] not in ("keep", "-")
+        for name, row in (*((row["name"], row) for row in audit["layers"]), *told.items())
     ]
     stdout_console().print(plain_table(("layer or operator", "requested", "executed", "ok", "reason"), rows))
+
+
+def _spelled(value: Any) -> str:
+    return by_recipe(value) if isinstance(value, dict) else str(value)
 
 
 @script_command("check")
@@ -239,20 +241,27 @@ def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool, st
 
 
 def _print_numerics(found: dict[str, Any], policy: Path, *, quiet: bool) -> None:
-    """Print the GEMMs that are beyond their bound, first first.
+    """Print the GEMMs that are beyond their bound, first first; ``--json`` has their operands' scales as well.
 
     Raises:
         AuditError: there is one.
     """
     findings, gemms = found["findings"], found["gemms"]
-    if not quiet:
-        if findings:
-            heads = ("what", "layer", "GEMM", "M x N x K", "wrong", "errors: native, emulated, bf16", "scales, lost")
-            stdout_console().print(plain_table(heads, [_finding(row) for row in findings]))
-        for name in found["not_compared"]:
-            echo(f"not compared: {name}")
-        if found["uncompiled"]:
-            echo("the script compiles its model: its layers ran uncompiled to be compared")
+    if findings and not quiet:
+        heads = ("what", "layer", "GEMM", "M x N x K", "errors: native, emulated, bf16")
+        rows = [
+            (
+                row["code"],
+                row["layer"],
+                row["gemm"],
+                " x ".join(str(row.get(key, "-")) for key in ("m", "n", "k")),
+                ", ".join(f"{row['error'][key]:.2g}" for key in ("native", "emulated", "bf16") if "error" in row),
+            )
+            for row in findings
+        ]
+        stdout_console().print(plain_table(heads, rows))
+    for name in () if quiet else found["not_compared"]:
+        echo(f"not compared: {name}")
     if findings:
         first = findings[0]
         raise AuditError(
@@ -262,25 +271,6 @@ def _print_numerics(found: dict[str, Any], policy: Path, *, quiet: bool) -> None
             fix="both had the same input, weight and gradient: its casts or its kernel are at fault; keep it in bf16",
         )
     if not quiet:
+        compiled = "; the script compiles its model: its layers ran uncompiled here" if found["uncompiled"] else ""
         worst = max((row["worst"] for row in gemms), default=0.0)
-        echo(f"{len(gemms)} GEMMs are within the bounds of their recipes (at most {worst:.0%} of the bound)")
-
-
-def _finding(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return one row of the table: shares are those of saturated and flushed values of each operand."""
-    size = " x ".join(str(row[key]) for key in ("m", "n", "k")) if "m" in row else "-"
-    wrong = f"{row['wrong']} from {row['at'][0]},{row['at'][1]}" if "wrong" in row else row.get("state", "-")
-    errors = [row["error"][key] for key in ("native", "emulated", "bf16")] if "error" in row else []
-    operands = [
-        f"{name} {low:.3g} to {high:.3g}, {row['saturated'][name]:.1%} cut off, {row['flushed'][name]:.1%} to zero"
-        for name, (low, high) in row.get("scales", {}).items()
-    ]
-    return (
-        row["code"],
-        row["layer"],
-        row["gemm"],
-        size,
-        wrong,
-        ", ".join(f"{one:.2g}" for one in errors),
-        "; ".join(operands),
-    )
+        echo(f"{len(gemms)} GEMMs are within the bounds of their recipes (at most {worst:.0%} of the bound){compiled}")

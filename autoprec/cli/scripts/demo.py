@@ -36,14 +36,8 @@ def example() -> Path:
 
 
 def program() -> str:
-    """Return how this program is started again: by its name, or by its path where the shell would not find it."""
-    if shutil.which("autoprec"):
-        return "autoprec"
-    beside = Path(sys.executable).with_name("autoprec")  # not resolved: a virtual environment links to its Python
-    if not beside.is_file():
-        return f"{shlex.quote(sys.executable)} -m autoprec"
-    here = Path.cwd()
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+    """Return how this program is started again: by its name, or by its Python where the shell would not find it."""
+    return "autoprec" if shutil.which("autoprec") else f"{shlex.quote(sys.executable)} -m autoprec"
 
 
 def next_steps(command: tuple[str, ...], policy: str) -> str:

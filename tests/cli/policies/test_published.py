@@ -70,7 +70,7 @@ def test_an_unknown_one_names_the_nearest() -> None:
 def test_with_a_step_it_is_shown_layer_by_layer_and_written_as_a_policy(step: Path) -> None:
     found = autoprec("show", "published:torchtitan-nvfp4-8b", step)
     assert "model.layers.11.mlp.up_proj" in found.out
-    assert "published:torchtitan-nvfp4-8b: router: this model has none" in found.err
+    assert "published:torchtitan-nvfp4-8b: router: no layer of this model has this role" in found.err
     text = autoprec("show", "published:torchtitan-nvfp4-8b", step, "--lean").out
     policy = parse_policy(text)
     plans = resolve(policy, ["model.layers.9.mlp.up_proj", "model.layers.10.mlp.up_proj"], strict=False)
@@ -90,10 +90,10 @@ def test_a_file_is_loaded_without_a_step(policy_file: Path) -> None:
 def test_a_script_runs_under_a_published_policy(command: tuple[str, ...], script: Path) -> None:
     found = autoprec(*command, "--policy", "published:torchtitan-nvfp4-8b", script)
     assert found.code == 0, found.err
-    assert "published:torchtitan-nvfp4-8b: router: this model has none" in found.err
+    assert "published:torchtitan-nvfp4-8b: router: no layer of this model has this role" in found.err
     refused = autoprec(*command, "--policy", "published:nvfp4-12b", script)
     assert refused.code == 1
-    assert "this model has 3" in refused.err
+    assert "nvfp4-12b:scaled keeps the same share of this model" in refused.err
 
 
 def test_an_unknown_one_is_refused_before_the_script_is_started(tmp_path: Path) -> None:

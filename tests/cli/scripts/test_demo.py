@@ -47,7 +47,8 @@ def test_a_gpu_trains_the_size_that_is_rehearsed_for_it(gib: int, large: bool, m
 def test_a_machine_that_gains_nothing_is_told_how_to_rehearse(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = run(monkeypatch, verdict="stay")
     words = shlex.split(found.stdout.splitlines()[-1].split("     ")[0])
-    assert words[1:5] == ["search", *module.REHEARSAL.split()[:3]]
+    words = words[words.index("search") :]
+    assert words[:4] == ["search", *module.REHEARSAL.split()[:3]]
     assert ScriptCommand.parse([words[-1]])  # the path that is shown is there
 
 
@@ -91,15 +92,9 @@ def test_the_web_interface_is_recommended_with_what_it_lacks(monkeypatch: pytest
         assert ("pip install 'autoprec[ui]'" in first) is said
 
 
-def test_the_next_steps_name_a_program_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    installed = tmp_path / ".venv" / "bin" / "autoprec"
-    installed.touch()
-    monkeypatch.setattr("sys.executable", str(installed.with_name("python")))
+def test_the_next_steps_name_a_program_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _name: None)
-    assert program() == ".venv/bin/autoprec", "make demo activates no environment"
-    installed.unlink()
-    assert program().endswith("python -m autoprec")
+    monkeypatch.setattr("sys.executable", ".venv/bin/python")
+    assert program() == ".venv/bin/python -m autoprec", "make demo activates no environment"
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert program() == "autoprec"
