@@ -60,10 +60,9 @@ _GRADIENT_MARGIN = 1.03
 DOUBT = "doubt"
 #: The value that stands for: above nothing, below all that is expected to pay.
 LAST_VALUE = 1e-9
-#: What it has to gain if the tables are wrong, times the chance of that, for a first run; and, by its own runs, for
-#: each further one up to so many, as the first hardly moves what is predicted. A search ends after so many of them, or
-#: the first whose own chance is smaller than this.
-_LEAST_HOPE, _LEAST_DOUBT, _DOUBT_SEEDS, _MOST_DOUBTS, _LEAST_CHANCE = 0.001, 0.01, 8, 3, 0.05
+#: What it has to gain if the tables are wrong, times the chance of that, for a first run; and, times its chance after
+#: it, for each further one up to so many, as the first hardly moves what is predicted. A search runs so many of them.
+_LEAST_HOPE, _LEAST_DOUBT, _DOUBT_SEEDS, _MOST_DOUBTS = 0.001, 0.01, 8, 3
 #: Numbers of further seeds that are considered for a policy.
 _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: What a run under a seed that others ran under says, against one under a new seed: they share part of the seed noise.
@@ -207,11 +206,7 @@ class Expectation:
         self.memory.fit(points, sizes)
         self._references = 1 + int(seeds.max(initial=0))
         self._seeds = dict(sorted(zip(_keys(points), (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
-        gaps_of: dict[bytes, list[float]] = {}
-        for key, gap in zip(_keys(points), gaps.tolist(), strict=True):
-            gaps_of.setdefault(key, []).append(gap)
-        in_doubt = {key for run, key in zip(runs, _keys(points), strict=True) if DOUBT in run.tags}
-        self._doubts = {key: (len(gaps_of[key]), self._own_chance(gaps_of[key])) for key in in_doubt}
+        self._doubts = {key for run, key in zip(runs, _keys(points), strict=True) if DOUBT in run.tags}
         # per choice and parameter value that never ran to its end: the runs that failed with it
         used, failed = self._used(points), np.isnan(times)
         self._failed = np.where(used[~failed].any(axis=0), 0, used[failed].sum(axis=0))
@@ -254,25 +249,17 @@ class Expectation:
         accepted, runs = self._plan(points, log_gap, sd, gain)
         gain = gain * accepted
         value = np.where(gain > least, gain - stop.price * runs, np.minimum(gain - least, 0.0))
-        unknown = (_DOUBT_SEEDS, 0.0)
-        had, own = np.array([self._doubts.get(key, unknown) for key in _keys(points)]).reshape(-1, 2).T
-        hoped = (had < _DOUBT_SEEDS) & (np.expm1(self._to_beat() - cost) * own > _LEAST_DOUBT)
+        doubted = np.array(
+            [key in self._doubts and self._seeds[key] < _DOUBT_SEEDS for key in _keys(points)], dtype=bool
+        )
+        hoped = doubted & (np.expm1(self._to_beat() - cost) * within > _LEAST_DOUBT)
         value = np.where(hoped, np.maximum(value, LAST_VALUE), value)
         return Outlook(cost, upper, possible * within, gain, value)
 
     @property
     def may_doubt(self) -> bool:
-        """Whether another policy is run that is not expected to gain: none of those before was what was expected."""
-        return len(self._doubts) < _MOST_DOUBTS and all(own > _LEAST_CHANCE for _, own in self._doubts.values())
-
-    def _own_chance(self, gaps: Sequence[float]) -> float:
-        """Return the chance that a mean over seeds is within the budget by the runs of the policy alone."""
-        if not np.isfinite(gaps).all():
-            return 0.0
-        if self.goals.uninformative:
-            return 1.0
-        room = math.log(self.goals.max_divergence / max(float(np.mean(gaps)), 1e-12))
-        return float(_normal(np.array(room / self.divergence.spread * math.sqrt(len(gaps)))))
+        """Whether another policy is run that is not expected to gain."""
+        return len(self._doubts) < _MOST_DOUBTS
 
     def optimistic(self, points: Points) -> Vector:
         """Return what points ``[N]`` may gain where the tables are as wrong as they can be of what no run has shown.

@@ -99,11 +99,10 @@ def test_what_is_predicted_to_be_beyond_the_budget_is_asked_where_no_run_has_sho
     assert sure.optimistic(points)[0] < made.optimistic(points)[0]
 
 
-@pytest.mark.parametrize(("gaps", "goes_on"), [((0.002,), True), ((0.0035,), True), ((0.02,), False)])
-def test_a_policy_in_doubt_gets_seeds_while_its_own_runs_allow_for_it(gaps: tuple[float, ...], goes_on: bool) -> None:
+@pytest.mark.parametrize(("gaps", "goes_on"), [((0.002,), True), ((0.02,), False)])
+def test_a_policy_in_doubt_gets_seeds_while_it_may_be_within_the_budget(gaps: tuple[float, ...], goes_on: bool) -> None:
     made = doubtful(*gaps)
     assert bool(made.outlook(made.points([FAST])).value[0] > 0) is goes_on
-    assert made.may_doubt is goes_on, "a search ends after one that was as bad as predicted"
 
 
 def test_a_bound_is_never_below_what_can_be_told_apart() -> None:
