@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,15 @@ from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import versions
+from autoprec.tuning.phases.measuring import with_gain
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
     fastest_plain,
-    over_sixteen_bit,
     sixteen_bit_speedup,
     written_in,
 )
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import METRICS, MODELLED, Run, pooled
+from autoprec.tuning.study.run import METRICS, MODELLED, Metric, Run, metrics_of, pooled
 
 #: Metrics that follow from others of a policy's evidence.
 _NOT_EVIDENCE = ("throughput", "samples_per_s", "step_time_ms")
@@ -79,48 +79,37 @@ def _without_unknown(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "gradient_error" or math.isfinite(value)}
 
 
-def _with_bounds(row: dict[str, Any], setup: Setup, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the model's bounds of its speed-ups, where those are modelled."""
-    ratios = {name: row[name] for name in ("speedup", "speedup_over_16bit") if name in row}
-    found = {name: bounds for name, ratio in ratios.items() if (bounds := setup.bounds(params, ratio))}
-    return row | {"intervals": row.get("intervals", {}) | found} if found else row
+def _figures(setup: Setup, ledger: Ledger, run: Run, tried: Mapping[str, Run]) -> Run:
+    """Return a run with the figures of all runs of its policy, its gain over 16 bit, and its measured gradient error.
+
+    Args:
+        tried: :func:`~autoprec.tuning.study.run.pooled` runs.
+    """
+    found, error = with_gain(setup, ledger, tried.get(run.name, run)), ledger.measured_errors.get(run.name)
+    return found if error is None else found.with_metrics({"gradient_error": Metric(error)})
 
 
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     """Return the metrics of the chosen policy, of all its runs; of the reference where none is."""
-    run, chosen = decision.run, decision.chosen
-    if run is None:
+    if decision.run is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
-    out = pooled(ledger.store.records).get(run.name, run).to_row()
-    if chosen is not None:
+    out = _figures(setup, ledger, decision.run, pooled(ledger.store.records)).to_row() | {"seeds": decision.seeds}
+    if decision.chosen is not None:
         out["interval"] = decision.interval
-        if chosen.gradient_error is not None:
-            out["gradient_error"] = chosen.gradient_error
-    out = _without_unknown(out)
-    out |= over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
     for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
         out |= {"gain_over_preset": over["gain"], "best_preset": over["name"]}
-    errors = {"gradient_error": "measured"} if run.name in ledger.measured_errors else {}
-    return _with_bounds(out, setup, run.params) | {"seeds": decision.seeds, "sources": {**out["sources"], **errors}}
+    return _without_unknown(out)
 
 
 def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
     """Return the metrics of the reference; modelled ones where the answer needed no run of it."""
     name = "script as written" if setup.options.reference == "script" else setup.options.reference
-    out: dict[str, Any] = {}
-    for record in ledger.store.records:
-        if record.kind == "reference" and record.seed == 0:
-            out = record.to_row()
-    if not out:
-        step = setup.steps.of_reference()
-        out = {
-            "step_time_ms": step.time_ms,
-            "throughput": 1000.0 / step.time_ms,
-            "memory_bytes": float(step.memory_bytes),
-            "speedup": 1.0,
-        }
-        out |= {"sources": dict.fromkeys(out, "modelled"), "name": name}
-    return out | over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
+    step = setup.steps.of_reference()
+    figures = {"step_time_ms": step.time_ms, "throughput": 1000.0 / step.time_ms, "speedup": 1.0}
+    figures |= {"memory_bytes": float(step.memory_bytes)}
+    modelled = Run(0, "reference", name, {}, {}, "ok", metrics=metrics_of(figures, MODELLED))
+    measured = [run for run in ledger.store.records if run.kind == "reference" and run.seed == 0]
+    return with_gain(setup, ledger, measured[-1] if measured else modelled).to_row()
 
 
 def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
@@ -204,22 +193,17 @@ def _measured_saving(setup: Setup, ledger: Ledger, decision: Decision) -> float:
     return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, decision)["step_time_ms"])
 
 
-def _row(
-    record: Run, setup: Setup, sixteen_bit: float | None, decision: Decision, errors: Mapping[str, float]
-) -> dict[str, Any]:
+def _row(record: Run, decision: Decision, errors: Collection[str]) -> dict[str, Any]:
     """Return a trial as a row of the result; ``reason`` says why it failed, was rejected, or was not taken.
 
-    ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
+    ``errors`` names policies whose gradient error was measured as a whole; that of others is predicted.
     """
     said = (("rejected", decision.rejected), ("not taken", decision.not_taken))
     why = record.reason or next((f"{what}: {found[record.name]}" for what, found in said if record.name in found), "")
-    kept = record.to_row() | {"seeds": int(record.get("seeds") or record.ok)}
-    kept = _with_bounds(kept | over_sixteen_bit(kept, sixteen_bit), setup, record.params)
+    kept = _without_unknown(record.to_row()) | {"seeds": int(record.get("seeds") or record.ok)}
     if record.ok and "gradient_error" in kept:
-        known = record.name in errors
-        kept |= {"gradient_error_source": "measured", "gradient_error": errors[record.name]} if known else {}
-        kept |= {} if known else {"gradient_error_source": "predicted"}
-    return _without_unknown(kept) | {"number": record.number, "status": record.status, "reason": why}
+        kept["gradient_error_source"] = "measured" if record.name in errors else "predicted"
+    return kept | {"number": record.number, "status": record.status, "reason": why}
 
 
 def search_result(
@@ -235,10 +219,9 @@ def search_result(
     timings = dict(ledger.timings) | {"total_s": seconds, "sessions": float(ledger.store.sessions)}
     if one_worker and seconds:
         timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
-    sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
     tried = pooled(ledger.store.records)
-    known = [tried.get(record.name, record) for record in ledger.store.learned()]
-    row = partial(_row, setup=setup, sixteen_bit=sixteen_bit, decision=decision, errors=ledger.measured_errors)
+    known = [_figures(setup, ledger, record, tried) for record in ledger.store.learned()]
+    row = partial(_row, decision=decision, errors=ledger.measured_errors)
     return SearchResult(
         verdict=decision.verdict,
         reason=decision.reason,

@@ -83,11 +83,10 @@ def test_a_policy_that_does_not_fit_is_told_so_and_one_that_fits_is_not() -> Non
 
 def test_a_gradient_error_whose_probes_failed_is_in_no_row_and_no_evidence() -> None:
     known, failed = (metrics_of({"speedup": 1.1, "gradient_error": error}) for error in (0.02, math.inf))
-    setup: Any = SimpleNamespace(bounds=lambda *_: None)
     rows = []
     for metrics in (known, failed):
         run = Run(0, "search", "all bf16", {}, {}, "ok", metrics=metrics)
-        rows.append(_row(run, setup, None, Decision("stay", ()), {}))
+        rows.append(_row(run, Decision("stay", ()), {}))
     assert (rows[0]["gradient_error"], rows[0]["gradient_error_source"]) == (0.02, "predicted")
     assert "gradient_error" not in rows[1]
     assert "gradient_error" not in figures_of_evidence(rows[1])
