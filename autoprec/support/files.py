@@ -85,10 +85,8 @@ def resource_error(error: BaseException, where: str) -> AutoPrecError | None:
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE):
         return AutoPrecError("too many open files", where=where, fix="raise the limit: `ulimit -n 4096`")
-    if number == errno.EFBIG:
-        return NoSpaceError("the limit of file sizes is reached", where=where, fix="raise it: `ulimit -f unlimited`")
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        fix = "free some space; what was written before is intact"
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = "free some space, or raise the limit (`ulimit -f unlimited`); what was written before is intact"
         return NoSpaceError("no space left on the device", where=where, fix=fix)
     return None
 
@@ -105,7 +103,7 @@ def _space_errors(path: Path) -> Iterator[None]:
 
 
 def _written_to(path: Path) -> Path | None:
-    """Return the regular file behind a path, existing or to be made; None for a device, a FIFO or an open descriptor.
+    """Return the regular file behind a path, existing or to be made; None for a device or a FIFO.
 
     Raises:
         FileError: the path is a directory, or a circle of links.
@@ -116,19 +114,14 @@ def _written_to(path: Path) -> Path | None:
         return Path(os.path.realpath(path))
     if stat.S_ISDIR(found.st_mode):
         raise FileError("this is a directory, not a file", where=str(path), fix="name a file, e.g. policy.yaml")
-    last = Path(os.path.abspath(path))
-    while last.is_symlink():
-        last = Path(os.path.realpath(last.parent), os.readlink(last))
-    if not stat.S_ISREG(found.st_mode) or os.path.realpath(last.parent).startswith("/proc/"):
-        return None  # /dev/null, a FIFO, or /dev/stdout, whatever that leads to
-    return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path)) if stat.S_ISREG(found.st_mode) else None
 
 
 def write_atomic(path: Path | str, text: str) -> Path:
     """Write a text file so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
 
     A link is followed; a file that is there keeps its permissions, a new one gets those of the umask; what is not a
-    regular file (``/dev/stdout``, a FIFO) is written to as it is.
+    regular file (``/dev/null``, a FIFO) is written to as it is.
 
     Raises:
         NoSpaceError: the device is full; the old file is intact.

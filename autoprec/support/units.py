@@ -20,17 +20,12 @@ def memory_text(size: float | None) -> str:
 
 
 def speed_text(speedup: float, low: float | None = None, high: float | None = None) -> str:
-    """Return a speed-up with its interval, where that is known."""
-    return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
+    """Return a speed-up with its interval, where that is known.
 
-
-def ratio_text(value: float) -> str:
-    """Return a speed-up.
-
-    >>> ratio_text(1.314)
-    '1.31x'
+    >>> speed_text(1.314), speed_text(1.314, 1.28, 1.35)
+    ('1.31x', '1.31x [1.28, 1.35]')
     """
-    return f"{value:.2f}x"
+    return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
 
 
 def percent_text(value: float, half_width: float | None = None) -> str:

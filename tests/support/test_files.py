@@ -90,13 +90,6 @@ def test_a_write_goes_through_a_link_and_into_what_is_not_a_regular_file(tmp_pat
     os.close(reader)
 
 
-def test_an_open_descriptor_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    with (tmp_path / "out.txt").open("w") as stream:
-        write_atomic(f"/proc/self/fd/{stream.fileno()}", "text")
-    assert (tmp_path / "out.txt").read_text() == "text"
-    assert [p.name for p in tmp_path.iterdir()] == ["out.txt"]
-
-
 def test_a_circle_of_links_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")

@@ -16,7 +16,7 @@ from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of,
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
-from autoprec.support.units import memory_text, span_text
+from autoprec.support.units import memory_text
 
 
 def _device_here() -> str:
@@ -136,17 +136,6 @@ def _policy_lines(found: dict[str, Any], name: str, verdict: Any) -> list[str]:
     return [f"policy    {_ms(found['step_ms'])} ms under {name}: {gain}; {verdict.label}"]
 
 
-def _payback_line(paid: Any) -> str:
-    from autoprec.cost.planning import HORIZON_STEPS
-
-    if paid.steps == float("inf"):
-        return f"payback   never within {HORIZON_STEPS:,} steps: a search would gain next to nothing"
-    return (
-        f"payback   a search costs about {span_text(paid.search_s)} of training steps, starting the script apart, "
-        f"and is paid back after {paid.steps:,.0f} steps ({span_text(paid.hours * 3600)}) at the earliest"
-    )
-
-
 @script_command("estimate")
 @options.of_search("target")
 @options.of_search("space", help="Search space whose choices are compared.")
@@ -185,7 +174,7 @@ def estimate(
     In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or what `inspect --json` printed.
     """
     from autoprec.cli.policies.published import bound
-    from autoprec.cost import CostModel, judge, planning
+    from autoprec.cost import CostModel, judge
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.reasons import AS_WRITTEN
     from autoprec.policy.space import default_space, load_space
@@ -221,7 +210,6 @@ def estimate(
     written = AS_WRITTEN if host or is_saved_step(script[0]) else _CONFIGURED
     verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
     memory = _memory(model, verdict, plans)
     under = _under(bound(policy, lambda: report), model, step.time_ms) if policy else None
     as_compiled = host is not None and not host.compiled and compiled and not found.is_cpu
@@ -236,7 +224,6 @@ def estimate(
             "source": "modelled",
             "as_compiled": as_compiled,
             **({"policy": {"name": policy, **under}} if under else {}),
-            "payback": paid.to_json(),
         }
         print_json(document)
     else:
@@ -244,5 +231,5 @@ def estimate(
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict)]
         head += ["modelled  as if compiled, which the script is not"] * as_compiled
         head += [*(_policy_lines(under, str(policy), verdict) if under else []), *_layer_lines(verdict, 12)]
-        echo("\n".join([*head, "", _payback_line(paid)]))
+        echo("\n".join(head))
     return 0

@@ -16,7 +16,7 @@ from typing import Any
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.plain import or_null, rebuild
 from autoprec.support.redact import redact_text
-from autoprec.support.units import memory_text, percent_text, ratio_text, speed_text, time_text
+from autoprec.support.units import memory_text, percent_text, speed_text, time_text
 
 #: The tag of runs whose trial compiled repeated blocks instead of the whole model.
 BY_BLOCK = "by_block"
@@ -60,9 +60,9 @@ class About:
 
 #: Every metric by the name that the database, ``--json``, MLflow and Python use for it.
 METRICS = {
-    "speedup": About("over the script", "", "higher", ratio_text),
-    "speedup_over_16bit": About("over 16-bit", "", "higher", ratio_text),
-    "effective_speedup": About("effective speed-up", "", "higher", ratio_text),
+    "speedup": About("over the script", "", "higher", speed_text),
+    "speedup_over_16bit": About("over 16-bit", "", "higher", speed_text),
+    "effective_speedup": About("effective speed-up", "", "higher", speed_text),
     "divergence": About("divergence", "", "lower", percent_text),
     "noise_floor": About("noise floor", "", "", percent_text),
     "gradient_error": About("gradient error", "", "lower", percent_text),

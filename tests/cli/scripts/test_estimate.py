@@ -40,7 +40,6 @@ def test_a_tiny_model_stays(graph: str) -> None:
     assert "verdict   stay" in found.output
     assert "too small" in found.output
     assert "uncalibrated" in found.output
-    assert "payback   " in found.output
 
 
 def test_without_a_script_auto_is_the_gpu_of_this_machine_where_there_is_one(
@@ -62,7 +61,6 @@ def test_the_same_model_scaled_up_is_searched(graph: str) -> None:
     assert document["verdict"]["bound_speedup"] > 1.3
     rows = {row["name"]: row for row in document["verdict"]["rows"]}
     assert rows["lm_head"]["best"] == "bf16"
-    assert document["payback"]["steps"] > 0
     assert document["step"]["time_ms"] == pytest.approx(sum(document["step"]["breakdown"].values()))
 
 
