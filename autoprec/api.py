@@ -72,6 +72,25 @@ def search(
     Raises:
         UsageError: an option, a script or a function that cannot be meant; the message says what can.
         AutoPrecError: see docs/exit-codes.md.
+
+    Examples:
+        >>> import autoprec
+        >>> from pathlib import Path
+        >>> script = Path("train.py")
+        >>> _ = script.write_text('''
+        ... import torch
+        ... model = torch.nn.Linear(16, 16)
+        ... optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ... for _ in range(40):
+        ...     model(torch.randn(8, 16)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ... ''')
+        >>> result = autoprec.search(script, track=False)
+        >>> result.verdict  # one layer of 16 x 16 gains nothing anywhere
+        'stay'
+        >>> autoprec.load(result.policy).layers
+        ()
     """
     asked = dict(locals())  # every keyword by its name; tests hold them to the fields of SearchOptions
     for name in ("script", "progress"):

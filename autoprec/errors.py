@@ -67,7 +67,15 @@ def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
 
 
 class AutoPrecError(Exception):
-    """Base of the tree: ``what`` happened, ``where``, how to ``fix`` it, and a ``code`` for programs."""
+    """Base of the tree: ``what`` happened, ``where``, how to ``fix`` it, and a ``code`` for programs.
+
+    >>> import autoprec
+    >>> try:
+    ...     autoprec.load("missing.yaml")
+    ... except autoprec.AutoPrecError as error:
+    ...     print(error.code, error.where, error.what)
+    policy missing.yaml no such file
+    """
 
     exit_code = 1
     #: What kind of error this is; one raise may be more specific (``code=`` of the constructor).

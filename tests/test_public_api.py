@@ -1,6 +1,7 @@
 """The public surface: exactly these names, loaded lazily, documented, and importable without anything heavy."""
 
 import dataclasses
+import doctest
 import inspect
 import re
 import subprocess
@@ -39,6 +40,14 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert inspect.getdoc(value)
     pages = "".join(path.read_text(encoding="utf-8") for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
     assert f"autoprec.{name}" in pages
+
+
+@pytest.mark.parametrize("name", [name for name in autoprec.__all__ if not name.startswith("__")])
+def test_the_example_of_every_public_name_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (found,) = doctest.DocTestFinder(recurse=False).find(getattr(autoprec, name), name, module=False, globs={})
+    assert found.examples
+    assert doctest.DocTestRunner().run(found).failed == 0
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

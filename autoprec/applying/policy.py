@@ -185,5 +185,12 @@ def load(path: Path | str) -> TorchPolicy:
 
     Raises:
         PolicyError: missing, unreadable, or not a valid policy.
+
+    Examples:
+        >>> import autoprec
+        >>> from pathlib import Path
+        >>> _ = Path("policy.yaml").write_text("schema: autoprec.policy/1\\nactivations: bf16\\n")
+        >>> autoprec.load("policy.yaml").activations
+        'bf16'
     """
     return load_policy(path, cls=TorchPolicy)

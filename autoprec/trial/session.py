@@ -22,7 +22,16 @@ def _agent() -> Agent | None:
 
 
 def register(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-    """Name the model (and optimizer) that is trained, where AutoPrec would find another; returns the model."""
+    """Name the model (and optimizer) that is trained, where AutoPrec would find another; returns the model.
+
+    Outside a trial of AutoPrec nothing happens.
+
+    >>> import autoprec, torch
+    >>> teacher, student = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+    >>> optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    >>> autoprec.register(student, optimizer) is student
+    True
+    """
     agent = _agent()
     if agent is not None:
         agent.register(model, [optimizer] if optimizer is not None else agent.hooks.optimizers)
@@ -30,11 +39,14 @@ def register(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 class Session:
-    """A training loop in AutoPrec's terms::
+    """A training loop in AutoPrec's terms: for scripts whose loop hooks cannot see.
 
-        session = autoprec.Session(model, optimizer, policy="policy.yaml")
-        for batch in data:
-            session.step(loss_function(model, batch))
+    >>> import autoprec, torch
+    >>> model = torch.nn.Linear(16, 16)
+    >>> policy = autoprec.Policy(activations="bf16")  # or the name of a file
+    >>> session = autoprec.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    >>> for batch in torch.randn(3, 8, 16):
+    ...     session.step(model(batch).square().mean())
 
     Args:
         model: what is trained.

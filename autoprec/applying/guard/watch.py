@@ -54,8 +54,14 @@ class Breach:
 class Guard:
     """Watches one training run.
 
-    >>> guard = Guard(policy, model)          # after policy.apply(model)      # doctest: +SKIP
-    >>> guard.step(loss, gradient_norm)       # once per optimizer step        # doctest: +SKIP
+    >>> import autoprec, torch
+    >>> policy, model = autoprec.Policy(activations="bf16"), torch.nn.Linear(16, 16)
+    >>> policy.apply(model)
+    >>> guard = autoprec.Guard(policy, model)
+    >>> for batch in torch.randn(3, 8, 16):  # once per optimizer step
+    ...     guard.step(model(batch).square().mean())
+    >>> guard.breaches
+    []
 
     Args:
         policy: what the model runs; its ``guard`` section says what to watch, how far it may go, and the fallbacks.
