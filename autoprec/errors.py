@@ -7,7 +7,7 @@
     │   ├── FileError                  exit 2   a file is missing, unreadable, malformed, or not writable
     │   │   ├── PolicyError            exit 2   a policy file or object is not valid
     │   │   └── SpaceError             exit 2   a search-space file is not valid
-    │   ├── UnknownNameError           exit 2   a name nobody knows; carries the nearest valid one
+    │   ├── UnknownNameError           exit 2   an unknown name; carries the nearest valid one
     │   └── MissingDependencyError     exit 2   an optional package is needed; carries the pip line
     ├── PolicyMismatchError            exit 1   a policy does not fit the model it is applied to
     ├── UnsupportedError               exit 1   a backend cannot run what the policy asks, with the reason
@@ -56,7 +56,7 @@ MOST_NAMES = 2000
 
 def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
     """Return up to ``limit`` valid names that look most like ``name``, best first."""
-    if len(name) > LONGEST_NAME:  # nobody mistyped that, and comparing takes time that grows with the square
+    if len(name) > LONGEST_NAME:  # not a typing error, and comparing takes time that grows with the square
         return []
     options = sorted(option for option in set(valid) if len(option) <= LONGEST_NAME)
     if len(options) > MOST_NAMES:
@@ -122,7 +122,7 @@ class SpaceError(FileError):
 
 
 class UnknownNameError(UsageError):
-    """A name nobody knows; the message carries the nearest valid names."""
+    """An unknown name; the message carries the nearest valid names."""
 
     code = "unknown-name"
 

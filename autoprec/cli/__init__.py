@@ -132,7 +132,7 @@ class LazyGroup(click.Group):
         except (KeyboardInterrupt, click.Abort):
             _say("interrupted")
             return EXIT_INTERRUPTED
-        except BrokenPipeError:  # the reader (``| head``) has left; there is nobody to tell
+        except BrokenPipeError:  # the reader (``| head``) has ended: nothing can be told
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except AutoPrecError as error:

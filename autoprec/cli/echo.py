@@ -1,4 +1,4 @@
-"""Lines on stdout and stderr. They may hold names of anybody's: a terminal shows those, and obeys none of them."""
+"""Lines on stdout and stderr. Names from files and scripts are shown on a terminal, never obeyed."""
 
 from __future__ import annotations
 

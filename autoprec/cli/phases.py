@@ -1,6 +1,6 @@
 """Says what a command is doing, from the first second, on stderr: a ticking line on a terminal, plain lines elsewhere.
 
-A command that runs somebody's script cannot know how long that takes to its first training step, so it says what it
+A command that runs a script cannot know how long that takes to its first training step, so it says what it
 waits for and since when, and how long is left as soon as anything countable has begun::
 
     with Phases() as phases:

@@ -71,7 +71,7 @@ class TerminalProgress:
             name, count = (f"seed {record.seed + 1} of " if record.seed else "whole model of ") + record.name, ""
         else:  # "trial 6" is the number of its run, which counts the references too: the count stands apart
             name, count = record.name, f"{done} of {counted(total, 'trial')}; "
-        # without a budget nobody knows how many further seeds a decision takes, and it may converge before
+        # without a budget it is not known how many further seeds a decision takes, and it may converge before
         left = f"{'at most ' if self._bounded else ''}about {clock(seconds_left)} left"
         if not self._phases.live or self._verbosity > 0:
             self._phases.say(f"{name}: {describe(record)}   [{count}{leader}; {left}]")

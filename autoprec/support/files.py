@@ -248,7 +248,7 @@ def file_lock(path: Path | str, *, what: str = "study") -> Iterator[None]:
     """Hold an exclusive ``flock`` for the duration; the kernel frees it when the holder dies, however it dies.
 
     Raises:
-        StudyError: somebody else holds it; the message says who.
+        StudyError: another process holds it; the message names it.
         FileError: the file cannot be made, or its file system has no locks.
     """
     path = Path(path)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: For so many classes the question who refers to them is quicker than looking at every object.
+#: For so many classes asking what refers to them is quicker than looking at every object.
 _FEW = 32
 
 

@@ -75,7 +75,7 @@ def option(default: Any, help: str, group: str, **about: Any) -> Any:
 
 
 WHAT, HOW_LONG, ACCEPTABLE = "What to search", "How long", "What is acceptable"
-KEPT, TRIALS, PRINTED, RARE = "Where it is kept", "Who runs and proposes trials", "What is printed", "Rarely needed"
+KEPT, TRIALS, PRINTED, RARE = "Where it is kept", "How trials are run and proposed", "What is printed", "Rarely needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SearchOptions:
     reference: str = option(
         "script", "What divergence and speed are compared with.", WHAT, choices=("script", "fp32", "bf16")
     )
-    backend: str = option("auto", "Who runs the GEMMs.", WHAT, metavar="NAME")
+    backend: str = option("auto", "Backend that runs the GEMMs.", WHAT, metavar="NAME")
     variant: tuple[str, ...] = option(
         (),
         "Arguments that run the same step in another way; the fastest is searched. May be repeated.",
@@ -148,7 +148,7 @@ class SearchOptions:
     workers: int = option(0, "Parallel trials; default: by target, on one GPU 1.", TRIALS, metavar="N", least=0)
     engine: str = option("local", "Where trials run.", TRIALS, choices=("local", "ray"))
     sampler: str = option(
-        "ours", "Who proposes trials; all but ours are for comparison.", TRIALS, choices=("ours", "tpe", "random")
+        "ours", "What proposes trials; all but ours are for comparison.", TRIALS, choices=("ours", "tpe", "random")
     )
     seed: int = option(0, "The first paired seed, and the seed of the sampler.", TRIALS, metavar="N")
     calibration: str = option(

@@ -112,7 +112,7 @@ def _linears(target: Any, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def chosen_backends(document: Mapping[str, Any]) -> list[str]:
-    """Return who runs each recipe by ``auto``, and why, a line each."""
+    """Return which backend runs each recipe by ``auto``, and why, a line each."""
     from autoprec.cost.calibrate.linears import Linears
 
     linears = Linears.of(document)

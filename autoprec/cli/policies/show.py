@@ -165,7 +165,7 @@ def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     console = stdout_console()
     console.print(label, style="bold", markup=False)
     console.print(table.rich())
-    sections = {"backends": "who runs the GEMMs, where it is installed", "why": "why"}
+    sections = {"backends": "backends that run the GEMMs, where they are installed", "why": "why"}
     _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in sections})
     for name, title in sections.items():
         told = policy.evidence.get(name)

@@ -86,7 +86,7 @@ def test_who_ran_the_gemms_is_said_with_its_reason(policy_file: Path) -> None:
     run_by = f"evidence: {{backends: {{fp8_rowwise: {{backend: torchao, reason: '{reason}'}}}}, "
     policy_file.write_text(policy_file.read_text().replace("evidence: {", run_by))
     found = squeezed(autoprec("show", policy_file).out)
-    assert f"who runs the GEMMs, where it is installed fp8_rowwise {reason}" in found
+    assert f"backends that run the GEMMs, where they are installed fp8_rowwise {reason}" in found
 
 
 def test_a_graph_turns_rules_into_layers(policy_file: Path, graph_file: Path) -> None:
