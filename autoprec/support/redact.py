@@ -71,8 +71,6 @@ _ASSIGNED = re.compile(
 _OPTION = re.compile(rf"(?i)(?<!\S)(?=-)({_NAME})(\s{{1,9}})(?!-){_VALUE}")
 #: Escape sequences of a terminal: a colour between a name and its value would part them.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,9}[@-~]|\][^\x07\x1b]{0,999}(?:\x07|\x1b\\)|[@-Z\\-_])")
-#: Characters of one text that may have to be read closely; of more, lines are hidden whole: nothing prints so much.
-_MOST = 1_000_000
 
 #: Secrets that were seen under their names, longest first.
 _known: list[str] = []
@@ -115,13 +113,8 @@ class Redactor:
             text = _ESCAPES.sub("", text)
         for secret in _known:
             text = text.replace(secret, HIDDEN)
-        text, left, out = _TOKEN.sub(HIDDEN, text), _MOST, []
-        for line in text.splitlines(keepends=True):
-            if self._key_lines or _TRIGGER.search(line.lower()):
-                left -= len(line)
-                line = self._line(line) if left > 0 else _whole(line)
-            out.append(line)
-        return "".join(out)
+        lines = _TOKEN.sub(HIDDEN, text).splitlines(keepends=True)
+        return "".join(self._line(line) if self._key_lines or _TRIGGER.search(line.lower()) else line for line in lines)
 
     def _line(self, line: str) -> str:
         """Return what is shown of a line; of a private key only that there was one."""

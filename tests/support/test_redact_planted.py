@@ -172,14 +172,6 @@ def test_the_line_that_stopped_a_search() -> None:
     assert time.process_time() - began < 0.5
 
 
-def test_what_is_too_much_is_hidden_rather_than_stored_unread() -> None:
-    secret = "password=Zq7x7Kv3W"
-    assert "Zq7x7Kv3W" not in redact_text("token " * 400_000 + secret)
-    many = redact_text(f"{secret} tokens 12\n" * 100_000)
-    assert "Zq7x7Kv3W" not in many
-    assert many.count("\n") == 100_000
-
-
 def test_escapes_are_left_out_and_text_stays() -> None:
     assert redact_text("\x1b[1;31mloss\x1b[0m 2.5 \x1b]0;title\x07ok\x1b[K") == "loss 2.5 ok"
     assert not re.search("\x1b", redact_text("\x1b[2Kkey\x1b[0m"))
