@@ -92,7 +92,18 @@ def search(
         >>> autoprec.load(result.policy).layers
         ()
     """
-    asked = {name: value for name, value in locals().items() if name in OPTIONS}
+    asked = dict(locals())  # every keyword by its name; tests hold them to the fields of SearchOptions
+    for name in ("script", "progress"):
+        del asked[name]
+    return _run(script, asked, progress=progress)
+
+
+def _run(
+    script: str | os.PathLike[str] | Sequence[str] | Callable[[], Any],
+    asked: dict[str, Any],
+    *,
+    progress: bool,
+) -> SearchResult:
     from autoprec.tracking.listener import tracked
 
     began = time.monotonic()
