@@ -5,7 +5,9 @@
 
 One thread, process CPU time, medians of interleaved rounds: trust ratios, not milliseconds. fp32 tensors in and out.
 Each row is a process of its own; ``ONEDNN_MAX_CPU_ISA`` limits oneDNN (and the casts of AVX2 rows), and fp32 is MKL's
-with AVX-512 but in the last rows. ``--write`` keeps the table as ``benchmarks/results/DATE_int8_cpu.md``.
+with AVX-512 but in the last rows. The rows ``GEMM alone`` are the product of bf16 or int8 operands, no casts. The goals
+over bf16 were set for AVX512_BF16; with AMX a bf16 GEMM is as fast as torch's int8 one, and they do not apply.
+``--write`` keeps the table as ``benchmarks/results/DATE_int8_cpu.md``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,7 @@ SHAPES = ((1024, 1024, 1024), (1024, 1024, 4096), (1024, 256, 1024))
 CASES: tuple[tuple[str, str, str, str, tuple[float, ...]], ...] = (
     ("", "", "eager", "bf16", (1.7, 1.8, 1.5)),
     ("", "", "compiled", "bf16", (1.9, 1.9, 1.5)),
+    ("", "", "GEMM alone", "bf16", ()),
     ("AVX512_CORE_VNNI", "", "eager", "fp32", (2.8,)),
     ("AVX512_CORE", "", "eager", "fp32", ()),
     ("AVX2", "", "eager", "fp32", (1.3,)),
@@ -55,8 +59,28 @@ def medians(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
     return {name: sorted(times)[rounds // 2] * 1e3 for name, times in found.items()}
 
 
-def measure(compiled: bool, base: str, rounds: int) -> list[dict[str, float]]:
+def gemms(rounds: int) -> list[dict[str, float]]:
+    """Time one product of each shape, without casts."""
+    import torch
+
+    torch.set_num_threads(1)
+    out = []
+    for tokens, inputs, outputs in SHAPES:
+        x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs).t()
+        codes = torch.randint(-127, 128, (tokens + outputs, inputs), dtype=torch.int8)
+        runs = {
+            "fp32": partial(torch.mm, x, weight),
+            "bf16": partial(torch.mm, x.bfloat16(), weight.bfloat16()),
+            "int8": partial(torch._int_mm, codes[:tokens], codes[tokens:].t()),
+        }
+        out.append(medians(runs, rounds))
+    return out
+
+
+def measure(mode: str, base: str, rounds: int) -> list[dict[str, float]]:
     """Time a layer of each shape in this process; return the milliseconds by recipe."""
+    if mode == "GEMM alone":
+        return gemms(rounds)
     import torch
     from torch import nn
 
@@ -73,7 +97,7 @@ def measure(compiled: bool, base: str, rounds: int) -> list[dict[str, float]]:
         runs = {}
         for name in dict.fromkeys((base, "fp32", "int8_tensor", "int8")):
             execution = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="", seed=0)
-            runs[name] = _run(execution, layer, x, grad, compiled)
+            runs[name] = _run(execution, layer, x, grad, mode == "compiled")
         out.append(medians(runs, rounds))
     return out
 
@@ -111,11 +135,12 @@ def table(rounds: int) -> list[str]:
     ]
     from autoprec.precision.hardware import cpu_int8_units
 
+    amx = "AMX" in (cpu_int8_units() or ())
     for case in AVX2_CASES if cpu_int8_units() == () else CASES:
         isa, mkl, mode, base, goals = case
         for index, (shape, found) in enumerate(zip(SHAPES, child(case, rounds), strict=True)):
-            gain = found[base] / min(found["int8_tensor"], found["int8"])
-            goal = goals[index] if index < len(goals) else 0.0
+            gain = found[base] / min(found[name] for name in ("int8_tensor", "int8") if name in found)
+            goal = goals[index] if index < len(goals) and not (amx and base == "bf16") else 0.0
             met = ("yes" if gain >= goal else "**no**") if goal else ""
             times = [f"{found[name]:.1f}" if name in found else "" for name in ("fp32", "bf16", "int8_tensor", "int8")]
             where = f"{isa or 'all'}, {mkl or 'all'}"
@@ -175,13 +200,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         warnings.filterwarnings("ignore")
-        print(json.dumps(measure(args.child[0] == "compiled", args.child[1], args.rounds)))
+        print(json.dumps(measure(args.child[0], args.child[1], args.rounds)))
         return 0
     if args.huge:
         return int(huge() > 0)
     import torch
 
     from autoprec.cost.calibrate.cpu import cpu_model
+    from autoprec.precision.hardware import cpu_instructions
 
     day, load = time.strftime("%Y-%m-%d"), os.getloadavg()[0]
     lines = table(args.rounds)
@@ -191,9 +217,9 @@ def main() -> int:
             "",
             "`python benchmarks/numerics/int8_cpu.py --write`",
             "",
-            f"{cpu_model()}; torch {torch.__version__}; one thread, process CPU time, median of {args.rounds} "
-            f"interleaved rounds, forward and backward, fp32 tensors in and out; load average {load:.1f} at the start; "
-            f"{day}.",
+            f"{cpu_model()} ({cpu_instructions()}); torch {torch.__version__}; one thread, process CPU time, median of "
+            f"{args.rounds} interleaved rounds, forward and backward, fp32 tensors in and out; load {load:.1f} at "
+            f"the start; {day}.",
             "",
             *lines,
         ]
