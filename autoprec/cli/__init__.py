@@ -142,6 +142,8 @@ class LazyGroup(click.Group):
 
             if (known := resource_error(error, str(error.filename or ""))) is not None:
                 return _report(known)
+            if _directory_is_gone():
+                return _report(UsageError("the working directory has been removed", fix="cd to one that exists"))
             return _report_defect()
         except Exception:
             return _report_defect()
@@ -164,6 +166,14 @@ def _removed(error: click.NoSuchOption) -> UsageError | None:
     command, option = error.ctx.info_name if error.ctx else "", error.option_name
     fix = REMOVED_OPTIONS.get(f"{command} {option}") or REMOVED_OPTIONS.get(option)
     return UsageError(f"the option {option} was removed", fix=fix, code="moved") if fix else None
+
+
+def _directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _say(line: str) -> None:

@@ -64,14 +64,6 @@ def finite(value: Any) -> Any:
     return value
 
 
-def finite_json(value: Any) -> str:
-    """Return the :func:`canonical_json` of a :func:`finite` value, without a copy where it is one already."""
-    try:
-        return canonical_json(value)
-    except (ValueError, TypeError):  # a number that is not finite, or keys that are not text
-        return canonical_json(finite(value))
-
-
 def cache_folder() -> Path:
     """Return where what was measured on this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -103,7 +95,7 @@ def _space_errors(path: Path) -> Iterator[None]:
 
 
 def _written_to(path: Path) -> Path | None:
-    """Return the regular file behind a path, existing or to be made; None for a device or a FIFO.
+    """Return the regular file behind a path, existing or to be made; None for a device, a FIFO or an open descriptor.
 
     Raises:
         FileError: the path is a directory, or a circle of links.
@@ -114,14 +106,19 @@ def _written_to(path: Path) -> Path | None:
         return Path(os.path.realpath(path))
     if stat.S_ISDIR(found.st_mode):
         raise FileError("this is a directory, not a file", where=str(path), fix="name a file, e.g. policy.yaml")
-    return Path(os.path.realpath(path)) if stat.S_ISREG(found.st_mode) else None
+    last = Path(os.path.abspath(path))
+    while last.is_symlink():
+        last = Path(os.path.realpath(last.parent), os.readlink(last))
+    if not stat.S_ISREG(found.st_mode) or os.path.realpath(last.parent).startswith("/proc/"):
+        return None  # /dev/null, a FIFO, or /dev/stdout, whatever that leads to
+    return Path(os.path.realpath(path))
 
 
 def write_atomic(path: Path | str, text: str) -> Path:
     """Write a text file so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
 
     A link is followed; a file that is there keeps its permissions, a new one gets those of the umask; what is not a
-    regular file (``/dev/null``, a FIFO) is written to as it is.
+    regular file (``/dev/stdout``, a FIFO) is written to as it is.
 
     Raises:
         NoSpaceError: the device is full; the old file is intact.

@@ -168,6 +168,18 @@ def test_streams_that_are_open_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened == []
 
 
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    found = autoprec("run", "train.py")
+    monkeypatch.undo()
+    assert found.code == 2
+    assert "working directory has been removed" in found.err
+    assert "Traceback" not in found.err
+
+
 @pytest.mark.parametrize("address", ["http://h:99999", "http://user:pass/word@host", "http://[::1"])
 @pytest.mark.parametrize("command", ["ui", "search"])
 def test_an_address_that_is_none_is_told_without_its_password(

@@ -23,7 +23,6 @@ from autoprec.support.files import (
     canonical_json,
     check_writable,
     file_lock,
-    finite_json,
     keep_earlier,
     parse_document,
     read_document,
@@ -88,6 +87,13 @@ def test_a_write_goes_through_a_link_and_into_what_is_not_a_regular_file(tmp_pat
     assert Path("/dev/null").is_char_device()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fifo", "link.yaml", "made.yaml", "new.yaml", "real.yaml"]
     os.close(reader)
+
+
+def test_an_open_descriptor_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    with (tmp_path / "out.txt").open("w") as stream:
+        write_atomic(f"/proc/self/fd/{stream.fileno()}", "text")
+    assert (tmp_path / "out.txt").read_text() == "text"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.txt"]
 
 
 def test_a_circle_of_links_cannot_be_written(tmp_path: Path) -> None:
@@ -391,9 +397,3 @@ def test_a_database_lies_in_its_folder_whatever_that_is_called(name: str, tmp_pa
     engine.dispose()
     assert (folder / "study.db").stat().st_size
     assert os.listdir(tmp_path) == [name]
-
-
-@given(DOCUMENTS)
-def test_json_of_finite_values_is_canonical_and_others_are_null(document: dict[str, Any]) -> None:
-    assert finite_json(document) == canonical_json(document)
-    assert finite_json({"a": (math.nan, 1), 2: math.inf}) == '{"2":null,"a":[null,1]}'

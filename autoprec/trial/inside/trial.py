@@ -28,7 +28,7 @@ from autoprec.applying.compiling import (
     run_eagerly,
 )
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
-from autoprec.support.files import finite_json
+from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
 from autoprec.trial.inside.isolate import savers
@@ -441,7 +441,7 @@ def status_of(error: BaseException) -> str:
 def write_result(path: Path, result: TrialResult) -> None:
     """Write a result so that a reader sees all of it or nothing."""
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    temporary.write_text(finite_json(result.to_json()), encoding="utf-8")
+    temporary.write_text(canonical_json(finite(result.to_json())), encoding="utf-8")
     os.replace(temporary, path)
 
 
