@@ -304,7 +304,7 @@ def choose(
         objective: ``throughput``, ``memory`` or ``balanced``.
         timing_noise: relative noise of a speed-up (0 for modelled times).
         reference_memory: bytes of the script as written, for the memory objectives.
-        sixteen_bit: speed-up of the best 16-bit run, which a gain is told against; None on a CPU.
+        sixteen_bit: speed-up of the best 16-bit run, which a gain is given over; None on a CPU.
     """
     ranking = tuple(rules.judge(c) for c in candidates)
     rejected = {one.name: one.rejection for one in ranking if one.rejection is not None}

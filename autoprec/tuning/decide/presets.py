@@ -77,7 +77,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, _uniform(problem, problem.baseline, problem.groups, execution=execution)
     quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
     yield from _from_space(problem)
-    # FP8 casts that nobody fuses seldom pay: where a policy may compile the model, its exceptions are tried compiled
+    # FP8 casts that are not fused seldom pay: where a policy may compile the model, its exceptions are tried compiled
     execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
     for choice in quantised if execution else ():
         yield f"{_name(problem, choice)}, compiled", _uniform(problem, choice, problem.groups, execution=execution)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
-#: (recipes by name, a policy's execution) -> name to who runs it and why, as a policy's evidence keeps it.
+#: (recipes by name, a policy's execution) -> name to the backend that runs it and why, as a policy's evidence keeps it.
 Backends = Callable[[Mapping[str, Recipe], str], dict[str, dict[str, str]]]
 Params = Mapping[str, Any]
 
@@ -61,7 +61,7 @@ class Problem:
         fixed: name -> value of the parameters with one value.
         refused: (group, choice, reason) of what the target or a shape rules out.
         steps: training forwards of a trial; longer amax histories are one and the same there. 0: not known.
-        backends: who runs which recipe; None: nobody timed that, and policies say nothing of it.
+        backends: the backend of each recipe; None: that was not timed, and policies say nothing of it.
     """
 
     report: GraphReport
@@ -91,7 +91,7 @@ class Problem:
         Args:
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
-            backends: who runs which recipe, as far as that was timed.
+            backends: the backend of each recipe, as far as that was timed.
 
         Raises:
             NothingAcceptableError: the model has no tunable layer.
@@ -334,7 +334,7 @@ class Problem:
         if not self._globs:
             self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
         rules = []
-        # what is 16 bit throughout is torch.autocast itself: what a person gets who writes it around the model
+        # what is 16 bit throughout is torch.autocast itself: what a person gets by writing it around the model
         assignment = {} if self.is_autocast(params) else self.assignment(params)
         for glob, name in compact_rules(self._globs[0], assignment, KEEP) if assignment else ():
             choice = Choice.parse(name)

@@ -1,7 +1,7 @@
 """A published policy made one of this model: roles and blocks become layer names, and what found no layer is said.
 
-A role that the model lacks, a projection that is fused with others, a layer whose role no name tells: each is a note,
-never silently nothing. A policy that would leave no layer in its low precision here is refused.
+A role that the model lacks, a projection that is fused with others, a layer whose name does not say its role: each is
+a note, never silently nothing. A policy that would leave no layer in its low precision here is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS: dict[str, re.Pattern[str]] = {
     "mlp.gate": re.compile(r"gate(_proj)?|w1|wi_0"),
     "mlp.up": re.compile(r"up(_proj)?|w3|wi_1|c_?fc|fc_?(in|1)?|lin1|linear(1|_fc1)|dense_h_to_4h|mlp_in|ffn_in"),
 }
-#: Roles that only some architectures have, told by a word anywhere in a name.
+#: Roles that only some architectures have, known by a word anywhere in a name.
 _WORDS: dict[str, re.Pattern[str]] = {"latent": re.compile(r"latent"), "mtp": re.compile(r"(^|\.)mtp")}
 
 
@@ -164,7 +164,7 @@ def _missing(matcher: _Matcher, report: GraphReport, found: Mapping[str, Place])
         if unknown:
             listed = shown([layer.name for layer in report.tunable if layer.name in unknown])
             count = counted(len(unknown), "layer")
-            yield f"no name tells the role of {count}, which no rule for a role takes: {listed}"
+            yield f"the names of {count} do not say a role, and no rule for a role takes them: {listed}"
 
 
 def _why_none(role: str, named: list[str], reasons: Mapping[str, str]) -> str:
@@ -218,7 +218,7 @@ def _rules(table: GlobTable, choices: Mapping[str, str]) -> list[LayerRule]:
 def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, params) of the policies published for the family of this model that the problem can express.
 
-    The family is told by the class of the model. A policy counts whose quantised recipes are choices of the space, so
+    The family follows from the class of the model. A policy counts whose quantised recipes are choices of the space, so
     that the target runs them; its 16-bit layers take the space's baseline where they have no other. One that was
     published for another depth keeps the share of blocks. A policy with phases is not a point of a search.
     """

@@ -52,12 +52,12 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     expectation.best_cost = None
     if not entrants:
         return Ranking()
-    blank = expectation.goals.uninformative
-    fewest, most = fewest_seeds(seeds, uninformative=blank), seeds if blank else MOST_SEEDS
+    uninformative = expectation.goals.uninformative
+    fewest, most = fewest_seeds(seeds, uninformative=uninformative), seeds if uninformative else MOST_SEEDS
     points = expectation.points([params for params, _ in entrants])
     outlook = expectation.outlook(points)
     standings = tuple(
-        rules.judge(replace(one, upper=None if blank else float(upper)))
+        rules.judge(replace(one, upper=None if uninformative else float(upper)))
         for (_, one), upper in zip(entrants, outlook.upper, strict=True)
     )
     accepted = tuple(i for i, one in enumerate(standings) if not one.rejection and one.seeds >= fewest)
@@ -69,7 +69,7 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
         one = standings[i]
         if i in accepted or not 0 < one.seeds < most or not all(map(math.isfinite, one.divergences)):
             return False
-        return not one.final and (not blank or not one.rejection or one.seeds < fewest)
+        return not one.final and (not uninformative or not one.rejection or one.seeds < fewest)
 
     ahead = max(filter(is_open, range(len(entrants))), key=lambda i: value[i], default=None)
     gain = float(value[ahead]) if ahead is not None else 0.0

@@ -2,8 +2,8 @@
 
 A probe is one forward and backward pass with some groups quantised. On a small model every group is probed under every
 choice. On a large one that would be thousands of passes, so each *family* (the same layer in every block) is probed as
-a whole under every choice; the passes that are left bisect, under the choice that tells layers apart best, the ranges
-of blocks whose halves could differ most, and the other choices are given the same profile over depth.
+a whole under every choice; the passes that are left bisect, under the choice of most error, the ranges of blocks that
+have most of it, and the other choices are given the same profile over depth.
 
 The error that one batch shows is in part particular to that batch, the more so the fewer rows its GEMMs have. A script
 with tiny batches is therefore probed on several of them where the budget allows, and the squared errors are averaged.
@@ -43,7 +43,7 @@ def scan_batches(report: GraphReport) -> int:
 
 
 class SensitivityScan:
-    """Asks for probes in rounds until nothing is worth another pass.
+    """Asks for probes in rounds until no further pass pays.
 
     ::
 
@@ -124,7 +124,7 @@ class SensitivityScan:
         return out + mixed_probes(self.problem)
 
     def _splits(self) -> list[Probe]:
-        """Return the halves most worth measuring: of the segments that have most of the error."""
+        """Return the halves to measure: of the segments that have most of the error."""
         room = self.max_passes - self._passes - 1
         error2, found = self.table().error2, list[tuple[float, tuple[int, ...], str]]()
         for family in self._families:
@@ -159,8 +159,8 @@ class SensitivityScan:
 def spread(probes: Iterable[Probe]) -> list[Probe]:
     """Return the probes in an order of which every beginning says most of all groups and choices.
 
-    A scan may run out of time. What is missing then is told from the same group and the same choice, so these come in
-    turns; what nothing else tells (activations and attention) comes second, checks of what the table predicts last.
+    A scan may run out of time. What is missing then follows from the same group and the same choice, so these come in
+    turns; what nothing else says (activations and attention) comes second, checks of what the table predicts last.
     """
     of: dict[str, list[Probe]] = {}
     for probe in probes:

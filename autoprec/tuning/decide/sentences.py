@@ -80,7 +80,7 @@ def _noise_beyond_budget(floor: float, reach: float, budget: float) -> str:
 def _divergence_beyond(
     mean: float, upper: float, limit: float, least: float = 0.0, most: float = 0.0, seeds: int = 1
 ) -> str:
-    """Say how far a divergence is beyond the budget: no bound is told that a seed of its own lies beyond."""
+    """Say how far a divergence is beyond the budget: no bound is given that a seed of its own lies beyond."""
     spread = (
         f", up to {upper:.3%} at 95 % confidence,"
         if upper >= most
@@ -157,7 +157,7 @@ def _adopted(
 
 
 def _no_gain(name: str, merit: float, noise: float, low: float | None = None, high: float | None = None) -> str:
-    """Say how little a policy gains: timed beside the script, or as far as the noise of its own runs tells."""
+    """Say how little a policy gains: timed beside the script, or as far as the noise of its own runs allows."""
     best = f"the best acceptable policy ({name})"
     if low is not None and high is not None:
         sure = "" if high < 1.01 else "surely "

@@ -7,7 +7,7 @@ model.
 
 A probe is named by what it changes: ``3,4,5|mxfp8`` (groups 3, 4 and 5 under mxfp8, the rest as written),
 ``parameter|activations=bf16``, ``mixed|2`` (the third random assignment). A probe over several groups gives the sum of
-their squares; :mod:`autoprec.tuning.decide.scan` decides which sums are worth splitting.
+their squares; :mod:`autoprec.tuning.decide.scan` decides which sums are split.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def _fill_in(error2: FloatTable, usual: FloatTable) -> FloatTable:
     """Replace what no probe answered (NaN) by group level times choice level, in logarithms.
 
     Levels are fitted beside what choices of their formats usually add: a choice that no probe is about, as in a scan
-    that was cut off, is told from its format, not from the choices that were probed.
+    that was cut off, follows from its format, not from the choices that were probed.
     """
     missing = np.isnan(error2)
     if not missing.any():

@@ -2,7 +2,7 @@
 
 One short trial cannot tell 0.25 % from chance (one paired seed of FP8 has a standard deviation near 0.15 %). All runs,
 trials and further seeds alike, are one pool: the model that is fitted to them says what each policy's mean over seeds
-may be at most (:mod:`autoprec.tuning.decide.ranking`), and whose next seed is worth a run.
+may be at most (:mod:`autoprec.tuning.decide.ranking`), and which next seed pays.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Race:
         return self.now
 
     def run(self, elsewhere: Callable[[], float]) -> None:
-        """Give seeds to policies that may still change the answer, until none can or a new policy is worth more.
+        """Give seeds to policies that may still change the answer, until none can or a new policy has more value.
 
         Args:
             elsewhere: returns what the best policy that was not tried yet is expected to gain.
@@ -281,10 +281,10 @@ class Race:
         return whole if len(whole) > len(blocks) else blocks
 
     def measured_whole(self) -> bool:
-        """Run what would be adopted, and the 16-bit run that it is told against, as the script compiles them.
+        """Run what would be adopted, and the 16-bit run that its gain is given over, as the script compiles them.
 
         Returns:
-            Whether anything was learnt: the search then looks again at what is worth a run.
+            Whether anything was learnt: the search then looks again at which run pays.
         """
         decision = self._decide()
         if decision is None or decision.verdict != "adopt" or decision.run is None:
@@ -369,7 +369,7 @@ class Race:
         return replace(decision, not_taken=others)
 
     def _time_what_decides(self, decision: Decision) -> bool:
-        """Time in a duel what a decision rests on, and the preset that it would be told against, where that is near."""
+        """Time in a duel what a decision rests on, and the best preset where that is near."""
         asked = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
         if decision.run is not None and decision.chosen is not None:
             best, noise = self._best_preset(decision.chosen), self._ledger.timings["timing_noise"]

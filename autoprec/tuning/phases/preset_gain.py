@@ -29,7 +29,7 @@ def best_preset(
     """Return the fastest preset that is acceptable, or may be for all that is known: under no seed if it was not run.
 
     One that was measured, and is faster within what a tie leaves, counts as well; one that was not run is predicted to
-    be as fast as the chosen policy at most, or it would have been worth a run. None where there are no presets, or
+    be as fast as the chosen policy at most, or a run of it would have paid. None where there are no presets, or
     speed is not the objective.
     """
     problem = setup.problem

@@ -23,8 +23,8 @@ FEWEST_RUNS = 2
 def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
     """Run the reference twice and at least once benignly perturbed; it becomes seed 0's reference.
 
-    The second run tells whether the script is deterministic; the perturbation (every weight rounded once to
-    bfloat16) tells how large a loss gap means nothing. Where that comes near the budget, more perturbations (rounded up
+    The second run shows whether the script is deterministic; the perturbation (every weight rounded once to
+    bfloat16) shows how large a loss gap means nothing. Where that comes near the budget, more perturbations (rounded up
     or down at random) tell it better.
 
     A script that compiles its model is run once as it is, and then by block where that pays.
@@ -36,7 +36,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
     blocks = runner.by_block.begin(runner.spec(setup.reference_policy()), whole) if whole is not None else None
-    # the first run alone tells whether there are enough steps, and time for more of them
+    # the first run alone shows whether there are enough steps, and time for more of them
     first = blocks or whole or _run(setup, runner)
     ledger.timings["reference_run_s"] = time.monotonic() - began
     # runs that are timed have the machine to themselves; where times are modelled they share it
@@ -124,10 +124,10 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
 
     usual = counted(usual=True)
     ledger.needed_s = ledger.elapsed() + usual.rest_s
-    told = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
+    lines = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
     if options.workers > 1 and runner.on_one_gpu:
-        told.append(f"--workers {options.workers}: on one GPU trials run one at a time, as the reference does")
-    return told
+        lines.append(f"--workers {options.workers}: on one GPU trials run one at a time, as the reference does")
+    return lines
 
 
 def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:

@@ -17,7 +17,7 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import Run
 
-#: Share of a step that is not told from nothing, timed or modelled.
+#: Share of a step that cannot be distinguished from nothing, timed or modelled.
 LEAST_SAVING = 0.005
 #: What has to be taken back of a policy's squared error for a run of it, and what each group is part of that for.
 _LEAST_ERROR, _LEAST_PART = 0.1, 0.02

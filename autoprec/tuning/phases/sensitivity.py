@@ -82,7 +82,7 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
     if scan.unanswered:
         ledger.cut(
             f"the time budget of {options.budget_s:.0f} s ended the gradient errors: {scan.unanswered} were not "
-            "measured but told from others of the same layers and recipes"
+            "measured but follow from others of the same layers and recipes"
         )
     table = scan.table()
     _refuse_without_gradient(setup, table, answers)

@@ -1,6 +1,6 @@
-"""The study's loop: ask for what is worth most (a new policy, or one more seed), run it, store it, and refit.
+"""The study's loop: ask for what has most value (a new policy, or one more seed), run it, store it, and refit.
 
-It ends when nothing is expected to gain enough to be worth a run; ``--trials`` and ``--budget`` are maxima.
+It ends when nothing is expected to gain enough for a run to pay; ``--trials`` and ``--budget`` are maxima.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class _Loop:
         elif self.used_up or not isinstance(self.sampler, PrecisionSampler):
             ledger.stopped = f"exhausted the space after {done}"
         else:
-            # what was cut short before has not converged: nothing is worth a run by what was measured
+            # what was cut short before has not converged: no run pays by what was measured
             ended = "ended" if ledger.cut_short else "converged"
             ledger.stopped = f"{ended} after {done}: {self.sampler.finished(ledger.store.live)}"
         ledger.note(ledger.stopped)
@@ -208,7 +208,7 @@ class _Loop:
 
 
 def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> Decision:
-    """Run trials and further seeds, whichever is worth more, until nothing is worth a run any more; return the answer.
+    """Run trials and further seeds, whichever has more value, until no run pays any more; return the answer.
 
     Raises:
         NothingAcceptableError: five trials in a row failed.
@@ -248,7 +248,7 @@ def _sampler(
 ) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, dict[str, Any]]]]:
     """Return the sampler, and the presets that are measured before it is asked.
 
-    Ours asks for presets where they are worth a trial; only what a person would write by hand is measured anyway. The
+    Ours asks for presets where a trial of them pays; only what a person would write by hand is measured anyway. The
     others measure them all.
     """
     options, problem = setup.options, setup.problem
@@ -262,7 +262,7 @@ def _sampler(
 
 
 def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
-    """Run trials until they are used up, further seeds are worth more, or nothing is worth a trial.
+    """Run trials until they are used up, further seeds have more value, or no trial pays.
 
     Args:
         only_queued: run what waits to be run before the sampler is asked, and nothing else.

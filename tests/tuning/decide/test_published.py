@@ -122,7 +122,7 @@ def test_what_finds_no_layer_is_said() -> None:
         "router: h.0.moe.router runs as the script wrote it: feeds a top-k",
         "attention.k: no layer of this model has this role alone",
         "attention.v: no layer of this model has this role alone",
-        "no name tells the role of 3 layers, which no rule for a role takes: h.{0-2}.odd",
+        "the names of 3 layers do not say a role, and no rule for a role takes them: h.{0-2}.odd",
     )
     assert found.choices["h.0.odd"] == "mxfp8"
     flat = resolve_published("published:megatron-fp8-current", model("fc1", "fc2"))

@@ -11,5 +11,5 @@ saves.
 3. **Expectation** (:mod:`.expectation`): for any policy the chance that it turns out acceptable, what it would gain,
    and how many runs it takes to be sure.
 4. **Ask** (:mod:`.sampler`): the knapsack (:mod:`autoprec.policy.solver`) gives the front by the models; asked
-   is its point (or the preset) with the largest expected gain per run, until that is too small to be worth one.
+   is its point (or the preset) with the largest expected gain per run, until that is too small for one.
 """

@@ -60,7 +60,7 @@ class Proposal:
 class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
     """Proposes whole points; see :mod:`autoprec.tuning.decide.sampler` for the idea.
 
-    A study tells which points were asked; what was measured is given by :meth:`learn`. Parameters that are not the
+    A study knows which points were asked; what was measured is given by :meth:`learn`. Parameters that are not the
     problem's are drawn at random.
 
     Args:
@@ -99,7 +99,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         self._known = (None, None)
 
     def finished(self, study: optuna.Study) -> str:
-        """Return why nothing is left that is worth a trial; empty while something is."""
+        """Return why no trial pays any more; empty while something is."""
         best = self.best(study)
         if best is None:
             return NOTHING_NEW
