@@ -244,10 +244,6 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "preset_faster": lambda name, speedup, own: f"preset '{name}' is faster ({speedup:.2f}x against {own:.2f}x)",
     # why a search has no answer, or a narrower one
     "none_measured": lambda: "no trial other than the script as written could be measured",
-    "seeds_missing": lambda name, speedup, memory, low=None, high=None: (
-        f"{name} ({speed_text(speedup, low, high)}, {memory_text(memory)}) is within the limits so far, but was not "
-        "measured under the further seeds that it takes"
-    ),
     "cost_model": lambda text: text,
     "interrupted": lambda: "interrupted before the finalists",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",

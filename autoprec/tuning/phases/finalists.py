@@ -342,16 +342,14 @@ class Race:
             return Reason("none_measured")
         rules, script = self._rules(), self._ledger.reference
         fine = [one for one in self.now.standings if not rules.breaks(one)]
-        if not fine:
-            first = max(self.now.standings, key=lambda one: one.speedup)
-            data = {"first": first.name, "why": first.rejection, "more": len(self.now.standings) - 1}
-            return Reason("none_acceptable", data)
-        best = min(map(_run, fine), key=self._ledger.rank)
+        first = min(fine or self.now.standings, key=lambda one: self._ledger.rank(_run(one)))
         figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
-        merit = rank_of(figures, self._setup.options.objective) / self._ledger.rank(best)
-        if merit > 1.0:
-            return Reason("seeds_missing", {"name": best.name, "memory": best["memory_bytes"]} | best.gain)
-        return Reason("no_gain", {"name": best.name, "merit": merit, "noise": 0.0})
+        merit = rank_of(figures, self._setup.options.objective) / self._ledger.rank(_run(first))
+        if fine and merit <= 1.0:
+            return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0})
+        few = Reason("few_seeds", {"seeds": first.seeds, "needed": self.fewest})
+        why = few if fine else first.rejection
+        return Reason("none_acceptable", {"first": first.name, "why": why, "more": len(self.now.standings) - 1})
 
     def _with_faster(self, decision: Decision, chosen: Standing) -> Decision:
         """Return the decision with why policies that were measured to be faster are not adopted."""
