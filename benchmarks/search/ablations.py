@@ -20,7 +20,6 @@ import math
 import platform
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -66,7 +65,8 @@ PARTS: dict[str, list[tuple[str, str, Any]]] = {
     "weight of the head": [(PRIOR, "HEAD_WEIGHT", 1.0)],
     "seed used before tells less": [(EXPECTATION, "_REUSED", 1.0)],
     "several numbers of seeds": [(EXPECTATION, "_MORE_SEEDS", (4,))],
-    "smaller tie of presets": [(EXPECTATION, "MODELLED", replace(MODELLED, preset_tie=0.005))],
+    "smaller tie of presets": [(EXPECTATION, "MODELLED", MODELLED._replace(preset_tie=0.005))],
+    "further seeds of what is run in doubt": [(EXPECTATION, "_DOUBT_SEEDS", 0)],
     "presets first": [(PROPOSING, "_AS_GOOD", 1.0)],
     "other budgets than the limit": [(PROPOSING, "_FACTORS", (1.0,))],
 }
