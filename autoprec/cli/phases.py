@@ -53,7 +53,7 @@ class Phases:
         if self._bar is None:
             words = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20))
             times = (TextColumn("{task.fields[count]}"), TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*words, *times, console=self._console, transient=True)
+            self._bar = Progress(*words, *times, console=self._console, transient=True, refresh_per_second=2)
             self._bar.start()
         else:
             self._bar.remove_task(self._task)

@@ -106,6 +106,6 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError("holds a NUL character")
     try:
         _check_events(text)
-        return yaml.load(text, Loader=_PlainLoader)
+        return _PlainLoader(text).get_single_data()
     except UnicodeEncodeError as error:  # a lone surrogate, which no file can hold
         raise yaml.YAMLError(f"holds text that is not Unicode, at character {error.start}") from None

@@ -68,7 +68,11 @@ def printed(result: Any, monkeypatch: pytest.MonkeyPatch, set_aside: str = "") -
 
 
 def test_a_verdict_is_one_line_and_its_caveats_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = (Reason("slower", {"name": "all bf16", "merit": 0.9}), Reason("none_measured"), Reason("interrupted"))
+    reasons = (
+        Reason("no_gain", {"name": "all bf16", "merit": 0.9, "noise": 0.01}),
+        Reason("none_measured"),
+        Reason("interrupted"),
+    )
     found = replace(make_result(make_records()), reasons=tuple(reason.to_json() for reason in reasons))
     lines = printed(found, monkeypatch)
     first, *caveats = map(str, reasons)
