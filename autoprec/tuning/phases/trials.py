@@ -51,7 +51,9 @@ def hopeless_gap(setup: Setup, ledger: Ledger) -> float:
 
 def reserve(setup: Setup, race: Race, ledger: Ledger) -> float:
     """Return the seconds kept for the further seeds without which nothing is adopted; none before anything may be."""
-    if all(setup.problem.is_script(record.params) for record in ledger.acceptable_ones()):
+    speed_alone = setup.options.objective == "throughput"  # then what is slower than the script is never adopted
+    may_be = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
+    if not any(record["speedup"] > 1.0 or not speed_alone for record in may_be):
         return 0.0
     return (race.fewest - 1) * race.seed_s + whole_seconds(setup, ledger)
 

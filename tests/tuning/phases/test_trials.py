@@ -71,6 +71,9 @@ def test_nothing_is_kept_for_finalists_that_do_not_exist() -> None:
         assert reserve(setup, race, made.ledger) == kept
     nothing: Any = SimpleNamespace(acceptable_ones=list)
     assert reserve(setup, race, nothing) == 0.0
+    best = made.ledger.acceptable_ones()[0]
+    slower: Any = SimpleNamespace(acceptable_ones=lambda: [best.with_metrics({"speedup": Metric(0.9)})])
+    assert reserve(setup, race, slower) == 0.0  # bf16 at 0.9x once left a third of a budget unused
 
 
 def test_what_was_cut_short_has_not_converged() -> None:
