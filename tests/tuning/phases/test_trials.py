@@ -7,6 +7,7 @@ from typing import Any
 from autoprec.policy import load_policy
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.sixteen_bit import NAMES
+from autoprec.tuning.study.run import Metric
 from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
 
 
