@@ -12,8 +12,11 @@ from autoprec.tuning.study.rows import percent
 
 def verdict_lines(result: SearchResult) -> list[str]:
     """Return why the answer is what it is: the verdict in one line, then its caveats; at least one, maybe empty."""
-    reasons = statements([Reason.from_json(reason) for reason in result.reasons])
-    return [redact_text(line) for line in (reasons if result.reasons else [result.reason])]
+    try:
+        lines = statements([Reason.from_json(reason) for reason in result.reasons]) if result.reasons else []
+    except (KeyError, TypeError):  # codes of an earlier version: its words are kept beside them
+        lines = []
+    return [redact_text(line) for line in lines or [result.reason]]
 
 
 def variant_cells(result: SearchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
