@@ -124,7 +124,6 @@ class Decision:
         reasons: the first says what was decided.
         ranking: everything that was compared, judged; the script first, where it took part.
         index: of the chosen one in the ranking; None with ``stay`` where the script took no part.
-        rejected: why others are not acceptable, by name.
         not_taken: why others that were measured to be faster are not the answer, by name.
         rests_on: indices of those whose speeds decided: the chosen one and what is tied with it, or the fastest one
             that a "stay" refuses.
@@ -136,11 +135,15 @@ class Decision:
     reasons: tuple[Reason, ...]
     ranking: tuple[Standing, ...] = ()
     index: int | None = None
-    rejected: dict[str, Reason] = field(default_factory=dict)
     not_taken: dict[str, Reason] = field(default_factory=dict)
     rests_on: tuple[int, ...] = ()
     run: Run | None = None
     explanation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rejected(self) -> dict[str, Reason]:
+        """Why others are not acceptable, by name."""
+        return {one.name: one.rejection for one in self.ranking if one.rejection is not None}
 
     @property
     def reason(self) -> str:
@@ -307,16 +310,15 @@ def choose(
         sixteen_bit: speed-up of the best 16-bit run, which a gain is given over; None on a CPU.
     """
     ranking = tuple(rules.judge(c) for c in candidates)
-    rejected = {one.name: one.rejection for one in ranking if one.rejection is not None}
     script = next((i for i, one in enumerate(ranking) if one.reference), None)
-    accepted = [i for i, one in enumerate(ranking) if not one.reference and one.name not in rejected]
+    accepted = [i for i, one in enumerate(ranking) if not one.reference and one.rejection is None]
 
     def stay(reason: Reason, *rests_on: int) -> Decision:
-        return Decision("stay", (reason,), ranking, script, rejected, rests_on=rests_on)
+        return Decision("stay", (reason,), ranking, script, rests_on=rests_on)
 
     if not accepted:
-        first = next(({"first": name, "why": why} for name, why in rejected.items()), {})
-        return stay(Reason("none_acceptable", {**first, "more": max(0, len(rejected) - 1)}))
+        no = [{"first": one.name, "why": one.rejection} for one in ranking if one.rejection is not None]
+        return stay(Reason("none_acceptable", {**(no[0] if no else {}), "more": max(0, len(no) - 1)}))
     merit = {i: _merit(ranking[i], objective, reference_memory) for i in accepted}
     leader, timed = max(accepted, key=lambda i: merit[i]), objective == "throughput"
     spans = {i: _span(ranking[i], merit[i], timing_noise, timed=timed) for i in accepted}
@@ -346,7 +348,7 @@ def choose(
             "untimed": best.low is None and not best.modelled,
         },
     )
-    return Decision("adopt", (reason,), ranking, chosen, rejected, rests_on=(chosen, *tied), run=best.run)
+    return Decision("adopt", (reason,), ranking, chosen, rests_on=(chosen, *tied), run=best.run)
 
 
 def _bounds_over_16bit(one: Standing) -> list[float | None] | None:
