@@ -44,7 +44,13 @@ def _compiled(
     uses: tuple[Spec | None, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], Parts] | None:
     """Return the compiled cast; None, with a warning, where it cannot be compiled or gives other codes."""
-    run: Any = torch.compile(functools.partial(_parts, uses=uses), dynamic=True)
+    compiled: Any = torch.compile(functools.partial(_parts, uses=uses), dynamic=True)
+
+    def run(x: Tensor) -> Parts:
+        with torch._dynamo.config.patch(recompile_limit=256):  # Dynamo counts by code: all kinds of casts are one
+            parts: Parts = compiled(x)
+        return parts
+
     x = torch.linspace(-3.0, 5.0, 128 * 256, device=device).pow(3).reshape(128, 256).to(dtype)
     try:
         same = _equal(run(x), _parts(x, uses))
@@ -90,7 +96,3 @@ class CompiledCasts:
             for spec, (codes, scale, groups) in zip(uses, run(x.detach()), strict=True)
         ]
         return made[0], made[1]
-
-    def weight(self, weight: Tensor, first: Spec | None, second: Spec | None, **how: bool) -> Pair:
-        """Do so with a weight."""
-        return self.pair(weight, first, second, "weight", **how)

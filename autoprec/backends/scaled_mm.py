@@ -243,8 +243,6 @@ def _mx(operand: QuantizedOperand, axis: int) -> _Layout:
 
 def nvfp4_layout(operand: QuantizedOperand, axis: int) -> _Layout:
     """Codes packed two to a byte ``[outer, K/2]``, E4M3 scales in tiles, and the tensor scale."""
-    if operand.codes.dtype is torch.uint8 and operand.groups is not None and operand.scale is not None:
-        return operand.codes, [operand.groups, operand.scale], _NVFP4  # a kernel made it so
     matrix, scales = _matrix(operand, axis), _scales(operand, axis)
     if operand.spec.square:  # cuBLAS has one scale per 16 values of a row
         scales = scales.view(torch.uint8).repeat_interleave(GROUP_SIZES["nvfp4"], 0).view(torch.float8_e4m3fn)

@@ -48,11 +48,6 @@ class Casts(Protocol):
     ) -> Pair:
         """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
 
-    def weight(
-        self, weight: Tensor, first: Spec | None, second: Spec | None, *, training: bool, recompute: bool
-    ) -> Pair:
-        """Do so with a weight, which several micro-batches may share."""
-
 
 #: Quantises an operand for both of its GEMMs by kernels inside a compiled graph; None as in :class:`Casts`.
 PackedPair = Callable[[Tensor, Spec | None, Spec | None], Pair]
@@ -362,7 +357,7 @@ class _PlannedLinear(torch.autograd.Function):
         x = input.reshape(-1, input.shape[-1])
         needs = [grad and need for need in ctx.needs_input_grad[:2]]
         how = {"update": update, "recompute": recompute}
-        a, b, saved_x, saved_w = _fused_operands(x, weight, layer, steps, needs, grad=training and grad, **how)
+        a, b, saved_x, saved_w = _fused_operands(x, weight, layer, steps, needs, **how)
         options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
         if a is None:
             a = quantize(x, steps.fprop.first, operand="input", **options)
@@ -433,7 +428,7 @@ class _PlannedLinear(torch.autograd.Function):
 
 
 def _fused_operands(
-    x: Tensor, weight: Tensor, layer: LinearExecution, steps: Steps, needs: Sequence[bool], *, grad: bool, **how: bool
+    x: Tensor, weight: Tensor, layer: LinearExecution, steps: Steps, needs: Sequence[bool], **how: bool
 ) -> tuple[QuantizedOperand | None, ...]:
     """Return input and weight for fprop, then both for the backward pass, where kernels cast them; else None.
 
@@ -448,7 +443,7 @@ def _fused_operands(
     if layer.fused is None:
         return None, None, None, None
     a, saved_x = layer.fused.pair(x, steps.fprop.first, across, "input", **how)
-    b, saved_w = layer.fused.weight(weight, steps.fprop.second, second, training=grad, **how)
+    b, saved_w = layer.fused.pair(weight, steps.fprop.second, second, "weight", **how)
     return a, b, saved_x, saved_w
 
 

@@ -177,22 +177,6 @@ class QuantizerState:
         scale = self.last[key] = self.history(*key).step(amax, update=update, shared=self.shared)
         return scale
 
-    def known_scale(
-        self, operand: str, spec: Spec, device: torch.device, *, update: bool, recompute: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Return what a kernel needs that casts before the amax is known, or None where it must be known first.
-
-        That is the scale (float32, 0-d; 0 stands for 1), and where the amax is noted if this call teaches.
-        """
-        history = self.history(operand, spec)
-        if self.prepared != device or not history.given or history.scale is None or history.seen is None:
-            return None
-        key = (operand, spec)
-        scale = self.last[key] if recompute and key in self.last else history.scale
-        self.last[key] = scale
-        self.traced = self.traced or update
-        return scale, history.seen if update else None
-
     def note(self, operand: str, spec: Spec, amax: Tensor) -> None:
         """Take an amax in without asking for a scale (calibration)."""
         together = self.prepared is not None and amax.is_cuda

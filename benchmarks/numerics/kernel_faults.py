@@ -255,10 +255,6 @@ class Truncating:
     def cut(self, made: QuantizedOperand | None, x: Tensor) -> QuantizedOperand | None:
         return None if made is None else replace(made, codes=(x / made.scale).trunc().clamp(-127, 127).to(torch.int8))
 
-    def weight(self, weight: Tensor, first: Any, second: Any, *, training: bool, **how: Any) -> Any:
-        del training
-        return self.pair(weight, first, second, "weight", **how)
-
 
 def truncation(layer: str, operand: str) -> Any:
     def spoil(model: nn.Module) -> None:

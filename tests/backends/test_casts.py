@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from autoprec.backends import casts
 from autoprec.backends.casts import CompiledCasts
@@ -84,3 +85,13 @@ def test_a_compiler_that_fails_is_told_once_and_not_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "compile", lambda *_args, **_how: broken)
     with pytest.warns(AutoPrecWarning, match="no compiler here"):
         assert here().pair(values(), *specs("fp8_tensorwise"), "input") == (None, None)
+
+
+def test_many_kinds_of_casts_are_each_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    counters.clear()
+    for name in ("fp8_tensorwise", "fp8_rowwise", "fp8_block"):
+        assert here().pair(values(), *specs(name), "input")[0] is not None
+    assert counters["stats"]["unique_graphs"] >= 3
+    torch._dynamo.reset()

@@ -123,11 +123,6 @@ class Int8Casts:
         shared = self.state.groups.get(operand)  # ranks agree on the largest value before anything is cast
         return (None, None) if shared or not plain else _cast_pair(x, first, second)
 
-    def weight(self, weight: Tensor, first: Spec | None, second: Spec | None, *, training: bool, **how: Any) -> Pair:
-        """Do so with a weight."""
-        del training
-        return self.pair(weight, first, second, "weight", **how)
-
 
 def packed_int8(x: Tensor, first: Spec | None, second: Spec | None) -> Pair:
     """Quantise as :class:`Int8Casts` inside a compiled graph."""
