@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autoprec.tuning.decide.decision import Rules, Standing
 from autoprec.tuning.decide.noise import Baseline
@@ -37,6 +38,27 @@ def test_one_seed_is_never_enough_and_two_are_far_within_the_budget() -> None:
     twice = stand({"fp8_tensorwise": [0.0001, 0.00012]})
     assert twice.accepted == (0,)
     assert twice.next is None
+
+
+def test_what_a_duel_shows_to_be_faster_gets_its_seed_whatever_the_models_expect() -> None:
+    """Bf16 autocast was once accepted, and all bf16 left at one seed, because its modelled time was the longer one."""
+    names = ("fp8_tensorwise", "bf16")
+    params = {name: FOUND.problem.params_of(name) for name in names}
+    expectation = Expectation(FOUND.problem, FOUND.prior, Goals(BUDGET, reference=(60.0, 1.0)))
+    rows = {"fp8_tensorwise": (0.0001, 0.00012), "bf16": (0.0001,)}
+    expectation.fit(
+        [run_of(params[n], s, gap, FOUND.step(params[n])[0]) for n in names for s, gap in enumerate(rows[n])]
+    )
+    fast, slow = {"low": 1.91, "high": 1.99}, {"low": 1.73, "high": 1.85}
+
+    def next_of(timed: dict[str, dict[str, float]]) -> int | None:
+        entrants = [(params[n], Standing(n, 1.95 if n == "bf16" else 1.8, rows[n], gradient_error=0.01)) for n in names]
+        entrants = [(p, replace(one, **timed.get(one.name, {}))) for p, one in entrants]
+        return rank(expectation, entrants, Rules(BUDGET, Baseline(1e-6)), seeds=4).next
+
+    assert next_of({"fp8_tensorwise": slow, "bf16": fast}) == 1
+    assert next_of({"fp8_tensorwise": slow, "bf16": {"low": 1.8, "high": 2.1}}) is None  # not surely
+    assert next_of({}) is None
 
 
 def test_two_seeds_at_the_noise_floor_are_far_within_the_budget_as_well() -> None:
