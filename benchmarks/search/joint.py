@@ -35,7 +35,7 @@ VARIANTS = {
     "whole": "--micro-batches 1",
     "halves": "--micro-batches 2",
     "compiled": "--micro-batches 4 --compile",
-    "whole compiled": "--micro-batches 1 --compile",
+    "wholecompiled": "--micro-batches 1 --compile",
 }
 SCRIPTS = ("gpt2", "vit", "tab", "seq2seq", "moe", "mixer", "lstm", "whisper", "conv", "bert")
 Row = dict[str, Any]
