@@ -56,15 +56,14 @@ class TrialSpec:
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
-        timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
-            to others is not counted (:mod:`autoprec.trial.progress`).
+        timeout_s: seconds without a step after which it is ``hung`` (:mod:`autoprec.trial.progress`).
         within_s: seconds after which a scan begins no further probe (the first one is always answered), a duel no
             further round, and a trial no further step: it ends after two where they show that it will take longer;
             None: no limit.
         on_the_clock: a duel's seconds are those on the clock, not its process's own.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
-        side_by_side: processes that may be at work at once where each probe is a fork of its own (CPU); a duel's
-            contenders have one each where these are enough for all.
+        side_by_side: processes that may be at work at once: a duel's contenders have one each where these are enough
+            for all.
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).

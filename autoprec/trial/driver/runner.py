@@ -246,7 +246,7 @@ class TrialRunner(Runner):
         return NewProcess(self.command.argv(), env, self.command.cwd, mark, log)
 
     def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
-        deadline = Deadline(self._setup_timeout, host.pid)
+        deadline = Deadline(self._setup_timeout)
         while True:
             code = host.poll()  # asked first: what it said before its end is heard below
             with contextlib.suppress(TimeoutError):
@@ -313,7 +313,7 @@ class TrialRunner(Runner):
         timed_out = False
         try:
             allowance_s = 0.0 if forked else self._setup_allowance()
-            deadline = Deadline(spec.timeout_s + allowance_s, process.pid, steps_file(path), progress)
+            deadline = Deadline(spec.timeout_s + allowance_s, steps_file(path), progress)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)

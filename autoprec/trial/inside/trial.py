@@ -281,17 +281,9 @@ class Trial:
             self._record(module)
             self.hooks.events = _AtGradients(self._end_record, self.found)
             return
-        if not self._may_fork:
-            from autoprec.trial.inside.sensitivity.replay import Replay
+        from autoprec.trial.inside.sensitivity.replay import Replay
 
-            Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start(module, args, kwargs)
-            return
-        from autoprec.trial.inside.sensitivity.scan import Scan
-
-        scan = Scan(self.spec, self.found, self.hooks, self.on_exit, self._beat)
-        payload = scan.run()  # returns None in a probe, which goes on into the forward
-        if payload is not None:
-            self._answered(payload)
+        Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start(module, args, kwargs)
 
     def _answered(self, payload: dict[str, Any]) -> None:
         self._payload = payload
