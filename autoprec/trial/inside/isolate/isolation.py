@@ -149,7 +149,7 @@ def add_layer(overlay: Overlay, folder: Path) -> None:
 
 
 def add_layer_of_probe() -> None:
-    """In a fork of a trial (a contender of a duel): what :func:`add_layer` does, where this process is isolated at all."""
+    """In a fork of a trial, a contender of a duel: what :func:`add_layer` does, if this process is isolated."""
     overlay: Overlay | None = _state["overlay"]
     if overlay is not None:
         add_layer(overlay, Path(f"{overlay.layers[0]}-{os.getpid()}"))
