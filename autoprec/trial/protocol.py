@@ -25,8 +25,6 @@ OUT_OF_TIME = "out_of_time"
 REFERENCE = ""
 #: Measured steps of a trial where the caller names no number.
 STEPS = 20
-#: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
-SMALL_MODEL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class TrialSpec:
 
     Attributes:
         kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
-            ``try`` (up to ``steps`` steps or a second: does it train, and does it go on with this model?),
             ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``duel`` (time ``probes`` against ``policy`` in
             blocks of steps, to a ``precision``), ``numerics`` (hold every GEMM of the steps against its exact product:
             :mod:`autoprec.trial.inside.checking.gemm_check`), ``run`` (to the script's own end).
@@ -157,8 +154,7 @@ class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
-    ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses;
-    ``passed_over``: models that are trained for a few steps before this one.
+    ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses.
     """
 
     launch: str
@@ -171,7 +167,6 @@ class HostInfo:
     notes: tuple[str, ...] = ()
     compiled: bool = False
     gpus: int = 0
-    passed_over: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

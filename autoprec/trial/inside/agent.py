@@ -126,7 +126,6 @@ class Agent:
         offset_seeds(offset)
 
     def _prepare(self) -> None:
-        self._first.pass_over = int(self.config.get("pass_over", 0))
         os.environ[MARK_VARIABLE] = str(self.config["mark"])
         hosting = self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ
         if hosting and self._loading is None:

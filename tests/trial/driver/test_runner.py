@@ -45,7 +45,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "registered": ("registered.py",),
     "autograd_grad": ("autograd_grad.py",),
     "functional": ("functional.py",),
-    "throwaway": ("throwaway.py",),
     "writer": ("writer.py",),
     "reloads": ("reloads.py",),
     "unseen": ("unseen.py",),
@@ -372,15 +371,13 @@ def test_a_loop_that_cannot_be_followed_is_told_soon(
     assert fix in str(caught.value.fix)
 
 
-@pytest.mark.parametrize("launch", ["auto", "process"])
-def test_a_throw_away_model_is_passed_over_and_named(launch: str, host: Any) -> None:
-    with host("throwaway.py", launch=launch) as runner:
-        info = runner.start()
+def test_a_throw_away_model_before_the_real_one_is_named(host: Any) -> None:
+    with host("throwaway.py") as runner:
+        assert runner.start().model["class"] == "Linear"
         result = runner.run(TrialSpec(steps=8, warmup=0))
-    assert info.model["class"] == "Net"
-    assert any("Linear was trained for 3 steps only" in note for note in info.notes)
-    assert result.status == "ok", result.reason + result.tail
-    assert len(result.losses) == 8
+    assert result.status == "too_short"
+    assert "Linear was trained for 3 steps only, then another model (AdamW)" in result.reason
+    assert "autoprec.register" in result.reason
 
 
 def test_too_short(host: Any) -> None:
