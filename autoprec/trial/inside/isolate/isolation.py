@@ -24,7 +24,6 @@ from typing import Any
 
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, make_caches, real
-from autoprec.trial.inside.isolate.sharing import open_files, reopen
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
@@ -134,7 +133,7 @@ def add_layer(overlay: Overlay, folder: Path) -> None:
     What its parent had made among the temporary files (:func:`before_forks`) is read from there and not changed
     either: a trial that fails leaves the script's ``with TemporaryDirectory()``, which removes the directory.
     """
-    files, made = open_files(overlay), set(_state["made"])
+    made = set(_state["made"])
     folder.mkdir()
     if _state["mounts"] is not None:
         os.mkdir(_mounts_of(str(folder)))
@@ -145,7 +144,6 @@ def add_layer(overlay: Overlay, folder: Path) -> None:
     overlay.guard(made)
     overlay.push(str(folder))
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
-    reopen(files, overlay)
 
 
 def add_layer_of_probe() -> None:
