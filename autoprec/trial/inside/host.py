@@ -20,7 +20,6 @@ from torch import nn
 from autoprec.numerics.sharded import rank, world_size
 from autoprec.trial.inside.fork_server import serve_forks, settle
 from autoprec.trial.inside.forking import can_train_after_fork
-from autoprec.trial.inside.isolate.isolation import programs
 from autoprec.trial.inside.isolate.seeding import clock_seeds
 from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.inside.observe.discovery import Found
@@ -126,13 +125,6 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     notes = list(found.notes)
     if obstacle and obstacle != "not asked for":
         notes.append(f"trials are started as plain processes: {obstacle}")
-    if started := programs():
-        what = ", ".join(started[:4])
-        notes.append(
-            f"the script starts other programs ({what}), which here cannot work on a copy of your files: they are "
-            "refused to write outside caches and the temporary directory, though not to change permissions and times "
-            "of your files (docs/trials.md)"
-        )
     if clock_seeds:
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
     return HostInfo(

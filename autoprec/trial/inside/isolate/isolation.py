@@ -10,15 +10,12 @@ interpreter, before the script and before torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import os
 import re
 import stat
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +26,9 @@ from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, 
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
 #: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.
 _MOUNTED_VARIABLE = "AUTOPREC_TRIAL_MOUNTED"
-_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set(), "temporary": set(), "made": set()}
+_state: dict[str, Any] = {"overlay": None, "mounts": None, "temporary": set(), "made": set()}
 #: Names in the temporary directory that several processes share on purpose.
 _KEPT = ("autoprec-", "torchinductor_", "sem.", "__KMP_")
-#: Programs whose work is to write files.
-_WRITERS = re.compile(r"(?:(?:ba)?sh|rm|mv|cp|mkdir|rmdir|ln|touch|tee|sed|tar|(?:un|g)?zip|rsync|dd|wget|curl)$")
 
 
 def isolate(config: dict[str, Any]) -> Overlay:
@@ -64,46 +59,20 @@ def isolate(config: dict[str, Any]) -> Overlay:
         overlay = Overlay(layer, [], [*mounted, *ours], below)
         overlay.mounted = mounted
     else:
-        crowded, beside = _split(free_prefixes(guarded), kept)
+        # a user may work in /tmp/project: then /tmp is guarded too, and trials have a temporary directory of their own
+        crowded = {path for path in free_prefixes(guarded) if any(one.startswith(path + os.sep) for one in kept)}
         if inside:
             _own_temporary_directory(folder, cache)
-        overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
-        writable = [*(free_prefixes(guarded) - set(crowded)), *beside, *ours]
+        ours += [cache] if cache else []
+        overlay = Overlay(layer, [*crowded, *guarded], ours, below)
+        writable = [*(free_prefixes(guarded) - crowded), *ours]
         if sys.platform == "linux":
             landlock.restrict_writes(writable)
-    if not mounted:
-        _watch_programs()
     _state["overlay"], _state["temporary"] = overlay, _temporary_files()
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
     savers.install(overlay)
     overlay_calls.install(overlay)
     return overlay
-
-
-def programs() -> list[str]:
-    """Return the programs that the script has started and that could not work on a copy of the user's files."""
-    return sorted(_state["programs"])
-
-
-def _watch_programs() -> None:
-    """Note what the script starts that usually writes files; it is refused that, and the user shall know beforehand."""
-    start, system = subprocess.Popen.__init__, os.system
-
-    @functools.wraps(start)
-    def watched(process: Any, args: Any, *rest: Any, **named: Any) -> None:
-        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)[:1]
-        name = os.path.basename(os.fsdecode(words[0]).split(" ")[0]) if words else ""
-        if named.get("shell") or _WRITERS.match(name):
-            _state["programs"].add(name)
-        start(process, args, *rest, **named)
-
-    @functools.wraps(system)
-    def watched_system(command: Any) -> int:
-        _state["programs"].add(os.path.basename(os.fsdecode(command).split(" ")[0]))
-        return system(command)
-
-    subprocess.Popen.__init__ = watched  # type: ignore[method-assign, assignment]
-    os.system = watched_system
 
 
 def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]:
@@ -181,29 +150,3 @@ def _own_temporary_directory(folder: str, cache: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.symlink(cache, os.path.join(own, os.path.basename(cache)))
     tempfile.tempdir = os.environ["TMPDIR"] = own
-
-
-def _split(free: Iterable[str], guarded: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the free directories that hold a guarded one, and what lies beside the guarded ones in them.
-
-    A user may work in ``/tmp/project``: then ``/tmp`` is guarded too, and each other entry that is in it now is free.
-    """
-    crowded: list[str] = []
-    beside: list[str] = []
-    chains = [os.path.abspath(path) for path in guarded]
-    todo = sorted(path for path in free if any(chain.startswith(path + os.sep) for chain in chains))
-    while todo:
-        path = todo.pop()
-        crowded.append(path)
-        try:
-            entries = [os.path.join(path, name) for name in os.listdir(path)]
-        except OSError:
-            continue
-        for entry in entries:
-            if entry in chains:
-                continue
-            if any(chain.startswith(entry + os.sep) for chain in chains):
-                todo.append(entry)
-            else:
-                beside.append(entry)
-    return crowded, beside
