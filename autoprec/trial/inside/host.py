@@ -28,29 +28,19 @@ from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import raise_open_files
 from autoprec.trial.protocol import HostInfo
 
-_LOADER_NOTE = (
-    "DataLoader workers are replaced by loading in the process, so that trials can be forked; that time is not counted"
-)
-_STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 
-
-def serve(
-    config: dict[str, Any], found: Found, *, setup_s: float, loading: Any, heard: threading.Event
-) -> dict[str, Any]:
+def serve(config: dict[str, Any], found: Found, *, setup_s: float, heard: threading.Event) -> dict[str, Any]:
     """Report what the script is, and serve forks; returns in a fork only, with its configuration: that of a trial.
 
     Args:
         config: the configuration of this process: ``socket``, ``mark``, ``launch``.
         found: what the script trains.
         setup_s: seconds until its first training forward.
-        loading: the stand-in for DataLoader workers, or None.
         heard: set once the driver hears of this process's end by its connection.
     """
     if rank() != 0:
         os._exit(0)  # every rank has stopped here, and one of them is enough to say what the script is
     obstacle = fork_obstacle(found) if config.get("launch", "auto") in ("auto", "fork") else "not asked for"
-    if loading is not None and loading.loaders and not obstacle:
-        found.notes.append(_LOADER_NOTE + (_STREAM_NOTE if loading.iterable else ""))
     info = host_info(found, "process" if obstacle else "fork", setup_s, obstacle)
     raise_open_files()
     control = connect(str(config["socket"]))

@@ -57,6 +57,8 @@ NEEDS = {"hf_trainer": "transformers", "accelerated": "accelerate", "lightning":
 
 TORCHRUN = ("torchrun", "--nproc-per-node", "2")
 WITHOUT_UPDATE = ("gradscaler",)
+#: They hold a log open, or have workers that load.
+NOT_FORKED = ("writer", "loader")
 #: One reports its step after the update, the other trains tensors that stand for the model's parameters.
 NOT_REPLAYED = ("session", "functional")
 
@@ -104,7 +106,7 @@ def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureReque
         bf16 = runner.run(TrialSpec(steps=STEPS, warmup=1, policy=uniform("bf16")))
         probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
         scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))
-    assert info.launch == ("zygote" if kind == "writer" else "fork")  # it holds a log open
+    assert info.launch == ("zygote" if kind in NOT_FORKED else "fork")
     assert info.compiled == (kind == "compiled")
     assert first.status == "ok", first.reason + first.tail
     assert len(first.losses) == STEPS + 1
