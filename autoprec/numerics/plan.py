@@ -125,7 +125,7 @@ def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
     FP16 GEMMs on a CPU are 20 to 100 times slower than float32 ones, so there they are emulated.
     """
     formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
-    if len(formats) != 1 or (plan.fprop is not None and plan.fprop.output == "fp32"):
+    if len(formats) != 1 or any(recipe is not None and recipe.output == "fp32" for recipe in plan.recipes):
         return None
     found = _NATIVE.get(formats.pop() or "")
     return None if found is torch.float16 and device_type == "cpu" else found

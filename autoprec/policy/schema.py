@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -227,15 +227,19 @@ class Phase(_Frozen):
 
 
 class LayerPlan(_Frozen):
-    """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it"."""
+    """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it".
+
+    A recipe with ``output: fp32`` is about the output: dgrad and wgrad of its layer run as without. Named for wgrad
+    itself, it returns the weight's gradient as FP32 sums; a gradient of the input has the input's dtype.
+    """
 
     fprop: Recipe | None = None
     dgrad: Recipe | None = None
     wgrad: Recipe | None = None
 
-    @field_validator("dgrad", "wgrad")
+    @field_validator("dgrad")
     @classmethod
-    def _fprop_alone_has_an_output(cls, value: Recipe | None) -> Recipe | None:
+    def _dgrad_has_no_output(cls, value: Recipe | None) -> Recipe | None:
         return None if value is None else value.backward()
 
     @property
@@ -270,7 +274,15 @@ class LayerPlan(_Frozen):
 
     @classmethod
     def uniform(cls, recipe: Recipe | None) -> LayerPlan:
-        return cls(fprop=recipe, dgrad=recipe, wgrad=recipe)
+        return cls.of(dict.fromkeys(GEMMS, recipe))
+
+    @classmethod
+    def of(cls, recipes: Mapping[Gemm, Recipe | None], named: Collection[str] = ()) -> LayerPlan:
+        """Return a plan of a layer's recipe by GEMM, where the GEMMs in ``named`` have one of their own."""
+        wgrad = recipes["wgrad"]
+        if wgrad is not None and "wgrad" not in named:
+            wgrad = wgrad.backward()
+        return cls(fprop=recipes["fprop"], dgrad=recipes["dgrad"], wgrad=wgrad)
 
 
 class Policy(_Frozen):
@@ -372,7 +384,7 @@ class Policy(_Frozen):
         """Return what a layer matched by ``rule`` runs (``None``: no rule matched, the default applies)."""
         name = self.default if rule is None else rule.recipe
         overrides = {} if rule is None else rule.gemms
-        return LayerPlan(**{gemm: self.recipe_named(overrides.get(gemm, name)) for gemm in GEMMS})
+        return LayerPlan.of({gemm: self.recipe_named(overrides.get(gemm, name)) for gemm in GEMMS}, overrides)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-data form that is written to a file (defaults that matter to a reader included)."""

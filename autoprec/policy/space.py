@@ -67,7 +67,7 @@ class Choice(_Frozen):
     def plan(self, recipes: Mapping[str, Recipe]) -> LayerPlan:
         """Return the recipes behind the names (``keep`` is None)."""
         named = {gemm: self.recipe_of(gemm) for gemm in GEMMS}
-        return LayerPlan(**{gemm: None if name == KEEP else recipes[name] for gemm, name in named.items()})
+        return LayerPlan.of({g: None if name == KEEP else recipes[name] for g, name in named.items()}, self.gemms)
 
 
 class ChoiceRule(_Frozen):

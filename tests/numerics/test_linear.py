@@ -298,6 +298,32 @@ def test_an_fp32_output_is_the_sum_of_16_bit_products_unrounded(dtype: torch.dty
     assert layer.executed == {"fprop": "bf16 -> fp32", "dgrad": "bf16", "wgrad": "bf16"}
 
 
+def test_a_weight_gradient_that_is_asked_for_in_fp32_is_not_rounded() -> None:
+    """A rule that named it was ignored without a word; with none, wgrad of a layer with an FP32 output is rounded."""
+    from autoprec.policy import policy_from_dict
+    from autoprec.policy.space import Choice
+
+    x, weight, _, grad = (t.detach().requires_grad_() for t in tensors(24, 64, 40))
+    exact = grad.detach().bfloat16().double().t() @ x.detach().bfloat16().double()
+    recipes = {name: BUILTIN_RECIPES[name] for name in ("bf16", "bf16_fp32_output")}
+    for recipe in recipes:
+        rule = {"match": "*", "recipe": recipe, "gemms": {"wgrad": "bf16_fp32_output"}}
+        document = {
+            "schema": "autoprec.policy/1",
+            "recipes": {n: r.to_dict() for n, r in recipes.items()},
+            "layers": [rule],
+        }
+        plan = policy_from_dict(document).plan_of_rule(policy_from_dict(document).layers[0])
+        assert plan == Choice.parse(f"{recipe}/wgrad=bf16_fp32_output").plan(recipes)
+        layer = LinearExecution(plan)
+        (found,) = torch.autograd.grad(layer(x, weight, None), weight, grad.to(layer(x, weight, None).dtype))
+        assert layer.executed["wgrad"] == "bf16 -> fp32"
+        assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+        usual = LinearExecution(LayerPlan.uniform(recipes[recipe]))
+        (rounded,) = torch.autograd.grad(usual(x, weight, None), weight, grad.to(usual(x, weight, None).dtype))
+        assert torch.equal(rounded, rounded.bfloat16().float())
+
+
 def test_an_fp32_output_of_fp16_products_does_not_overflow() -> None:
     x, weight = torch.full((16, 128), 64.0), torch.full((8, 128), 64.0)
     wide = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp16_fp32_output"]))(x, weight, None)
