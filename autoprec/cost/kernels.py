@@ -137,14 +137,14 @@ def grouped_traffic(
 def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[float, int]:
     """Return bytes moved per value and kernels launched where no compiler fuses the casts of one operand.
 
-    FP8 goes through ``backends.casts``: once over the operand for its magnitudes (not for delayed scales and blocks),
-    once to write a layout for each use. Other formats are cast operator by operator: a cast reads and writes float32
+    FP8 goes through ``backends.casts``: once over the operand for its magnitudes (not for blocks), once to write a layout
+    for each use. Delayed scales and other formats are cast operator by operator: a cast reads and writes float32
     for widening, scaling and rounding, and its magnitudes are written as well.
     """
     count = len(uses)
     if family in ("fp8_tensor", "fp8_row"):
         return 2 * source + count, 2
-    if family in ("fp8_delayed", "fp8_block"):
+    if family == "fp8_block":
         return source + count, 1
     cast = (source + 4.0 if source < 4 else 0.0) + 8.0 + 5.0
     return count * (3 * source + cast), count * _EAGER_OPERATORS.get(family, 34)

@@ -203,8 +203,9 @@ def test_casts_that_no_compiler_fuses_cost_what_they_launch_and_move() -> None:
 
     assert eager_traffic("fp8_tensor", (0, 1), 2.0) == (6.0, 2)  # read twice, written twice
     assert eager_traffic("fp8_row", (0,), 4.0) == (9.0, 2)
-    assert eager_traffic("fp8_delayed", (0, 1), 2.0) == eager_traffic("fp8_block", (0, 1), 2.0) == (4.0, 1)
-    assert eager_traffic("mxfp8", (0, 1), 2.0) == (2 * 25.0, 2 * 34)  # operator by operator
+    assert eager_traffic("fp8_block", (0, 1), 2.0) == (4.0, 1)
+    for family in ("mxfp8", "fp8_delayed"):  # operator by operator: delayed scales are not compiled by themselves
+        assert eager_traffic(family, (0, 1), 2.0) == (2 * 25.0, 2 * 34)
 
 
 def test_an_fp32_output_writes_four_bytes_per_value() -> None:
