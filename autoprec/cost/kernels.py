@@ -137,8 +137,8 @@ def grouped_traffic(
 def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[float, int]:
     """Return bytes moved per value and kernels launched where no compiler fuses the casts of one operand.
 
-    FP8 goes through ``backends.casts``: once over the operand for its magnitudes (not for blocks), once to write a layout
-    for each use. Delayed scales and other formats are cast operator by operator: a cast reads and writes float32
+    FP8 goes through ``backends.casts``: once over the operand for its magnitudes (not for blocks), once per layout.
+    Delayed scales and other formats are cast operator by operator: a cast reads and writes float32
     for widening, scaling and rounding, and its magnitudes are written as well.
     """
     count = len(uses)
