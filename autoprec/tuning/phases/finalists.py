@@ -33,6 +33,8 @@ from autoprec.tuning.study.run import Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
+#: Policies within the timing noise of the answer that are timed beside the script, the fastest by their trials.
+NEAR = 3
 #: What a measured gradient error may be of the predicted one (0.7 to 1.4 of mixed assignments, and of unlike batches).
 _OFF_BY = 1.5
 
@@ -383,23 +385,23 @@ class Race:
         return best_preset(self._setup, self._ledger, self.expectation, self.now.standings, self._tried, chosen)
 
     def _seed_of_what_is_faster(self, decision: Decision) -> bool:
-        """Run one more seed of what is surely faster than the answer and was measured under too few; false for none.
+        """Time what may be faster than the answer; run a seed of what surely is, and lacks one. False for neither.
 
-        What trials say is faster, and nothing speaks against, is timed in a duel first.
+        A trial's speed is off by up to the timing noise: what is slower by less is timed beside the script as well.
         """
-        least = decision.chosen.high if decision.chosen is not None else 1.0
+        setup, chosen = self._setup, decision.chosen
+        least, speed = (1.0, 1.0) if chosen is None else (chosen.high or math.inf, chosen.speedup)
+        if setup.options.objective != "throughput" or not setup.measured:
+            return False
         fit = [one for one in self.now.standings if not one.rejection and all(map(math.isfinite, one.divergences))]
-        open_ones = [one for one in fit if one.seeds < self.fewest and one.speedup > (least or math.inf)]
-        open_ones.sort(key=lambda one: -one.speedup)
-        if not open_ones or self._setup.options.objective != "throughput" or not self._setup.measured:
-            return False
-        if self._must_end():
-            return False
-        surely = [one for one in open_ones if one.timed and (one.low or 0.0) > (least or math.inf)]
-        if surely:
-            self._one_more(_run(surely[0]))
+        fit.sort(key=lambda one: -one.speedup)
+        lacking = [one for one in fit if one.seeds < self.fewest and one.timed and (one.low or 0.0) > least]
+        if lacking and not self._must_end():
+            self._one_more(_run(lacking[0]))
             return True
-        if not self.duels.time([_run(one) for one in open_ones if not one.timed]):
+        near = speed / (1.0 + self._ledger.timings["timing_noise"])
+        untimed = [_run(one) for one in fit if not one.timed and one.speedup > max(near, 1.0) and one is not chosen]
+        if not self.duels.time(untimed[:NEAR], kept_s=self.seed_s):
             return False
         self.update()
         return True
