@@ -6,6 +6,7 @@ the script is ended again. Nothing it would write is kept.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,6 +183,7 @@ def gradient_errors(
         ScriptError: they could not be run at the first.
     """
     from autoprec.trial.protocol import TrialSpec
+    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
 
     spec = TrialSpec(
         kind="sensitivity",
@@ -189,6 +191,7 @@ def gradient_errors(
         seed=None if host.launch == "fork" else 0,
         backend=backend,
         probes=tuple(probes),
+        side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
     )
     payloads: list[dict[str, Any]] = []
     before = 0

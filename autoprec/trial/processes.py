@@ -19,8 +19,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-#: The file of a private folder that its owner keeps locked.
-_LOCK = "lock"
+#: The file of a private folder that its owner keeps locked, and how long the owner may take to lock it.
+_LOCK, _BEING_MADE_S = "lock", 60.0
 #: States of processes that have ended.
 _DEAD = (b"Z", b"X")
 
@@ -140,6 +140,9 @@ def remove_folder(path: Path) -> None:
 def _remove_unheld(folder: Path) -> None:
     """Remove a folder of :func:`private_folder` that no process holds; one without a lock may just be being made."""
     if not (folder / _LOCK).exists():
+        owner = folder.name.split("-")[1][1:]  # of an earlier version, which locked nothing
+        if time.time() - folder.lstat().st_mtime > _BEING_MADE_S and owner.isdigit() and not start_ticks(int(owner)):
+            remove_folder(folder)
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

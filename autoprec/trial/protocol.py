@@ -25,6 +25,8 @@ OUT_OF_TIME = "out_of_time"
 REFERENCE = ""
 #: Measured steps of a trial where the caller names no number.
 STEPS = 20
+#: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
+SMALL_MODEL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class TrialSpec:
 
     Attributes:
         kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
+            ``try`` (up to ``steps`` steps or a second: does it train, and does it go on with this model?),
             ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``duel`` (time ``probes`` against ``policy`` in
             blocks of steps, to a ``precision``), ``numerics`` (hold every GEMM of the steps against its exact product:
             :mod:`autoprec.trial.inside.checking.gemm_check`), ``run`` (to the script's own end).
@@ -53,14 +56,15 @@ class TrialSpec:
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
-        timeout_s: seconds without a step after which it is ``hung`` (:mod:`autoprec.trial.progress`).
+        timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
+            to others is not counted (:mod:`autoprec.trial.progress`).
         within_s: seconds after which a scan begins no further probe (the first one is always answered), a duel no
             further round, and a trial no further step: it ends after two where they show that it will take longer;
             None: no limit.
         on_the_clock: a duel's seconds are those on the clock, not its process's own.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
-        side_by_side: processes that may be at work at once: a duel's contenders have one each where these are enough
-            for all.
+        side_by_side: processes that may be at work at once where each probe is a fork of its own (CPU); a duel's
+            contenders have one each where these are enough for all.
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).
@@ -154,7 +158,8 @@ class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
-    ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses.
+    ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses;
+    ``passed_over``: models that are trained for a few steps before this one.
     """
 
     launch: str
@@ -167,6 +172,7 @@ class HostInfo:
     notes: tuple[str, ...] = ()
     compiled: bool = False
     gpus: int = 0
+    passed_over: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -103,10 +103,11 @@ class PairedRunner:
         return None if budget is None else max(0.1, OVERRUN * budget - self._ledger.elapsed())
 
     def trial_timeout(self) -> float:
-        """Return how many seconds a trial may spend without a step before it is ended as hung.
+        """Return how many seconds of its own time a trial may spend without a step before it is ended as hung.
 
-        One step of a slow policy, or on a busy machine, may take as long as twenty whole runs of the reference;
-        a script that has not run yet gets fifteen minutes, in which it may compile.
+        Waiting for a core on a busy machine does not count (:mod:`autoprec.trial.progress`). One step of a slow policy
+        may take as long as twenty whole runs of the reference; a script that has not run yet gets fifteen minutes, in
+        which it may compile.
         """
         if 0 not in self._ledger.references:
             return BEFORE_REFERENCE_S

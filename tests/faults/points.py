@@ -192,7 +192,7 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     35: (
         "a model replaced by another was told as a script that ended",
-        ("trial/driver/test_runner.py::test_a_throw_away_model_before_the_real_one_is_named",),
+        ("trial/driver/test_runner.py::test_a_throw_away_model_is_passed_over_and_named",),
     ),
     36: (
         "a Ray head that died ended the driver without a word",

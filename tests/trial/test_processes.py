@@ -34,8 +34,10 @@ def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    for name in ("killed", "new"):
-        (tmp_path / f"autoprec-p{gone.pid}-{name}" / "overlay").mkdir(parents=True)
+    for name, age in (("killed", 0.0), ("ancient", 1000.0), ("new", 0.0)):
+        folder = tmp_path / f"autoprec-p{gone.pid}-{name}"
+        (folder / "overlay").mkdir(parents=True)
+        os.utime(folder, (time.time() - age,) * 2)
     (tmp_path / f"autoprec-p{gone.pid}-killed" / "lock").touch()
     (tmp_path / "autoprec-other").mkdir()
     mine, one = private_folder()

@@ -56,7 +56,7 @@ def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_
         result: what the trial wrote itself, if it came that far; it wins, because it knows best.
         code: exit code, negative for a signal.
         timed_out: the deadline passed and we ended it.
-        timeout_s: that deadline, in seconds since its last step, for the message.
+        timeout_s: that deadline, in seconds of the trial's own time since its last step, for the message.
         tail: the last output.
     """
     if result is not None:
@@ -65,7 +65,7 @@ def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_
     if timed_out:
         return TrialResult(
             "hung",
-            f"no step and no result within {timeout_s:g} s; the trial was ended",
+            f"no step and no result within {timeout_s:g} s (waiting for a CPU not counted); the trial was ended",
             tail=shown,
         )
     lowered = tail.lower()

@@ -31,10 +31,14 @@ from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threa
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES, _MAX_LOST = 2, 3
+#: How many models a script may train for a few steps each before the one that it is about.
+_MAX_PASSED_OVER = 5
+
+
 #: What a trial that hangs is given to end after SIGTERM (s).
 _GRACE_S = 2.0
 #: Progress callback: completed steps.
@@ -86,6 +90,7 @@ class TrialRunner(Runner):
         self._starts = self._lost = 0
         self._running: set[ProcessTree] = set()
         self._closed = self._left = False
+        self._passed_over: list[str] = []  # models that were trained for a few steps before the real one
 
     def __enter__(self) -> TrialRunner:
         return self
@@ -121,28 +126,46 @@ class TrialRunner(Runner):
         with self._lock:
             if self._info is not None:
                 return self._info
-            info = self._start_host()
-            if info.launch == "fork" and not self._weights:
-                self._try_a_step(info)
-            self._info = info
-            if info.launch == "fork":
-                return info
+            self._info = self._first_steps(self._start_host())
+            if self._info.launch == "fork":
+                return self._info
             if self.command.single and self._launcher.ready and self._info.world_size == 1:
                 # Trials are forks of the copy that the host left behind when its imports were done.
                 self._info = replace(self._info, launch="zygote")
             return self._info
 
-    def _try_a_step(self, info: HostInfo) -> None:
-        """Find out at once, where that takes a fork and no longer than a step, whether the script takes one."""
-        self._info = info
-        try:
-            result = self._run_once(TrialSpec(steps=1, warmup=0, timeout_s=self._setup_timeout))
-        except _HostLostError:
-            result = self._host_lost("")
-        if result.status not in ("ok", "diverged") and not result.losses:
+    def _first_steps(self, info: HostInfo) -> HostInfo:
+        """Find out at once whether the script takes steps, and whether its first model is the one it goes on training.
+
+        In a fork this costs as long as the first step, at most a second more. A small model that falls silent while
+        another is trained (a notebook's warm-up fit) is passed over, and the next one is looked at.
+        """
+        for _ in range(0 if self._weights else _MAX_PASSED_OVER):
+            result = self._try_steps(info)
+            passed_over = result.payload.get("passed_over")
+            if passed_over:
+                self._passed_over.append(str(passed_over))
+                self._end_host()
+                info = self._start_host()
+                continue
+            if result.status in ("ok", "diverged") or result.losses:
+                return info
             self._info = None
             self._end_host()
             raise failures.first_step_failed(self.command, result)
+        return info
+
+    def _try_steps(self, info: HostInfo) -> TrialResult:
+        spec = TrialSpec(kind="try", steps=30, warmup=0, timeout_s=self._setup_timeout)
+        self._info = info
+        forked = info.launch == "fork"
+        if not forked and (info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL):
+            return TrialResult("ok")  # another start of the whole script is too much for a mere suspicion
+        try:
+            result = self._run_once(spec)
+        except _HostLostError:
+            return self._host_lost("")
+        return result if forked or result.payload.get("passed_over") else TrialResult("ok")
 
     def _end_host(self) -> None:
         if self._host is not None:
@@ -170,6 +193,7 @@ class TrialRunner(Runner):
             self._host.end()
             raise failures.no_host(self.command, message, self._host.poll(), self._host.tail, self._log)
         info = HostInfo.from_json(message["info"])
+        info = replace(info, notes=(*info.notes, *self._passed_over), passed_over=len(self._passed_over))
         if not info.layers:
             control.close()
             self._host.end()
@@ -195,6 +219,7 @@ class TrialRunner(Runner):
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
             "weights": self._weights,
+            "pass_over": max(len(self._passed_over), self._info.passed_over if self._info is not None else 0),
             "started": time.monotonic(),
             "driver": [os.getpid(), start_ticks(os.getpid())],
         }
@@ -221,7 +246,7 @@ class TrialRunner(Runner):
         return NewProcess(self.command.argv(), env, self.command.cwd, mark, log)
 
     def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
-        deadline = Deadline(self._setup_timeout)
+        deadline = Deadline(self._setup_timeout, host.pid)
         while True:
             code = host.poll()  # asked first: what it said before its end is heard below
             with contextlib.suppress(TimeoutError):
@@ -288,7 +313,7 @@ class TrialRunner(Runner):
         timed_out = False
         try:
             allowance_s = 0.0 if forked else self._setup_allowance()
-            deadline = Deadline(spec.timeout_s + allowance_s, steps_file(path), progress)
+            deadline = Deadline(spec.timeout_s + allowance_s, process.pid, steps_file(path), progress)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)

@@ -28,6 +28,7 @@ from autoprec.trial.inside.forking import ask_nvml_for_gpus
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate
+from autoprec.trial.inside.isolate.loaders import Loading
 from autoprec.trial.inside.isolate.seeding import offset_seeds
 from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found
@@ -73,6 +74,7 @@ class Agent:
         self._pid = os.getpid()
         self._started = float(config.get("started", time.monotonic()))
         self._watching = threading.Event()
+        self._loading: Loading | None = None
         self._overlay: Any = None
         self._running: PolicyRun | None = None
         self._forked = self._reached = False
@@ -124,7 +126,14 @@ class Agent:
         offset_seeds(offset)
 
     def _prepare(self) -> None:
+        self._first.pass_over = int(self.config.get("pass_over", 0))
         os.environ[MARK_VARIABLE] = str(self.config["mark"])
+        hosting = self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ
+        if hosting and self._loading is None:
+            self._loading = Loading()
+        elif self._loading is not None and not hosting:  # inherited from a host by way of the zygote
+            self._loading.undo()
+            self._loading = None
         self._watching = watch_driver(*self.config["driver"])
 
     # ---------------------------------------------------------------- what a Session reports
@@ -160,6 +169,7 @@ class Agent:
                 self.config,
                 found,
                 setup_s=time.monotonic() - self._started,
+                loading=self._loading,
                 heard=self._watching,
             )
             self.mode = str(self.config["mode"])
@@ -170,6 +180,8 @@ class Agent:
         self._pid = os.getpid()
         may_fork = self.config.get("launch") != "process" and not host.fork_obstacle(found)
         self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork)
+        if self._loading is not None:
+            self._loading.charge = self.trial.credit
         savers.charge.to = self.trial.credit
         self.trial.begin(module, args, kwargs)
 

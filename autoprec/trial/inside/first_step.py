@@ -33,15 +33,18 @@ class FirstStep(Events):
         gave_up: called with a code where no step will be seen: ``no_backward``, ``no_module`` or ``functional``.
 
     Attributes:
+        pass_over: models to ignore, as the driver has seen that the script soon goes on with another.
         forwards: calls in training mode so far.
         found: what is trained, once that is known.
     """
 
     def __init__(self, hooks: Hooks, arrived: Arrived, gave_up: Callable[[str], None]) -> None:
         self._hooks, self._arrived, self._gave_up = hooks, arrived, gave_up
-        self.forwards = self._unowned = 0
+        self.pass_over = self.forwards = self._unowned = self._passed = 0
         self.found: Found | None = None
         self._registered: Found | None = None
+        #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
+        self._passed_over: dict[int, torch.Tensor] = {}
 
     def watch(self) -> None:
         """Begin to watch."""
@@ -63,6 +66,15 @@ class FirstStep(Events):
         """Return the code of why the script ended without a step; empty where what the hooks counted says it."""
         return "no_module" if self._unowned and not self.forwards else ""
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the living optimizers, without those of models that were passed over."""
+        known = self._passed_over
+        return [
+            o
+            for o in self._hooks.optimizers
+            if not known or not all(id(p) in known for group in o.param_groups for p in group["params"])
+        ]
+
     def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.unwatch()
         self._hooks.events = Events()
@@ -71,7 +83,7 @@ class FirstStep(Events):
 
     # ---------------------------------------------------------------- events
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        if not self._hooks.optimizers:
+        if not self.optimizers():
             self._without_optimizer(tensors)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
@@ -90,34 +102,42 @@ class FirstStep(Events):
             if any(id(p) in mine for p in module.parameters()):
                 self._stop(self._registered, module, args, kwargs)
             return
-        optimizers = self._hooks.optimizers
+        optimizers = self.optimizers()
         if not optimizers:
             return  # perhaps there never is one: the first backward tells (see before_backward)
         owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         if not any(id(p) in owned for p in module.parameters()):
             return  # a loss module or a frozen tower
         found = discover(optimizers, called=module)
-        if found is not None:
+        if found is not None and not self._pass_over(found):
             self._stop(found, module, args, kwargs)
+
+    def _pass_over(self, found: Found) -> bool:
+        """Ignore this model from now on, if the driver has seen that the script soon goes on with another."""
+        if self.pass_over <= self._passed:
+            return False
+        self._passed += 1
+        self._passed_over |= {id(p): p for p in found.parameters}
+        return True
 
     def _without_forward(self) -> None:
         """A step was taken and no training forward seen (``model.forward(x)``, a functional call): stop after it."""
         if not self._hooks.backwards or self._registered is not None:
             return
-        optimizers = self._hooks.optimizers
+        optimizers = self.optimizers()
         if not optimizers or self._searched_in_vain():
             return
         found = discover(optimizers)
         if found is None:
             self._count_unowned()
-        else:
+        elif not self._pass_over(found):
             found.notes.append("the model's forward is not called through the module: the first step finds the model")
             self._hooks.unseen = found.root
             self._stop(found, found.root, (), {})
 
     def _without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A backward ran without an optimizer: the next training forward is the place to stop."""
-        leaves = loss_parameters(tensors)
+        leaves = [leaf for leaf in loss_parameters(tensors) if id(leaf) not in self._passed_over]
         if not leaves or self._searched_in_vain():
             return
         found = discover((), loss_leaves=leaves)

@@ -20,6 +20,7 @@ from torch import nn
 from autoprec.numerics.sharded import rank, world_size
 from autoprec.trial.inside.fork_server import serve_forks, settle
 from autoprec.trial.inside.forking import can_train_after_fork
+from autoprec.trial.inside.isolate.isolation import programs
 from autoprec.trial.inside.isolate.seeding import clock_seeds
 from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.inside.observe.discovery import Found
@@ -28,19 +29,29 @@ from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import raise_open_files
 from autoprec.trial.protocol import HostInfo
 
+_LOADER_NOTE = (
+    "DataLoader workers are replaced by loading in the process, so that trials can be forked; that time is not counted"
+)
+_STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 
-def serve(config: dict[str, Any], found: Found, *, setup_s: float, heard: threading.Event) -> dict[str, Any]:
+
+def serve(
+    config: dict[str, Any], found: Found, *, setup_s: float, loading: Any, heard: threading.Event
+) -> dict[str, Any]:
     """Report what the script is, and serve forks; returns in a fork only, with its configuration: that of a trial.
 
     Args:
         config: the configuration of this process: ``socket``, ``mark``, ``launch``.
         found: what the script trains.
         setup_s: seconds until its first training forward.
+        loading: the stand-in for DataLoader workers, or None.
         heard: set once the driver hears of this process's end by its connection.
     """
     if rank() != 0:
         os._exit(0)  # every rank has stopped here, and one of them is enough to say what the script is
     obstacle = fork_obstacle(found) if config.get("launch", "auto") in ("auto", "fork") else "not asked for"
+    if loading is not None and loading.loaders and not obstacle:
+        found.notes.append(_LOADER_NOTE + (_STREAM_NOTE if loading.iterable else ""))
     info = host_info(found, "process" if obstacle else "fork", setup_s, obstacle)
     raise_open_files()
     control = connect(str(config["socket"]))
@@ -115,6 +126,13 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     notes = list(found.notes)
     if obstacle and obstacle != "not asked for":
         notes.append(f"trials are started as plain processes: {obstacle}")
+    if started := programs():
+        what = ", ".join(started[:4])
+        notes.append(
+            f"the script starts other programs ({what}), which here cannot work on a copy of your files: they are "
+            "refused to write outside caches and the temporary directory, though not to change permissions and times "
+            "of your files (docs/trials.md)"
+        )
     if clock_seeds:
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
     return HostInfo(

@@ -146,7 +146,7 @@ class Lanes:
 
     def _answer_of(self, name: str, lane: _Lane) -> dict[str, Any] | None:
         """Wait for a contender; None where it ended, and refused unless the script came to its end."""
-        deadline = Deadline(0.8 * self._spec.timeout_s)
+        deadline = Deadline(0.8 * self._spec.timeout_s, lane.pid)
         while b"\n" not in lane.rest:
             if not select.select([lane.answers], [], [], min(1.0, deadline.limit_s / 4))[0]:
                 if not deadline.passed():

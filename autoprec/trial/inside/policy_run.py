@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -35,6 +36,10 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 APPLIED, REFUSED, LEFT = "applied", "refused", "left"
 #: After this many training forwards a new optimizer that none of them needed is forgotten.
 _PATIENCE = 2000
+#: Steps of a first model that the policy is not for, after which no other is waited for.
+_THROWN_AWAY = 10
+#: A model this many times smaller than the policy's may be such a throw-away fit; any other is refused at once.
+_FAR_SMALLER = 10
 
 
 class PolicyRun:
@@ -80,9 +85,27 @@ class PolicyRun:
             if self._child:
                 remove_policy(found.root)
                 self._leave(found.root)
+            elif self._kind is not None or not found.optimizers or not self._is_far_smaller(found.root):
+                self._refuse(error, "here, so that nothing is trained without the policy")
             else:
-                self._refuse(error)
+                self._wait_for_another(found, error)
         self._hooks.rest(self._on_optimizer)
+
+    def _wait_for_another(self, found: Found, error: AutoPrecError) -> None:
+        """Let a few steps of a small model pass that the policy neither names nor fits: a fit before the real one."""
+        steps, named = itertools.count(1), self._document["model"]
+        self._leave(found.root)
+        size = f"{named['parameters']:,} parameters"
+        waited = f"the model that the policy is for ({named['class']}, {size})"
+        self._say(f"note: waiting up to {_THROWN_AWAY} steps for {waited}; then the script is ended")
+
+        def count(*_: Any) -> None:
+            if self._kind is not None:
+                counted.remove()
+            elif next(steps) >= _THROWN_AWAY:
+                self._refuse(error, f"after {_THROWN_AWAY} steps, none of them of {waited}")
+
+        counted = found.optimizers[0].register_step_post_hook(count)
 
     def _leave(self, root: nn.Module) -> None:
         if self._child:
@@ -113,6 +136,11 @@ class PolicyRun:
         """Say whether a model is the one that the policy was found for; False where the policy does not say."""
         named = self._document.get("model") or {}
         return (swapped_base(root).__name__, _size(root)) == (named.get("class"), named.get("parameters"))
+
+    def _is_far_smaller(self, root: nn.Module) -> bool:
+        """Say whether a model has far fewer parameters than the policy's; False where the policy does not say."""
+        named = self._document.get("model") or {}
+        return "class" in named and _size(root) * _FAR_SMALLER <= int(named.get("parameters", 0))
 
     # ---------------------------------------------------------------- the next model
     def another(self, found: Found) -> None:
@@ -160,12 +188,11 @@ class PolicyRun:
         self._hooks.unwatch()
 
     # ---------------------------------------------------------------- the end
-    def _refuse(self, reason: AutoPrecError) -> NoReturn:
+    def _refuse(self, reason: AutoPrecError, when: str) -> NoReturn:
         """End the script: it must not go on as if it trained under the policy."""
         (self._folder / REFUSED).touch()
         # a script may swallow what is raised
-        ended = "the script is ended here, so that nothing is trained without the policy"
-        print(f"autoprec: {visible(str(reason))}\nautoprec: {ended}", file=sys.stderr, flush=True)
+        print(f"autoprec: {visible(str(reason))}\nautoprec: the script is ended {when}", file=sys.stderr, flush=True)
 
         def again(*_: Any) -> None:
             sys.stdout.flush()

@@ -47,7 +47,7 @@ from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
-from autoprec.trial.protocol import OUT_OF_TIME, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -142,7 +142,7 @@ class Trial:
             total=first,
             clock=clock_for(self._device),
             then=self._enough,
-            check=self._check if spec.kind == "train" else None,
+            check={"train": self._check, "try": self._tried}.get(spec.kind),
             anneal=spec.anneal,
             patience=30 if spec.kind == "sensitivity" else 0,
             beat=self._beat,
@@ -226,14 +226,30 @@ class Trial:
             self._payload["needed_s"] = needed_s
             self.finish(OUT_OF_TIME, f"{took}: {loop.total} steps take more than the {within:.0f} s there are")
 
+    def _tried(self, loop: Loop) -> None:
+        """After the first step of a ``try``: go on for a second, in case the script is soon done with this model."""
+        now = time.monotonic()
+        if loop.steps == 1:
+            self._first_step = now
+            patience = 60.0 if self._is_small() else 1.0
+            timer = threading.Timer(patience, self.finish, ("ok",))  # it may take no further step for minutes
+            timer.daemon = True
+            timer.start()
+        elif now - self._first_step > 1.0:
+            self.finish("ok")
+
+    def _is_small(self) -> bool:
+        return sum(p.numel() for p in self.found.root.parameters()) <= SMALL_MODEL
+
     def _moved_on(self, other: torch.optim.Optimizer) -> None:
-        """The script trains another model by now: which one it is about, only its author can say."""
-        name, steps = type(self.found.root).__name__, self.loop.steps if self.loop is not None else 0
-        self.finish(
-            "too_short",
-            f"{name} was trained for {steps} steps only, then another model ({type(other).__name__}): "
-            "leave the first out, or name the other before either is trained: autoprec.register(model, optimizer)",
-        )
+        """The script switched models; the driver must probe the new one."""
+        loop, name = self.loop, type(self.found.root).__name__
+        steps = loop.steps if loop is not None else 0
+        if self.spec.kind == "try" and not self._is_small():
+            self.finish("ok")
+        why = f"{name} was trained for {steps} steps only, then another model ({type(other).__name__}): that one counts"
+        self._payload["passed_over"] = why
+        self.finish("too_short", why)
 
     def _captured(self) -> NoReturn:
         """The script captures its step in a CUDA graph: what is replayed calls nothing that could be counted."""
@@ -241,7 +257,7 @@ class Trial:
         self.finish("unsupported", CAPTURED)
 
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
-        if self.spec.kind == "train":
+        if self.spec.kind in ("train", "try"):
             self.finish("ok")
         if self.spec.kind == "numerics":
             self._answered(self._gemms.end())
@@ -265,9 +281,17 @@ class Trial:
             self._record(module)
             self.hooks.events = _AtGradients(self._end_record, self.found)
             return
-        from autoprec.trial.inside.sensitivity.replay import Replay
+        if not self._may_fork:
+            from autoprec.trial.inside.sensitivity.replay import Replay
 
-        Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start(module, args, kwargs)
+            Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start(module, args, kwargs)
+            return
+        from autoprec.trial.inside.sensitivity.scan import Scan
+
+        scan = Scan(self.spec, self.found, self.hooks, self.on_exit, self._beat)
+        payload = scan.run()  # returns None in a probe, which goes on into the forward
+        if payload is not None:
+            self._answered(payload)
 
     def _answered(self, payload: dict[str, Any]) -> None:
         self._payload = payload

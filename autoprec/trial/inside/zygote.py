@@ -32,7 +32,7 @@ _NEEDED = (
     "autoprec.applying.policy",
     "autoprec.applying.audit",
     "autoprec.graph.recorder",
-    "autoprec.trial.inside.sensitivity.replay",
+    "autoprec.trial.inside.sensitivity.scan",
 )
 
 

@@ -170,6 +170,7 @@ def _probe(
             steps=1,
             probes=tuple(probes),
             within_s=within_s,
+            side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
             anneal=False,
         ),

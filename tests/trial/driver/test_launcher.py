@@ -59,7 +59,7 @@ def test_a_copy_that_cannot_be_used_is_not_used_again_and_workers_load(spoilt: b
     script = tmp_path / "copied.py"
     script.write_text(COPIED)
     with host(str(script), *(["spoilt"] if spoilt else [])) as runner:
-        assert runner.start().launch == "zygote"
+        assert runner.start().launch == ("process" if spoilt else "zygote")
         for _ in range(2):
             result = runner.run(TrialSpec(steps=3, warmup=1))
             assert result.ok, result.tail

@@ -37,7 +37,7 @@ def test_a_script_without_modules_is_not_searched_at_every_step(
     assert set(reasons) == {"no_module"}  # the process ends at the first of them, or goes on where it is not a host
 
 
-def test_what_a_script_names_is_taken_at_its_first_boundary() -> None:
+def test_what_a_script_names_is_taken_at_its_first_boundary_and_models_to_pass_over_are_not() -> None:
     hooks, got = Hooks(), list[Found]()
     first = FirstStep(hooks, lambda found, *_: got.append(found), lambda _: None)
     first.watch()
@@ -51,3 +51,17 @@ def test_what_a_script_names_is_taken_at_its_first_boundary() -> None:
     assert got == [named]
     assert first.found is named
     assert hooks.events is not first
+
+
+def test_a_model_is_passed_over_and_its_optimizers_with_it() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    hooks: Any = SimpleNamespace(functional=None, backwards=0, optimizers=optimizers[:1], unwatch=lambda: None)
+    got = list[Found]()
+    first = FirstStep(hooks, lambda found, *_: got.append(found), lambda _: None)
+    first.pass_over = 1
+    first._on_training_call(models[0], (), {})
+    assert (got, first.optimizers()) == ([], [])
+    hooks.optimizers = optimizers
+    first._on_training_call(models[1], (), {})
+    assert [found.root for found in got] == [models[1]]

@@ -137,6 +137,21 @@ def test_what_a_script_starts_trains_another_model_without_the_policy(
     assert not (tmp_path / REFUSED).exists()
 
 
+def test_a_throw_away_fit_before_the_real_model_is_let_pass(
+    named: PolicyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line, model = nn.Linear(8, 1), Net()
+    begin(named, line)
+    told = capfd.readouterr().err
+    assert "Linear is trained without the policy" in told
+    assert "waiting up to 10 steps for the model that the policy is for (Net, 280 parameters)" in told
+    assert not (tmp_path / APPLIED).exists()
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    assert execution_of(model.b) is not None
+    assert (tmp_path / APPLIED).exists()
+
+
 def test_a_model_of_the_policys_size_that_it_is_not_for_is_not_trained_at_all(
     named: PolicyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +165,20 @@ def test_a_model_of_the_policys_size_that_it_is_not_for_is_not_trained_at_all(
     told = capfd.readouterr().err
     assert "no.such.layer" in told
     assert "the script is ended here" in told
+    assert "waiting" not in told
     assert "trained without the policy, which" not in told
+
+
+def test_a_small_model_that_the_policy_is_not_for_is_not_trained_for_long(
+    named: PolicyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = nn.Linear(8, 1)
+    optimizer = begin(named, line)
+    for _ in range(8):
+        step(line, optimizer)
+    with pytest.raises(SystemExit):
+        step(line, optimizer)
+    assert "the script is ended after 10 steps" in capfd.readouterr().err
 
 
 def test_the_model_that_the_policy_names_comes_under_it_after_another_that_it_fits(

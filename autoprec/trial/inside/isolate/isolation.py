@@ -10,25 +10,31 @@ interpreter, before the script and before torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import os
 import re
 import stat
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, make_caches, real
+from autoprec.trial.inside.isolate.sharing import open_files, reopen
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
 #: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.
 _MOUNTED_VARIABLE = "AUTOPREC_TRIAL_MOUNTED"
-_state: dict[str, Any] = {"overlay": None, "mounts": None, "temporary": set(), "made": set()}
+_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set(), "temporary": set(), "made": set()}
 #: Names in the temporary directory that several processes share on purpose.
 _KEPT = ("autoprec-", "torchinductor_", "sem.", "__KMP_")
+#: Programs whose work is to write files.
+_WRITERS = re.compile(r"(?:(?:ba)?sh|rm|mv|cp|mkdir|rmdir|ln|touch|tee|sed|tar|(?:un|g)?zip|rsync|dd|wget|curl)$")
 
 
 def isolate(config: dict[str, Any]) -> Overlay:
@@ -59,20 +65,46 @@ def isolate(config: dict[str, Any]) -> Overlay:
         overlay = Overlay(layer, [], [*mounted, *ours], below)
         overlay.mounted = mounted
     else:
-        # a user may work in /tmp/project: then /tmp is guarded too, and trials have a temporary directory of their own
-        crowded = {path for path in free_prefixes(guarded) if any(one.startswith(path + os.sep) for one in kept)}
+        crowded, beside = _split(free_prefixes(guarded), kept)
         if inside:
             _own_temporary_directory(folder, cache)
-        ours += [cache] if cache else []
-        overlay = Overlay(layer, [*crowded, *guarded], ours, below)
-        writable = [*(free_prefixes(guarded) - crowded), *ours]
+        overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
+        writable = [*(free_prefixes(guarded) - set(crowded)), *beside, *ours]
         if sys.platform == "linux":
             landlock.restrict_writes(writable)
+    if not mounted:
+        _watch_programs()
     _state["overlay"], _state["temporary"] = overlay, _temporary_files()
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
     savers.install(overlay)
     overlay_calls.install(overlay)
     return overlay
+
+
+def programs() -> list[str]:
+    """Return the programs that the script has started and that could not work on a copy of the user's files."""
+    return sorted(_state["programs"])
+
+
+def _watch_programs() -> None:
+    """Note what the script starts that usually writes files; it is refused that, and the user shall know beforehand."""
+    start, system = subprocess.Popen.__init__, os.system
+
+    @functools.wraps(start)
+    def watched(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)[:1]
+        name = os.path.basename(os.fsdecode(words[0]).split(" ")[0]) if words else ""
+        if named.get("shell") or _WRITERS.match(name):
+            _state["programs"].add(name)
+        start(process, args, *rest, **named)
+
+    @functools.wraps(system)
+    def watched_system(command: Any) -> int:
+        _state["programs"].add(os.path.basename(os.fsdecode(command).split(" ")[0]))
+        return system(command)
+
+    subprocess.Popen.__init__ = watched  # type: ignore[method-assign, assignment]
+    os.system = watched_system
 
 
 def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]:
@@ -102,7 +134,7 @@ def add_layer(overlay: Overlay, folder: Path) -> None:
     What its parent had made among the temporary files (:func:`before_forks`) is read from there and not changed
     either: a trial that fails leaves the script's ``with TemporaryDirectory()``, which removes the directory.
     """
-    made = set(_state["made"])
+    files, made = open_files(overlay), set(_state["made"])
     folder.mkdir()
     if _state["mounts"] is not None:
         os.mkdir(_mounts_of(str(folder)))
@@ -113,10 +145,11 @@ def add_layer(overlay: Overlay, folder: Path) -> None:
     overlay.guard(made)
     overlay.push(str(folder))
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
+    reopen(files, overlay)
 
 
 def add_layer_of_probe() -> None:
-    """In a fork of a trial, a contender of a duel: what :func:`add_layer` does, if this process is isolated."""
+    """In a fork of a trial: what :func:`add_layer` does, where this process is isolated at all."""
     overlay: Overlay | None = _state["overlay"]
     if overlay is not None:
         add_layer(overlay, Path(f"{overlay.layers[0]}-{os.getpid()}"))
@@ -150,3 +183,29 @@ def _own_temporary_directory(folder: str, cache: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.symlink(cache, os.path.join(own, os.path.basename(cache)))
     tempfile.tempdir = os.environ["TMPDIR"] = own
+
+
+def _split(free: Iterable[str], guarded: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the free directories that hold a guarded one, and what lies beside the guarded ones in them.
+
+    A user may work in ``/tmp/project``: then ``/tmp`` is guarded too, and each other entry that is in it now is free.
+    """
+    crowded: list[str] = []
+    beside: list[str] = []
+    chains = [os.path.abspath(path) for path in guarded]
+    todo = sorted(path for path in free if any(chain.startswith(path + os.sep) for chain in chains))
+    while todo:
+        path = todo.pop()
+        crowded.append(path)
+        try:
+            entries = [os.path.join(path, name) for name in os.listdir(path)]
+        except OSError:
+            continue
+        for entry in entries:
+            if entry in chains:
+                continue
+            if any(chain.startswith(entry + os.sep) for chain in chains):
+                todo.append(entry)
+            else:
+                beside.append(entry)
+    return crowded, beside

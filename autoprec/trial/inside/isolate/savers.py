@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def _with_path(original: Any, label: str, overlay: Overlay, at: int, keyword: st
             return original(*args, **kwargs)
         absolute, guarded = found
         if not guarded:
+            if label.startswith("sqlite3."):
+                _make_own(absolute, overlay)
             kept = mode == "w" and any(absolute.startswith(f"{folder}/") for folder in overlay.mounted)
             return _save(original, label, absolute, args, kwargs) if kept else original(*args, **kwargs)
         if kwargs.get("uri") and str(given).startswith("file:"):
@@ -116,6 +119,26 @@ def _with_path(original: Any, label: str, overlay: Overlay, at: int, keyword: st
         return _save(original, label, str(place), args, kwargs)
 
     return redirected
+
+
+#: Databases that are the trial's own.
+_owned: set[str] = set()
+
+
+def _make_own(path: str, overlay: Overlay) -> None:
+    """Put a copy of the user's database in its place, where the kernel lays layers over each other.
+
+    SQLite refuses to write a file whose inode is not the one it opened. The kernel's own copy of a file that is opened
+    for writing has the user's inode, until the next layer lies above it: in every trial forked from there.
+    """
+    if path in _owned or not any(path.startswith(f"{folder}/") for folder in overlay.mounted):
+        return
+    _owned.add(path)
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            beside = f"{path}.autoprec"
+            shutil.copy2(path, beside)
+            os.replace(beside, path)
 
 
 def _place(overlay: Overlay, absolute: str, mode: str) -> str:

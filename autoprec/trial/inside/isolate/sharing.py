@@ -1,9 +1,10 @@
 """What a fork shares with its parent although memory is copied: open files, and memory that was mapped to be shared.
 
-Parent and child share every *open file description* (``man 2 fork``): where one has read, the other goes on. So do they
-share the other end of a pipe or a connection, and memory mapped ``MAP_SHARED`` for writing. A process that has one of
-those open must not be forked (:func:`shared_state`): its trials are processes of their own, in which the script opens
-its files itself.
+Parent and child share every *open file description* (``man 2 fork``): where one has read, the other goes on. A trial
+that is a fork therefore opens each regular file again, at the same position (:func:`reopen`); one that it writes is its
+copy in the trial's own layer. Some things cannot be had twice: the other end of a pipe or a connection, memory mapped
+``MAP_SHARED`` for writing, a file that is open for reading and writing (whose content is state, and which a library
+such as SQLite knows by its inode). A process that has one of those must not be forked (:func:`shared_state`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,37 @@ import socket
 import stat
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from autoprec.trial.inside.isolate.overlay import real
+from autoprec.trial.inside.isolate.overlay import Overlay, real
 
 #: Mapped writable and shared in processes that share nothing a training could notice: the semaphores of locks (tqdm
 #: makes two), the register of LLVM's and Intel's OpenMP, libffi's code, devices.
 _HARMLESS = ("/dev/shm/sem.", "/dev/shm/__KMP_REGISTERED_LIB_", "/memfd:libffi", "/dev/nvidia", "/dev/dri", "/dev/kfd")
 _TCP_ESTABLISHED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A regular file that is open.
+
+    Attributes:
+        number: the descriptor.
+        path: as the script knows it; empty where that is not the file any more (it was removed, or replaced).
+        same_as: a lower descriptor that is a duplicate (``dup``): both move together; -1 where there is none.
+    """
+
+    number: int
+    flags: int
+    path: str
+    inheritable: bool
+    same_as: int
+
+    @property
+    def written(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
 def _descriptors() -> Iterator[tuple[int, os.stat_result, int]]:
@@ -36,19 +59,93 @@ def _descriptors() -> Iterator[tuple[int, os.stat_result, int]]:
                 yield number, os.fstat(number), flags
 
 
+# -------------------------------------------------------------------- regular files
+def open_files(overlay: Overlay) -> list[OpenFile]:
+    """Return the regular files that this process has open."""
+    files: list[OpenFile] = []
+    known: dict[tuple[int, int, int], list[int]] = {}
+    for number, found, flags in _descriptors():
+        if not stat.S_ISREG(found.st_mode):
+            continue
+        path = overlay.of_descriptor(number)
+        place = _place(overlay, path)
+        alike = known.setdefault((found.st_dev, found.st_ino, flags), [])
+        same = next((other for other in alike if _moves_with(number, other)), -1)
+        alike.append(number)
+        mine = place is not None and _is_at(place, found)
+        files.append(OpenFile(number, flags, path if mine else "", os.get_inheritable(number), same))
+    return files
+
+
+def _place(overlay: Overlay, path: str) -> str | None:
+    """Return where a path, without links, really is."""
+    return overlay.shown(path) if overlay.guarded(path, follow=False) is not None else path
+
+
+def _is_at(place: str, found: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(real["stat"](place), found)
+    return False
+
+
+def _moves_with(number: int, other: int) -> bool:
+    """Say whether two descriptors of one file are duplicates: moving one moves the other."""
+    position = os.lseek(number, 0, os.SEEK_CUR)
+    if os.lseek(other, 0, os.SEEK_CUR) != position:
+        return False
+    os.lseek(number, position + 1, os.SEEK_SET)
+    moved = os.lseek(other, 0, os.SEEK_CUR) == position + 1
+    os.lseek(number, position, os.SEEK_SET)
+    return moved
+
+
+def reopen(files: Iterable[OpenFile], overlay: Overlay) -> None:
+    """Give this process, a fork with a new layer, descriptions of its own for the files that its parent had open.
+
+    Call it before the parent, or another fork, moves a position. A file that is written becomes this layer's copy.
+    """
+    for file in sorted(files, key=lambda file: not file.written):  # then a reader of the same file opens the copy
+        if file.same_as >= 0:
+            continue
+        descriptor = _opened(file, overlay)
+        if descriptor is None:
+            continue
+        os.lseek(descriptor, os.lseek(file.number, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(descriptor, file.number, file.inheritable)
+        os.close(descriptor)
+    for file in files:
+        if file.same_as >= 0:
+            os.dup2(file.same_as, file.number, file.inheritable)
+
+
+def _opened(file: OpenFile, overlay: Overlay) -> int | None:
+    places = [f"/proc/self/fd/{file.number}"]
+    if file.path:
+        with contextlib.suppress(OSError):
+            if file.written and overlay.guarded(file.path, follow=False) is not None:
+                places.insert(0, overlay.writable(file.path, keep=True))
+            elif (place := _place(overlay, file.path)) is not None:
+                places.insert(0, place)
+    for place in places:
+        with contextlib.suppress(OSError):
+            return int(real["open"](place, file.flags | os.O_CLOEXEC))
+    return None
+
+
+# -------------------------------------------------------------------- what cannot be had twice
 def shared_state() -> str:
     """Return what forks of this process would share that training may depend on; empty when there is nothing."""
-    mappings = list(_mappings())
-    for rights, path in mappings:
-        if "w" in rights and rights.endswith("s") and not path.startswith(_HARMLESS):
-            return f"memory that is shared for writing ({os.path.basename(path) or 'anonymous'})"
-    mapped = {path for _, path in mappings}  # by a descriptor of its own, whose position means nothing
+    for name in _shared_mappings():
+        return f"memory that is shared for writing ({name})"
     pipes: dict[int, list[tuple[int, int]]] = {}
     for number, found, flags in _descriptors():
-        path = real["readlink"](f"/proc/self/fd/{number}")
-        if stat.S_ISREG(found.st_mode) and (flags & os.O_ACCMODE != os.O_RDONLY or path not in mapped):
-            return f"an open file ({os.path.basename(path)})"
-        if stat.S_ISFIFO(found.st_mode):
+        name = os.path.basename(real["readlink"](f"/proc/self/fd/{number}"))
+        if stat.S_ISREG(found.st_mode):
+            if flags & os.O_ACCMODE == os.O_RDWR:
+                return f"a file that is open for reading and writing ({name})"
+            if not _opens_again(number, flags):
+                return f"an open file that cannot be opened again ({name})"
+        elif stat.S_ISFIFO(found.st_mode):
             pipes.setdefault(found.st_ino, []).append((number, flags & os.O_ACCMODE))
         elif stat.S_ISSOCK(found.st_mode) and (peer := _connected(number)):
             return f"an open connection ({peer})"
@@ -56,6 +153,13 @@ def shared_state() -> str:
     if any(not _is_own_pipe(ends) and not own.intersection(number for number, _ in ends) for ends in pipes.values()):
         return "a pipe to another process"
     return ""
+
+
+def _opens_again(number: int, flags: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.close(real["open"](f"/proc/self/fd/{number}", flags | os.O_CLOEXEC))
+        return True
+    return False
 
 
 def _connected(number: int) -> str:
@@ -98,8 +202,10 @@ def _helpers() -> set[int]:
     return {number for number in found if number is not None}
 
 
-def _mappings() -> Iterator[tuple[str, str]]:
-    """Yield the rights (``rw-s``) and the file, or an empty string, of every piece of memory that is mapped."""
+def _shared_mappings() -> Iterator[str]:
+    """Yield the names of the memory that is mapped ``MAP_SHARED`` and writable."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        _, rights, _, _, _, *path = line.split(maxsplit=5)
-        yield rights, path[0] if path else ""
+        _, rights, _, _, _, *name = line.split(maxsplit=5)
+        path = name[0] if name else ""
+        if "w" in rights and rights.endswith("s") and not path.startswith(_HARMLESS):
+            yield os.path.basename(path) or "anonymous"

@@ -1,4 +1,4 @@
-"""Gradient errors of many policies on the same weights and batch: one recorded step, played again under each.
+"""Gradient errors where a process must not be forked (CUDA, process groups): replay one recorded step per policy.
 
 A probe applies its policy and plays the reference step again (:mod:`.recorded_step`). Every rank does the same, in the
 same order, and a probe that fails on one of them has failed on all: they exchange gradients only once each has reported
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.applying.compiling import is_compiled
-from autoprec.applying.units import tunable_units
 from autoprec.numerics.sharded import rank
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
@@ -27,56 +26,15 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
+from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import Probe, TrialSpec
 
-#: Mini-batch gradients are compared over this many batches.
-NOISE_BATCHES = 4
-#: A layer whose weight has less than this share of the squared gradient that an even split over the layers would give
-#: it: what it runs in cannot show yet.
-_HARDLY = 1e-4
 #: Relative error that a step played again under no policy may have: kernels that sum in any order make far less.
 _REPEATS = 0.01
 
 
-class Weights:
-    """A copy of all trained weights, to undo updates with."""
-
-    def __init__(self, found: Found) -> None:
-        self._kept = [(p, p.detach().clone()) for p in found.parameters]
-
-    def restore(self, optimizer: Optimizer | None = None) -> None:
-        """Copy the weights back; only those of ``optimizer``, as others may be in use between its passes."""
-        groups = optimizer.param_groups if optimizer is not None else []
-        own = {id(p) for group in groups for p in group["params"]}
-        with torch.no_grad():
-            for parameter, value in self._kept:
-                if optimizer is None or id(parameter) in own:
-                    parameter.copy_(value)
-
-
-def hardly_moved(found: Found, squares: Sequence[float]) -> list[str]:
-    """Return the tunable layers whose weights have hardly any gradient, in model order.
-
-    Behind a projection that begins at zero (residual branches, LoRA, adaLN-zero) the gradient of everything is zero at
-    first, and tiny for some steps: whatever such a layer runs in, no error shows.
-
-    Args:
-        squares: squared norm of each gradient of ``found.root_parameters``.
-    """
-    sizes = {id(p): square for p, square in zip(found.root_parameters, squares, strict=True)}
-    layers = {name: sizes.get(id(unit.weight)) for name, unit in tunable_units(found.root).items()}
-    trained = {name: square for name, square in layers.items() if square is not None}
-    total = math.fsum(squares)
-    return [name for name, square in trained.items() if square * len(trained) < _HARDLY * total]
-
-
-def is_over(began: float, within_s: float | None) -> bool:
-    """Whether the time of a scan that began then (``time.monotonic()``) is used up."""
-    return within_s is not None and time.monotonic() - began > within_s
-
-
 class Replay(Events):
-    """Answers the probes of one ``sensitivity`` trial; ``done`` receives the payload."""
+    """Answers the probes of one ``sensitivity`` trial without forking; ``done`` receives the payload."""
 
     def __init__(
         self,
@@ -89,7 +47,7 @@ class Replay(Events):
         self._beat, self._began = beat, time.monotonic()
         self._spec, self._found, self._hooks, self._done = spec, found, hooks, done
         self._device = found.parameters[0].device
-        self._gradients = Gradients(found.root_parameters)
+        self._gradients = Gradients(found.root_parameters, 1, shared=False)
         self._squares = self._deviation = 0.0
         # what is compiled would be compiled anew for a forward that is watched
         modules = () if is_compiled(found.root) else found.root.modules()
@@ -163,22 +121,15 @@ class Replay(Events):
             self._weights = Weights(self._found)
         self._batch += 1
         self._batch_loss, self._unclip = 0.0, {}
-        if self._batch >= NOISE_BATCHES:
+        if self._batch >= NOISE_BATCHES or self._found.backward_only:
             self._finish()
-        elif self._found.backward_only:  # the script updates after backward: undone at its next forward
-            self._hooks.watch(self._undo)
-
-    def _undo(self, *_: Any) -> None:
-        self._hooks.unwatch()
-        if self._weights is not None:
-            self._weights.restore()
 
     def _store(self) -> None:
         if self._batch:
             self._deviation += self._gradients.fold(self._batch, self._unclip, self._grads())
             return
-        self._gradients.store(self._unclip, self._grads())
-        squares = self._gradients.squares()
+        self._gradients.store(0, self._unclip, self._grads())
+        squares = self._gradients.squares(0)
         self._squares = math.fsum(squares)
         self._hardly_moved = hardly_moved(self._found, self._over_ranks(*squares))
 
@@ -257,7 +208,7 @@ class Replay(Events):
 
     def _compared(self, loss: float, scale: float) -> dict[str, Any]:
         factor = {id(p): 1.0 / scale for p in self._found.parameters} if scale != 1.0 else {}
-        error2, norm2 = self._gradients.compare(factor, self._grads())
+        error2, norm2 = self._gradients.compare(0, factor, self._grads())
         value = relative_error(*self._over_ranks(error2, norm2))
         finite = math.isfinite(value) and math.isfinite(loss)
         return {
@@ -294,6 +245,7 @@ class Replay(Events):
                 "noise_batches": seen,
                 "hardly_moved": self._hardly_moved,
                 "reference_loss": self._loss,
+                "method": "replay",
             }
         )
 

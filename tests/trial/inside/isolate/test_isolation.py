@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.trial.environment import trial_environment
+from autoprec.trial.inside.isolate.isolation import _split
 from autoprec.trial.inside.isolate.landlock import available
 
 from .test_namespace import allowed
@@ -24,6 +25,8 @@ child = "import pathlib; assert pathlib.Path('early.txt').read_text(); pathlib.P
 subprocess.run([sys.executable, "-c", child], check=True)
 assert pathlib.Path("child.txt").read_text() == "x"
 os.system("echo changed > precious.txt; rm -rf data; mkdir -p made")
+from autoprec.trial.inside.isolate.isolation import programs
+print("started", programs())
 import tempfile
 with tempfile.NamedTemporaryFile() as stream:
     stream.write(b"x")
@@ -97,7 +100,9 @@ def test_a_script_and_its_children_change_nothing(where: str, mounts: bool, tmp_
         env["AUTOPREC_TRIAL_MOUNTED"] = ""
     done = subprocess.run([sys.executable, "train.py"], cwd=user, env=env, capture_output=True, text=True, check=False)
     assert "reached the end" in done.stdout, done.stderr
-    if mounts and allowed():
+    held = mounts and allowed()
+    assert ("started []" if held else "started ['echo']") in done.stdout, "what is refused is named beforehand"
+    if held:
         assert "made, precious changed, data gone" in done.stdout
     elif not available():
         pytest.skip("this kernel has no Landlock: a shell is not held back")
@@ -135,3 +140,12 @@ def test_on_a_new_machine_compilers_have_their_caches(mounts: bool, tmp_path: Pa
         [sys.executable, "train.py"], cwd=tmp_path / "user", env=env, capture_output=True, text=True, check=False
     )
     assert "reached the end" in done.stdout, done.stderr
+
+
+def test_what_lies_beside_a_guarded_directory_is_free(tmp_path: Path) -> None:
+    for name in ("other", "work/user", "work/data"):
+        (tmp_path / name).mkdir(parents=True)
+    crowded, beside = _split([str(tmp_path), "/dev"], [str(tmp_path / "work" / "user")])
+    assert set(crowded) == {str(tmp_path), str(tmp_path / "work")}
+    assert set(beside) == {str(tmp_path / "other"), str(tmp_path / "work" / "data")}
+    assert _split(["/dev"], [os.sep + "home"]) == ([], [])

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from autoprec.trial.inside.isolate import sharing
+from autoprec.trial.inside.isolate.overlay import Overlay
 from autoprec.trial.protocol import Probe, TrialSpec
 from tests.trial.conftest import uniform
 from tests.warm import Forked, run_forked
@@ -41,8 +41,8 @@ def losses(script: str, *arguments: str, cwd: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("script", "arguments", "launch", "nets"),
     [
-        ("streaming_text.py", (), "zygote", "mounts"),
-        ("streaming_text.py", (), "zygote", "no mounts"),
+        ("streaming_text.py", (), "fork", "mounts"),
+        ("streaming_text.py", (), "fork", "no mounts"),
         ("temporary_folder.py", (), "fork", "mounts"),
         ("temporary_folder.py", (), "fork", "no mounts"),
         ("memory_map.py", ("memmap",), "zygote", "mounts"),
@@ -95,13 +95,8 @@ def test_a_trial_that_fails_removes_nothing_of_the_others(nets: dict[str, str], 
 def holds_nothing() -> None:
     with open("data.txt", "w") as out:
         out.write("x")
-    with open("data.txt") as data:
-        kept.append(np.memmap(data, mode="r"))
-    kept.extend((os.pipe(), socket.socketpair()))
-
-
-def holds_a_file() -> None:
-    kept.append(open("data.txt", "w"))  # noqa: SIM115
+    kept.append(open("data.txt"))  # noqa: SIM115
+    kept.extend((mmap.mmap(kept[0].fileno(), 0, prot=mmap.PROT_READ), os.pipe(), socket.socketpair()))
 
 
 def holds_a_written_file() -> None:
@@ -133,8 +128,7 @@ kept: list[Any] = []
     ("hold", "says"),
     [
         (holds_nothing, ""),
-        (holds_a_file, "an open file (data.txt)"),
-        (holds_a_written_file, "an open file"),
+        (holds_a_written_file, "a file that is open for reading and writing"),
         (holds_memory, "memory that is shared for writing"),
         (holds_a_waiting_pipe, "a pipe"),
         (holds_a_pipe, "a pipe"),
@@ -152,3 +146,37 @@ def test_what_forks_would_share_is_named(hold: Callable[[], None], says: str, tm
     found = said.rpartition("found: ")[2].strip()
     assert found.startswith(says)
     assert bool(found) == bool(says)
+
+
+# -------------------------------------------------------------------- descriptions of one's own
+def test_duplicates_still_move_together_and_others_do_not(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("0123456789")
+    overlay = Overlay(str(tmp_path / "layer"), [str(tmp_path)], [])
+
+    def body() -> None:
+        first = os.open("data", os.O_RDONLY)
+        second, other = os.dup(first), os.open("data", os.O_RDONLY)
+        gone = os.open("data", os.O_RDONLY)
+        os.lseek(first, 3, os.SEEK_SET)
+        files = sharing.open_files(overlay)
+        if os.fork() == 0:
+            sharing.reopen(files, overlay)
+            os.read(first, 4)
+            assert os.lseek(second, 0, os.SEEK_CUR) == 7
+            assert os.lseek(other, 0, os.SEEK_CUR) == 0
+            os._exit(0)
+        assert os.wait()[1] == 0
+        assert os.lseek(first, 0, os.SEEK_CUR) == 3
+        os.remove("data")
+        files = sharing.open_files(overlay)
+        assert {file.path for file in files} == {""}
+        if os.fork() == 0:
+            sharing.reopen(files, overlay)
+            assert os.read(gone, 2) == b"01"
+            os._exit(0)
+        assert os.wait()[1] == 0
+        assert os.read(gone, 2) == b"01", "the fork has moved its own position"
+
+    child = Forked(body, cwd=tmp_path)
+    assert child.communicate() == ""
+    assert child.returncode == 0
