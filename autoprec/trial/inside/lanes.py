@@ -61,6 +61,9 @@ class Lanes:
     Args:
         on_exit: replaces what happens when the script ends by itself.
         beat: called when a block is done.
+
+    Attributes:
+        loop: in a contender what counts its steps; None elsewhere.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Lanes:
         self._steps = self._processes = 0
         self._random = random.Random(0)
         self._began, self._own_s = time.monotonic(), 0.0
+        self.loop: Loop | None = None
 
     def run(self) -> dict[str, Any] | None:
         """Return the payload of a duel in this process, and None in a contender, which goes on into its forward."""
@@ -141,7 +145,8 @@ class Lanes:
         os.close(go)
         os.close(answers)
         add_layer_of_probe()
-        _Contender(self._spec, self._found, self._hooks, self._on_exit, (asks, told)).begin(self._policies[name])
+        contender = _Contender(self._spec, self._found, self._hooks, self._on_exit, (asks, told))
+        self.loop = contender.begin(self._policies[name])
         return None
 
     def _answer_of(self, name: str, lane: _Lane) -> dict[str, Any] | None:
@@ -195,8 +200,8 @@ class _Contender:
         self._asks, self._told = pipes
         self._left, self._block = SETTLING_FIRST + 1, 0
 
-    def begin(self, policy: dict[str, Any] | None) -> None:
-        """Put the policy on and go on into the script's forward."""
+    def begin(self, policy: dict[str, Any] | None) -> Loop:
+        """Put the policy on, and return what counts the steps from here on, in the script's forward."""
         sys.excepthook = lambda kind, error, _trace: self._failed(f"{kind.__name__}: {error}"[:300])
         self._on_exit(self._done)
         try:
@@ -213,6 +218,7 @@ class _Contender:
         )
         self._hooks.events = loop
         loop.start()
+        return loop
 
     def _stepped(self, loop: Loop) -> None:
         """Between two steps, where the clock stands still: answer when a block is complete, and wait for the next."""

@@ -169,9 +169,11 @@ class Trial:
 
         self._begun = time.monotonic()
         if self._may_fork and self.spec.side_by_side > len(self.spec.probes) and not is_compiled(self.found.root):
-            payload = Lanes(self.spec, self.found, self.hooks, self.on_exit, self._beat).run()
+            lanes = Lanes(self.spec, self.found, self.hooks, self.on_exit, self._beat)
+            payload = lanes.run()
             if payload is not None:  # None in a contender, which goes on into the forward
                 self._answered(payload)
+            self.loop = lanes.loop
             return
         duel = Duel(self.spec, self.found, self._answered, self._beat)
         self.loop = self.hooks.events = duel.loop

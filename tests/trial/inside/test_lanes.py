@@ -75,3 +75,33 @@ def test_a_reference_that_crashes_fails_the_duel(host: Any, tmp_path: Path) -> N
     result = duel(host, tmp_path, 100_000, EMPTY, script=script)
     assert not result.ok
     assert "RuntimeError: always" in result.reason
+
+
+LOADS = """
+import time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+
+class Slow(Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, at):
+        end = time.process_time() + 0.01
+        while time.process_time() < end:
+            pass
+        return torch.randn(16)
+
+model = nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x in DataLoader(Slow(), batch_size=8, num_workers=1):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_loading_that_workers_would_do_is_not_on_the_clock(host: Any, tmp_path: Path) -> None:
+    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=6.0).payload["duel"]
+    assert found["rounds"]
+    assert all(ms < 40.0 for ms in found["rounds"][0].values())  # 80 ms of loading
