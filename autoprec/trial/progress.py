@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +111,13 @@ class Deadline:
             self._look(now - self._looked)
             self._looked = now
         return self.own_s > self.limit_s
+
+    def awaits(self, descriptor: int) -> bool:
+        """Wait until there is something to read, or the other end is closed; False when the tree has stood still."""
+        while not select.select([descriptor], [], [], min(1.0, self.limit_s / 4))[0]:
+            if self.passed():
+                return False
+        return True
 
     def _look(self, passed_s: float) -> None:
         seen = read_if_there(str(self._steps)).decode() if self._steps is not None else ""

@@ -1,11 +1,12 @@
 """A duel in which each contender trains in a process of its own, as it will at the user's.
 
 Policies that take turns in one process share its heap. What one of them allocates decides how the C library serves the
-others: an LSTM's step under bf16 autocast took 47 ms beside fp32 steps of the same process, and 52 ms alone, because
-large blocks that the fp32 steps freed had taught malloc to keep blocks of that size. So where a process can be forked,
-every contender is a fork of the script at its first training step. One of them works at a time, in blocks of a few
-steps in random order, as in :mod:`autoprec.trial.inside.duel`, and after some rounds all are forked anew: two processes
-of one program differ by 2 to 3 %, by where their memory lies.
+others: large blocks that fp32 steps have freed teach malloc to keep blocks of that size, and narrower steps then ask
+the system for fewer pages than they do alone (``benchmarks/search/heap.py`` prints by how much). So where a process
+can be forked, every contender is a fork of the script at its first training step; what the script itself had allocated
+until then, all of them still begin with. One of them works at a time, in blocks of a few steps in random order, as in
+:mod:`autoprec.trial.inside.duel`, and after some rounds all are forked anew: two processes of one program differ by 2
+to 3 %, by where their memory lies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import math
 import os
 import random
-import select
 import signal
 import sys
 import time
@@ -153,9 +153,7 @@ class Lanes:
         """Wait for a contender; None where it ended, and refused unless the script came to its end."""
         deadline = Deadline(0.8 * self._spec.timeout_s, lane.pid)
         while b"\n" not in lane.rest:
-            if not select.select([lane.answers], [], [], min(1.0, deadline.limit_s / 4))[0]:
-                if not deadline.passed():
-                    continue
+            if not deadline.awaits(lane.answers):
                 self._refuse(name, "no step before the deadline")
                 return None
             data = os.read(lane.answers, 65536)

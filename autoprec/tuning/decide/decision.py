@@ -109,6 +109,10 @@ class Standing:
         """Whether its speed-up was timed in a duel."""
         return self.low is not None and not self.modelled
 
+    def is_surely_above(self, speedup: float) -> bool:
+        """Say whether a duel shows it to be faster than that."""
+        return self.timed and (self.low or 0.0) > speedup
+
     @property
     def seeds(self) -> int:
         """Paired seeds under which it was measured."""
@@ -404,7 +408,7 @@ def faster_ones(
     out = {}
     for one in sorted(found, key=lambda one: -one.speedup):
         why = rejected.get(one.name) or _why_not(one, rules, fewest)
-        surely = one.timed and chosen.timed and (one.low or 0.0) > (chosen.high or math.inf)
+        surely = chosen.timed and one.is_surely_above(chosen.high or math.inf)
         if one.speedup <= chosen.speedup * (1.0 + timing_noise) and not surely:
             why = Reason("tied", {"noise": timing_noise, "also": why})
         if why is not None:

@@ -88,8 +88,7 @@ def _shown_faster(
     What was timed beside the script goes before what the models expect of it.
     """
     most = max((standings[i].high or standings[i].speedup for i in accepted), default=1.0)
-    surely = [i for i in open_ones if standings[i].timed and not standings[i].rejection]
-    surely = [i for i in surely if (standings[i].low or 0.0) > most]
+    surely = [i for i in open_ones if standings[i].is_surely_above(most) and not standings[i].rejection]
     first = max(surely, key=lambda i: standings[i].speedup, default=None)
     best = max((standings[i].speedup for i in accepted), default=1.0)
     return None if first is None else (first, standings[first].speedup / best - 1.0)

@@ -395,7 +395,7 @@ class Race:
             return False
         fit = [one for one in self.now.standings if not one.rejection and all(map(math.isfinite, one.divergences))]
         fit.sort(key=lambda one: -one.speedup)
-        lacking = [one for one in fit if one.seeds < self.fewest and one.timed and (one.low or 0.0) > least]
+        lacking = [one for one in fit if one.seeds < self.fewest and one.is_surely_above(least)]
         if lacking and not self._must_end():
             self._one_more(_run(lacking[0]))
             return True

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import select
 import signal
 import sys
 import time
@@ -186,10 +185,7 @@ class Scan:
         # sooner than the deadline of the whole scan, so that one probe that hangs does not cost the others
         deadline = Deadline(0.8 * self._spec.timeout_s, pid)
         while True:
-            ready, _, _ = select.select([reader], [], [], min(1.0, deadline.limit_s / 4))
-            if not ready:
-                if not deadline.passed():
-                    continue
+            if not deadline.awaits(reader):
                 os.kill(pid, signal.SIGKILL)
                 timed_out = True
                 break
