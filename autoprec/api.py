@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from autoprec.errors import UsageError
 from autoprec.support.amounts import check_share, parse_share
@@ -34,7 +34,7 @@ def search(
     warmup: int = 3,
     max_divergence: float | str = 0.0025,
     max_gradient_error: float = 0.12,
-    max_memory: int | None = None,
+    max_memory: int | Literal["auto"] | None = None,
     objective: str = "throughput",
     reference: str = "script",
     seed: int = 0,

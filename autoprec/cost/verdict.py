@@ -17,7 +17,7 @@ from autoprec.cost.estimate import StepEstimate, ratio_bounds
 from autoprec.cost.model import CostModel
 from autoprec.cost.reasons import AS_WRITTEN, Rival, blocked_reason, layer_reason, model_reason, time_shares
 from autoprec.policy.schema import LayerPlan
-from autoprec.precision.hardware import Target
+from autoprec.precision.hardware import FITS, Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import memory_text, speed_text
 
@@ -84,8 +84,8 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether one device holds the baseline's step (True where its memory is not known)."""
-        return self.memory_bytes <= self.device_bytes
+        """Whether one device holds the baseline's step, with a margin (True where its memory is not known)."""
+        return self.memory_bytes <= FITS * self.device_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits}
@@ -310,12 +310,12 @@ def _as_written(model: CostModel, choices: Choices, script_ms: float) -> float:
 
 def too_large(memory_bytes: float, target: Target, run: str) -> str:
     """Return what to add to a reason when one device cannot hold the step (modelled) of ``run``; empty when it can."""
-    if memory_bytes <= target.memory_bytes:
+    if memory_bytes <= target.usable_bytes:
         return ""
-    needs, has = memory_text(memory_bytes), memory_text(target.memory_bytes)
+    needs, has, usable = map(memory_text, (memory_bytes, target.memory_bytes, target.usable_bytes))
     return (
-        f". It does not fit: the step needs {needs} (modelled, as {run}) and one {target.title} has {has}; "
-        "shard, checkpoint, or cut the batch"
+        f". It does not fit: the step needs {needs} (modelled, as {run}) and one {target.title} has {has} "
+        f"({usable} less a margin); shard, checkpoint, or cut the batch"
     )
 
 

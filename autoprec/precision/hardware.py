@@ -5,6 +5,7 @@ The figures live in ``targets.yaml`` beside this file; a user adds GPUs with a f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,9 @@ _ALIGNMENT = {
     "nvfp4": 32,
     "int8": 16,
 }
+#: Share of a device's memory that a step may be modelled to need. Published runs reserved up to 1.16 times what is
+#: modelled as allocated (docs/cost-model.md, "Memory"): fragments, workspaces and buffers of communication.
+FITS = 0.86
 #: Recipe families: what decides which kernel runs and what quantising costs.
 FAMILIES = (*_ALWAYS, *_ALIGNMENT)
 #: feature flag of a CPU -> its unit that multiplies bf16
@@ -136,6 +140,11 @@ class Target:
     source: str = ""
     date: str = ""
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a step may be modelled or measured to need here: the device's, less a margin."""
+        return int(FITS * self.memory_bytes)
 
     @property
     def is_cpu(self) -> bool:
@@ -346,6 +355,18 @@ def cpu_instructions() -> str:
     if int8 is None or bf16 is None:
         return ""
     return f"int8: {', '.join(int8) or 'none'}; bf16: {', '.join(bf16) or 'none'}"
+
+
+def free_bytes(meminfo: Path | str = "/proc/meminfo", group: Path | str = "/sys/fs/cgroup") -> int | None:
+    """Return the bytes that a process can still have on this machine, within its control group; None: unknown."""
+    known = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path(meminfo).read_text(encoding="utf-8").splitlines()
+        known.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
+        most, used = (int((Path(group) / f"memory.{name}").read_text()) for name in ("max", "current"))
+        known.append(max(0, most - used))
+    return min(known, default=None)
 
 
 def _cpu() -> Target:

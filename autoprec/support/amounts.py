@@ -7,6 +7,7 @@ percent and GiB, so 0.25 would be taken for 0.25 % and 60 for 60 GiB, and they w
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from autoprec.errors import UsageError
 
@@ -79,3 +80,8 @@ def parse_bytes(text: str) -> int:
     if not found[2] and size < LEAST_BYTES:
         raise UsageError(f"'{text}' without a unit is {size} bytes", fix=f"write {found[1]}GiB", code="unit")
     return size
+
+
+def parse_limit(text: str) -> int | Literal["auto"]:
+    """Parse an amount of memory as :func:`parse_bytes` does, or the word ``auto``."""
+    return "auto" if text.strip().lower() == "auto" else parse_bytes(text)

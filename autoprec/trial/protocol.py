@@ -159,7 +159,7 @@ class HostInfo:
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
     ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses;
-    ``passed_over``: models that are trained for a few steps before this one.
+    ``passed_over``: models that are trained for a few steps before this one; ``device_bytes``: of its GPU in all.
     """
 
     launch: str
@@ -173,6 +173,7 @@ class HostInfo:
     compiled: bool = False
     gpus: int = 0
     passed_over: int = 0
+    device_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -372,7 +372,7 @@ class Search:
             storage=store.url,
             trials=self.options.trials,
             resume_command=self.options.resume_command(stored=True),
-            options={key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
+            options={key: value for key, value in asdict(setup.options).items() if key not in ("command", "track")},
             folder=str(self.command.folder),
         )
 

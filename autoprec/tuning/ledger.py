@@ -125,7 +125,7 @@ class Ledger:
         own = self.references[0].baseline if self.references else Baseline(0.0)  # stopped before it was measured
         asked, blank = self.options, uninformative(self.options.max_divergence, own) is not None
         most = gradient_limit(self.gradient_noise, asked.max_gradient_error, uninformative=blank)
-        return Rules(asked.max_divergence, baseline or own, most, asked.max_memory, self.gradient_noise)
+        return Rules(asked.max_divergence, baseline or own, most, asked.memory_limit, self.gradient_noise)
 
     def gradient_limit(self) -> float | None:
         """Return the largest acceptable relative gradient error, None for no limit."""

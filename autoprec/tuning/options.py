@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autoprec._version import __version__
 from autoprec.errors import StudyError, UnknownNameError, UsageError
@@ -125,13 +125,13 @@ class SearchOptions:
     max_gradient_error: float = option(
         0.12, "Largest gradient error, in units of the mini-batch gradient noise.", ACCEPTABLE, metavar="X"
     )
-    max_memory: int | None = option(
+    max_memory: int | Literal["auto"] | None = option(
         None,
-        "Largest peak memory, e.g. 60GiB.",
+        "Largest peak memory, e.g. 60GiB; auto: what fits on the device, with a margin.",
         ACCEPTABLE,
-        metavar="BYTES",
-        parse="parse_bytes",
-        python="bytes: 60 * 2**30 for 60 GiB",
+        metavar="BYTES|auto",
+        parse="parse_limit",
+        python="bytes: 60 * 2**30 for 60 GiB; or 'auto'",
         least=LEAST_BYTES,
     )
     objective: str = option(
@@ -172,7 +172,7 @@ class SearchOptions:
             value = getattr(self, name)
             if about.choices and value not in about.choices:
                 raise UnknownNameError(name, str(value), about.choices)
-            if about.least is not None and value is not None and value < about.least:
+            if about.least is not None and isinstance(value, int) and value < about.least:
                 raise UsageError(f"{about.flag} {value} is too small", fix=f"use {about.least} or more")
         if not 0 < self.max_divergence < 1:
             raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
@@ -235,6 +235,11 @@ class SearchOptions:
 
     def study_dir(self) -> Path:
         return Path(RUNS) / self.study
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes; None where there is no limit, or nobody has looked at the device yet (``Setup.of`` does)."""
+        return self.max_memory if isinstance(self.max_memory, int) else None
 
 
 #: The table of options: field -> what it says about itself, in the order of ``--help``.

@@ -13,6 +13,7 @@ from autoprec.precision.hardware import (
     by_device_name,
     cpu_bf16_units,
     cpu_int8_units,
+    free_bytes,
     grouped_refusal,
     load_targets,
     recipe_family,
@@ -288,6 +289,16 @@ def test_a_cpu_without_bf16_instructions_offers_int8_alone(monkeypatch: pytest.M
         monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda units=units: units)
         assert bool(TARGETS["cpu"].can_run(BUILTIN_RECIPES["bf16"])) is offered
         assert TARGETS["cpu"].can_run(BUILTIN_RECIPES["int8_tensor"])
+
+
+def test_memory_that_is_left_is_the_machines_or_the_control_groups(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    assert free_bytes(meminfo, tmp_path) is None
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    4000 kB\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    for most, left in (("max", 4096000), ("3000000", 2000000), ("9000000", 4096000), ("500000", 0)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert free_bytes(meminfo, tmp_path) == left
 
 
 def test_a_no_is_false() -> None:

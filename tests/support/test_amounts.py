@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import UsageError
-from autoprec.support.amounts import check_share, parse_bytes, parse_duration, parse_share
+from autoprec.support.amounts import check_share, parse_bytes, parse_duration, parse_limit, parse_share
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_bytes(text: str, amount: int) -> None:
 
 @given(st.text(max_size=12))
 def test_parsers_accept_or_refuse_and_never_crash(text: str) -> None:
-    for parse in (parse_duration, parse_share, parse_bytes):
+    for parse in (parse_duration, parse_share, parse_bytes, parse_limit):
         with contextlib.suppress(UsageError):
-            assert parse(text) >= 0
+            assert (found := parse(text)) == "auto" or found >= 0
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,10 @@ def test_a_number_that_lacks_its_unit_is_asked_for_it(parse: Callable[[str], flo
         parse(text)
     assert error.value.code == "unit"
     assert way_out in error.value.fix
+
+
+def test_a_limit_of_memory_may_be_the_devices() -> None:
+    assert (parse_limit(" Auto"), parse_limit("60GiB")) == ("auto", 60 * 2**30)
 
 
 def test_a_large_share_can_be_meant() -> None:

@@ -33,6 +33,12 @@ def test_so_little_memory_lacks_its_unit(size: int) -> None:
         SearchOptions(command=("train.py",), max_memory=size)
 
 
+def test_the_devices_memory_is_no_limit_until_the_device_is_known_and_is_resumed_as_it_was_asked_for() -> None:
+    asked = SearchOptions(command=("train.py",), study="s", max_memory="auto")
+    assert asked.memory_limit is None
+    assert "--max-memory auto" in asked.resume_command()
+
+
 def test_the_resume_command_repeats_every_option_that_was_changed() -> None:
     options = SearchOptions(
         command=("my train.py", "--lr", "0.1"), study="s 1", trials=50, budget_s=90.0, target="h100", force=True

@@ -7,6 +7,7 @@ import pytest
 from autoprec.errors import UsageError
 from autoprec.graph.report import Operator
 from autoprec.policy.space import load_space
+from autoprec.precision.hardware import FITS
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.options import SearchOptions
@@ -15,10 +16,10 @@ from autoprec.tuning.sixteen_bit import sixteen_bit_space
 from tests.simulated import simulated_graph
 
 
-def setup(device: str = "cpu", root_called: bool = True, **changes: object) -> Setup:
+def setup(device: str = "cpu", root_called: bool = True, device_bytes: int = 0, **changes: object) -> Setup:
     graph = replace(simulated_graph(2, width=4096, tokens=16384), root_called=root_called)
     asked: dict[str, object] = {"command": ("train.py",), "target": "h100", "study": "s"}
-    host = HostInfo("fork", {"class": "GPT"}, (), ("AdamW",), device)
+    host = HostInfo("fork", {"class": "GPT"}, (), ("AdamW",), device, device_bytes=device_bytes)
     return Setup.of(SearchOptions(**(asked | changes)), host, graph)  # type: ignore[arg-type]
 
 
@@ -30,6 +31,23 @@ def test_another_device_is_a_rehearsal_and_the_same_one_is_timed() -> None:
     assert not scaled.measured
     with pytest.raises(UsageError, match="--target cpu"):
         setup("NVIDIA H100 80GB HBM3", target="cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "has"),
+    [
+        ("cpu", {}, 80e9),  # a rehearsal: the table's
+        ("NVIDIA H100 80GB HBM3", {}, 85e9),  # the card's own
+        ("NVIDIA H100 80GB HBM3", {"target": "h200"}, 141e9),
+        ("cpu", {"target": "cpu"}, 3e9),  # what the machine has left
+    ],
+)
+def test_memory_that_is_the_devices_has_a_margin(
+    monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, str], has: float
+) -> None:
+    monkeypatch.setattr("autoprec.tuning.setup.free_bytes", lambda: int(3e9))
+    made = setup(device, max_memory="auto", device_bytes=int(85e9) if "H100" in device else 0, **changes)
+    assert made.options.memory_limit == int(FITS * has)
 
 
 def test_a_step_is_modelled_once_and_fp8_is_faster_than_bf16() -> None:

@@ -82,7 +82,8 @@ def _memory(model: Any, verdict: Any, plans: Any) -> dict[str, Any]:
         "baseline": base,
         "best_uniform": held(best) if best != verdict.baseline else None,
         "device_bytes": model.target.memory_bytes,
-        "fits": base is None or base["total"] <= model.target.memory_bytes,
+        "usable_bytes": model.target.usable_bytes,
+        "fits": base is None or base["total"] <= model.target.usable_bytes,
     }
 
 
@@ -98,7 +99,8 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     line = f"memory    {memory_text(base['total'])} as {verdict.baseline_run} ({listed}){other}; "
     if memory["fits"]:
         return f"{line}one device has {memory_text(device)}"
-    return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
+    has = f"{memory_text(memory['usable_bytes'])} that one device of {memory_text(device)} has less a margin"
+    return f"{line}MORE than the {has}: shard, checkpoint, or cut the batch"
 
 
 def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         usual_s=min(usual.total_s, asked.budget_s or usual.total_s),
         output=asked.output,
         budget_s=asked.budget_s,
-        limits={name: getattr(asked, name) for name in LIMITS},
+        limits={name: getattr(asked, name) for name in LIMITS} | {"max_memory": setup.options.memory_limit},
     )
 
 

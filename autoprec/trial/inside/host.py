@@ -146,6 +146,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         notes=tuple(notes),
         compiled=is_compiled(root),
         gpus=gpus_used(found),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
     )
 
 

@@ -57,7 +57,7 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
     return Goals(
         max_divergence=setup.options.max_divergence,
         max_gradient=None if limit is None else limit / table.misfit.ratio,
-        max_memory=setup.options.max_memory,
+        max_memory=setup.options.memory_limit,
         objective=setup.options.objective,
         uninformative=uninformative(setup.options.max_divergence, reference.baseline) is not None,
         seeds=setup.options.seeds,

@@ -11,6 +11,7 @@ import pytest
 
 from autoprec.errors import PolicyError
 from autoprec.policy import GUARD_METRICS, Policy, load_policy
+from autoprec.precision.hardware import target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
@@ -71,9 +72,8 @@ def test_a_policy_that_does_not_fit_is_told_so_and_one_that_fits_is_not() -> Non
             0, "search", name, {"a": 1}, {}, "ok", metrics=metrics_of({"speedup": speedup, "memory_bytes": memory})
         )
 
-    large, fits = run("trial 3", 1.5, 90e9), run("trial 2", 1.2, 75e9)
-    target = SimpleNamespace(memory_bytes=80e9, title="H100")
-    setup: Any = SimpleNamespace(measured=False, target=target)
+    large, fits = run("trial 3", 1.5, 90e9), run("trial 2", 1.2, 60e9)
+    setup: Any = SimpleNamespace(measured=False, target=target("h100"))
     answer = Decision("adopt", (Reason("none_measured"),), run=large)
     found = with_size(answer, setup)
     assert found.reasons[-1].code == "does_not_fit"

@@ -148,16 +148,20 @@ class Expectation:
     def __init__(
         self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, Mapping[str, Any]]] = ()
     ) -> None:
-        self.problem, self.prior, self.goals = problem, prior, goals
-        features = features_of(problem)
-        self._effects, self._sizes = (
-            np.array([known.get(feature, 0.0) for feature in features], dtype=np.float64)
-            for known in (prior.parameter_time_ms, prior.parameter_memory)
-        )
+        self.problem, self.goals = problem, goals
+        self._start_from(prior)
+        self._most_memory = goals.max_memory
         self.best_cost: float | None = None
         self._presets = set(_keys(self.points([params for _, params in presets])))
         self._kinds = families(problem)
         self.fit([])
+
+    def _start_from(self, prior: Prior) -> None:
+        self.prior, features = prior, features_of(self.problem)
+        self._effects, self._sizes = (
+            np.array([known.get(feature, 0.0) for feature in features], dtype=np.float64)
+            for known in (prior.parameter_time_ms, prior.parameter_memory)
+        )
 
     def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
         return points_of(self.problem, many, self.prior.parameter_error2)
@@ -168,8 +172,8 @@ class Expectation:
         if goals.max_gradient is not None:
             rest = (goals.max_gradient / _GRADIENT_MARGIN) ** 2 - base2
             out.append(Limit(prior.error2, max(rest, -1.0)))  # minus infinity where a parameter's probe failed
-        if goals.max_memory is not None and prior.memory is not None:
-            room = goals.max_memory - prior.base_memory - float(features @ self._sizes)
+        if self._most_memory is not None and prior.memory is not None:
+            room = self._most_memory - prior.base_memory - float(features @ self._sizes)
             out.append(Limit(prior.memory, room))
         return out
 
@@ -183,8 +187,31 @@ class Expectation:
         return np.array(kept, dtype=bool)
 
     # --- learning ---------------------------------------------------------------------------------------------------
+    def _learn_memory(self, runs: Sequence[Run]) -> None:
+        """Take in what ran out of memory: policies that are modelled to need no less are not tried.
+
+        A run that ended well although more is modelled of it says that the model is wrong of the one that did not, and
+        that one sets no limit.
+        """
+        failed = [run.params for run in runs if run.status == "oom"]
+        if failed and self.prior.memory is None and self.prior.with_memory is not None:
+            self._start_from(self.prior.with_memory())
+        if not failed or (table := self.prior.memory) is None:
+            return
+
+        def modelled(many: Sequence[Mapping[str, Any]]) -> list[float]:
+            at = self.points(many)
+            held = table[np.arange(at.index.shape[1]), at.index].sum(axis=1) + at.features @ self._sizes
+            return [float(size) + self.prior.base_memory for size in held]
+
+        ran = max(modelled([self.problem.params_of(self.problem.baseline), *(run.params for run in runs if run.ok)]))
+        above = [size * (1.0 - 1e-6) for size in modelled(failed) if size > ran]
+        limits = [self.goals.max_memory] if self.goals.max_memory is not None else []
+        self._most_memory = min(limits + above, default=None)
+
     def fit(self, runs: Sequence[Run]) -> None:
         """Refit the models to all runs of the search, failed ones included."""
+        self._learn_memory(runs)
         prior = self.prior
         self.divergence = divergence_model(self.problem, prior.error2)
         self.time = LinearModel(

@@ -38,6 +38,7 @@ class Prior:
         error2: ``[G, C]`` squared relative gradient error (``SensitivityTable.error2``).
         base_time_ms: time of a step outside the groups.
         memory: ``[G, C]`` bytes against the baseline's, or None when memory is neither limited nor an objective.
+        with_memory: makes this prior with the table of bytes, where it has none: of a search that ran out of memory.
         base_memory: bytes of the baseline.
         parameter_time_ms, parameter_memory: (name, value) -> milliseconds and bytes against the parameter's default.
         time_noise: relative noise of one measured step time; tiny for modelled times.
@@ -54,6 +55,7 @@ class Prior:
     parameter_memory: Mapping[tuple[str, Any], float] = field(default_factory=dict)
     time_noise: float = 0.01
     time_trust: float = 0.2
+    with_memory: Callable[[], Prior] | None = None
 
 
 def build_prior(
@@ -107,6 +109,9 @@ def build_prior(
         parameter_memory=effects(held, whole) if with_memory else {},
         time_noise=0.02 if measured else 1e-4,
         time_trust=0.3 if measured else 0.001,
+        with_memory=None
+        if with_memory
+        else partial(build_prior, problem, table, layer_time, step_cost, measured=measured, with_memory=True),
     )
 
 

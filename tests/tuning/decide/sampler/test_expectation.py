@@ -75,6 +75,22 @@ def test_memory_and_balance_are_costs_too() -> None:
         assert table.shape == FOUND.prior.time_ms.shape
 
 
+def test_what_is_modelled_to_need_no_less_than_what_ran_out_of_memory_is_not_tried() -> None:
+    """The table of bytes is made only then; what ended well although it is modelled to need more sets no limit."""
+    problem = FOUND.problem
+    rank = {name: float(place) for place, name in enumerate(("bf16", "keep", "fp8_rowwise", "fp8_tensorwise"))}
+    sized = replace(FOUND.prior, memory=problem.table(lambda _g, c: rank.get(c, 9.0)), base_memory=100.0)
+    made = Expectation(problem, replace(FOUND.prior, with_memory=lambda: sized), GOALS)
+    assert made.prior.memory is None
+    middle = problem.params_of("fp8_rowwise")
+    points = made.points([SAFE, middle, FAST])
+    made.fit([run_of(middle, 0, None, None, "oom")])
+    assert made.within_limits(points).tolist() == [True, False, False]
+    assert made.outlook(points).chance[2] == 0.0
+    made.fit([run_of(middle, 0, None, None, "oom"), run_of(FAST, 0, 0.001, 30.0)])
+    assert made.within_limits(points).all()
+
+
 def doubtful(*gaps: float) -> Expectation:
     """``SAFE`` is known well; ``FAST``, twice as fast, is predicted to be beyond the budget, and had these gaps."""
     made = Expectation(FOUND.problem, FOUND.prior, GOALS)
