@@ -15,7 +15,7 @@ from typing import Any
 
 from autoprec.errors import FileError
 from autoprec.policy import Policy, escape, policy_from_dict
-from autoprec.policy.levels import level
+from autoprec.policy.library import published
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 
 _TE_KEYS = {
@@ -210,9 +210,9 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
         asked = str(keys.get("opt_level", "O2")).upper()
         if asked not in ("O1", "O2"):
             raise FileError(f"opt_level {keys['opt_level']!r} is none of accelerate's", fix="O1 or O2")
-        found = level(f"msamp-{asked.lower()}")
-        recipes = {found.recipe_name: found.recipe.to_dict()}
-        return {"recipes": recipes, "default": found.recipe_name, **found.fragment()}
+        found = published(f"msamp-{asked.lower()}")
+        recipes = {name: recipe.to_dict() for name, recipe in found.recipes.items()}
+        return found.around().to_dict() | {"recipes": recipes, "default": found.use}
     if backend != "AO":
         raise FileError(f"fp8 backend {backend!r} is none of accelerate's", fix="AO, TE or MSAMP")
     if "fp8_config" in document:

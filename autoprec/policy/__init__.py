@@ -5,8 +5,8 @@ a layer wins, single GEMMs may differ), and one line each for activations, opera
 stability and loss scaling. It spells out every recipe it uses, so that a file means the same under any version. A
 *space* says which of these a search may vary. Nothing here imports torch: a policy is read, compared, exported and
 checked where no model is. ``schema`` is the data, ``document`` reads and writes it with errors a person can act on,
-``globs`` and ``matching`` find a layer's rule, ``levels`` are named combinations (MS-AMP's among them), ``space`` is
-the space.
+``globs`` and ``matching`` find a layer's rule, ``space`` is
+the space, ``library`` has what others have published.
 """
 
 from autoprec.policy.diff import diff_policies

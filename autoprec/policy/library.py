@@ -14,9 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoprec.errors import PolicyError, UnknownNameError, nearest
-from autoprec.policy import OperatorPolicy, OptimizerPolicy, Policy, explain
+from autoprec.policy import CommunicationPolicy, OperatorPolicy, OptimizerPolicy, Policy, explain
 from autoprec.policy.document import PUBLISHED
-from autoprec.policy.levels import level
 from autoprec.policy.space import Blocks, Choice
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
@@ -91,7 +90,6 @@ class Published(_Frozen):
         blocks: of the model it was published for; 0 where its rules do not count blocks, or that is not published.
         use: what every tunable layer runs that no rule is about.
         rules: the first that is about a layer decides. Two that name one role in the same blocks are refused.
-        level: of :mod:`autoprec.policy.levels`, where that says all: recipe, optimizer and communication.
     """
 
     name: str = Field(pattern=r"[a-z0-9.-]+")
@@ -100,21 +98,19 @@ class Published(_Frozen):
     source: str
     date: str
     blocks: int = Field(0, ge=0)
-    use: str = ""
-    level: str = ""
+    use: str = Field(min_length=1)
     recipes: dict[str, Recipe] = Field(default_factory=dict)
     rules: tuple[RoleRule, ...] = ()
     tail: Tail | None = None
     activations: Literal["keep", "bf16"] = "bf16"
     operators: OperatorPolicy = OperatorPolicy()
     optimizer: OptimizerPolicy = OptimizerPolicy()
+    communication: CommunicationPolicy = CommunicationPolicy()
     evidence: tuple[str, ...] = Field(min_length=1)
     not_published: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _resolves(self) -> Published:
-        if bool(self.use) == bool(self.level) or (self.level and self.rules):
-            raise ValueError("give 'use' with rules, or 'level' alone")
         known, tail = self.all_recipes, {} if self.tail is None else self.tail.gemms
         for choice in map(Choice.parse, [*self.choices, *tail.values()]):
             for name in (choice.recipe, *choice.gemms.values()):
@@ -141,18 +137,15 @@ class Published(_Frozen):
     @property
     def choices(self) -> tuple[str, ...]:
         """What its layers run, in the order of the rules, without repetition."""
-        return tuple(dict.fromkeys(filter(None, (*(rule.use for rule in self.rules), self.use))))
+        return tuple(dict.fromkeys((*(rule.use for rule in self.rules), self.use)))
 
     def around(self) -> Policy:
-        """Return the policy without layers: what surrounds them; of a level all there is."""
-        if self.level:
-            return level(self.level).policy()
-        return Policy(activations=self.activations, operators=self.operators, optimizer=self.optimizer)
+        """Return the policy without layers: what surrounds them."""
+        names = ("activations", "operators", "optimizer", "communication")
+        return Policy(**{name: getattr(self, name) for name in names})
 
     def lines(self) -> list[str]:
         """Return what runs where, a rule a line, as a person reads it."""
-        if self.level:
-            return [f"everything: level {self.level}, {level(self.level).summary}"]
         out = []
         for rule in self.rules:
             where = [", ".join(rule.roles), "" if rule.blocks is None else rule.blocks.text]

@@ -35,7 +35,6 @@ from autoprec.applying.units import tunable_layers  # noqa: E402
 from autoprec.optim.monitors import StateMonitor  # noqa: E402
 from autoprec.optim.optimizer import unwrap_optimizer, wrap_optimizer  # noqa: E402
 from autoprec.policy import Policy  # noqa: E402
-from autoprec.policy.levels import LEVELS  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
 from benchmarks.long_run.policies import POLICIES, policy_of  # noqa: E402
 from benchmarks.long_run.tasks import TASKS, Task, rate, seeded  # noqa: E402
@@ -50,7 +49,7 @@ HEALTHY = ("perturbed", "bf16", "fp8 row, head bf16")
 BROKEN = ("broken rate", "broken sign", "broken fp4 everywhere", "broken second moment fp16, unscaled")
 HOPELESS = 20.0  # a run whose loss is this many times its first one is over
 REFERENCE = Policy()
-BF16 = LEVELS["amp-bf16"].policy().model_copy(update={"activations": "keep"})
+BF16 = Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
 
 
 class Run:

@@ -37,17 +37,20 @@ from autoprec.optim.monitors import StateMonitor, StateReport  # noqa: E402
 from autoprec.optim.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
 from autoprec.optim.tensor import StoredTensor  # noqa: E402
 from autoprec.policy import OptimizerPolicy  # noqa: E402
-from autoprec.policy.levels import LEVELS  # noqa: E402
+from autoprec.policy.library import published  # noqa: E402
 
 CHART = {"amp-bf16": 16, "te": 16, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7, "bf16-sr-fp8": 6}
+_MOMENTS: Any = {"exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"}
 STATES = {
-    **{name: LEVELS[name].optimizer for name in ("msamp-o1", "msamp-o2", "msamp-o3")},
-    "msamp-o1-exact": LEVELS["msamp-o1-exact"].optimizer,
-    "msamp-o2-exact": LEVELS["msamp-o2-exact"].optimizer,
-    "msamp-o3-exact": LEVELS["msamp-o3-exact"].optimizer,
-    "bf16-sr": LEVELS["bf16-sr"].optimizer,
-    "bf16-kahan": LEVELS["bf16-kahan"].optimizer,
-    "bf16-sr-fp8": LEVELS["bf16-sr-fp8"].optimizer,
+    "amp-bf16": OptimizerPolicy(),
+    "te": OptimizerPolicy(),
+    **{name: published(name).optimizer for name in ("msamp-o1", "msamp-o2", "msamp-o3")},
+    "msamp-o1-exact": OptimizerPolicy(weights="fp16_scaled", gradients="e4m3"),
+    "msamp-o2-exact": OptimizerPolicy(weights="fp16_scaled", gradients="e4m3", **_MOMENTS),
+    "msamp-o3-exact": OptimizerPolicy(weights="e4m3_master", gradients="e4m3", **_MOMENTS),
+    "bf16-sr": OptimizerPolicy(weights="bf16_stochastic", gradients="bf16"),
+    "bf16-kahan": OptimizerPolicy(weights="bf16_kahan", gradients="bf16"),
+    "bf16-sr-fp8": OptimizerPolicy(weights="bf16_stochastic", gradients="e4m3", **_MOMENTS),
     "e4m3 + int8_block": OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="int8_block"),
 }
 
@@ -193,7 +196,7 @@ def section_bytes() -> dict[str, Any]:
     for name, expected in CHART.items():
         model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))
         optimizer = torch.optim.AdamW(model.parameters())
-        wrap_optimizer(optimizer, LEVELS[name].optimizer, model)
+        wrap_optimizer(optimizer, STATES[name], model)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(8, 1024)).square().mean().backward()

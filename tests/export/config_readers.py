@@ -12,7 +12,6 @@ import yaml
 
 from autoprec.export import Export, Request
 from autoprec.policy import LayerPlan
-from autoprec.policy.levels import level
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 from autoprec.support.optional import require
 from tests.export.readers import (
@@ -27,6 +26,7 @@ from tests.export.readers import (
     te_recipe,
     uniform,
 )
+from tests.levels import LEVELS
 
 __all__ = [
     "nearest_named",
@@ -159,8 +159,8 @@ def read_msamp(done: Export, request: Request) -> Reading:
     with stand_ins(msamp={"initialize": lambda *_args, **_kwargs: None}):
         module = load_source(done.files["precision_msamp.py"], "precision_msamp")
         module.initialize(model, None)
-    runs = level(f"msamp-{section['opt_level'].lower()}")
-    own = labels(fast_fprop(runs.recipe), request.policy.activations)
+    runs = LEVELS[f"msamp-{section['opt_level'].lower()}"]
+    own = labels(fast_fprop(runs.recipes["fp8_msamp"]), request.policy.activations)
     out: dict[str, dict[str, str]] = {}
     for name in request.layers:
         left_alone = getattr(model.get_submodule(name), "use_fp32_linear", False)

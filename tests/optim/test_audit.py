@@ -5,7 +5,7 @@ from torch import nn
 from autoprec.optim.audit import audit_optimizer, optimizer_hints
 from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.policy import Policy
-from autoprec.policy.levels import LEVELS
+from tests.levels import LEVELS
 
 
 def step(model, optimizer):
@@ -16,7 +16,7 @@ def step(model, optimizer):
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_a_level_that_was_wrapped_is_executed(name):
-    model, policy = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), LEVELS[name].policy()
+    model, policy = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), LEVELS[name]
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
     step(model, optimizer)
     found = audit_optimizer(policy, optimizer, model)
@@ -27,7 +27,7 @@ def test_a_level_that_was_wrapped_is_executed(name):
 
 @pytest.mark.parametrize("name", ["msamp-o2", "bf16-kahan", "amp-fp16"])
 def test_a_level_that_was_not_wrapped_is_a_mismatch(name):
-    model, policy = nn.Sequential(nn.Linear(8, 8)), LEVELS[name].policy()
+    model, policy = nn.Sequential(nn.Linear(8, 8)), LEVELS[name]
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     found = audit_optimizer(policy, optimizer, model)
@@ -36,7 +36,7 @@ def test_a_level_that_was_not_wrapped_is_a_mismatch(name):
 
 
 def test_before_the_first_step_it_says_so():
-    model, policy = nn.Linear(8, 8), LEVELS["msamp-o2"].policy()
+    model, policy = nn.Linear(8, 8), LEVELS["msamp-o2"]
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
     found = audit_optimizer(policy, optimizer)
     assert found["weights"]["ok"]
@@ -44,17 +44,17 @@ def test_before_the_first_step_it_says_so():
 
 
 def test_gradients_that_were_cleared_since_still_count():
-    model, policy = nn.Linear(8, 8), LEVELS["msamp-o1"].policy()
+    model, policy = nn.Linear(8, 8), LEVELS["msamp-o1"]
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
     step(model, optimizer)
     optimizer.zero_grad()
     assert audit_optimizer(policy, optimizer)["gradients"]["ok"]
     plain = torch.optim.AdamW(model.parameters())
-    assert audit_optimizer(LEVELS["amp-bf16"].policy(), plain)["gradients"]["ok"]
+    assert audit_optimizer(LEVELS["amp-bf16"], plain)["gradients"]["ok"]
 
 
 def test_communication_in_one_process_has_a_row_that_says_so():
-    model, policy = nn.Linear(8, 8), LEVELS["msamp-o2"].policy()
+    model, policy = nn.Linear(8, 8), LEVELS["msamp-o2"]
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
     row = audit_optimizer(policy, optimizer, model)["communication"]
     assert (row["requested"], row["executed"], row["ok"]) == ("fp8", "-", True)
@@ -62,7 +62,7 @@ def test_communication_in_one_process_has_a_row_that_says_so():
 
 
 def test_emulated_storage_says_why():
-    model, policy = nn.Linear(8, 8), LEVELS["bf16-kahan"].policy()
+    model, policy = nn.Linear(8, 8), LEVELS["bf16-kahan"]
     model.weight.register_hook(lambda gradient: gradient)
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
     found = audit_optimizer(policy, optimizer)["weights"]
@@ -85,7 +85,7 @@ def test_sgd_momentum_counts_as_first_moment():
 
 def test_the_scripts_own_scaler_counts():
     scaler = torch.amp.GradScaler("cpu")
-    model, policy = nn.Linear(8, 8), LEVELS["amp-fp16"].policy()
+    model, policy = nn.Linear(8, 8), LEVELS["amp-fp16"]
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
     found = audit_optimizer(policy, optimizer)["loss_scaling"]
     assert found["ok"]
@@ -95,7 +95,7 @@ def test_the_scripts_own_scaler_counts():
 
 @pytest.mark.parametrize(("name", "decay", "told"), [("te", 0.0, True), ("te", 0.1, False), ("amp-bf16", 0.0, False)])
 def test_a_quantised_model_without_weight_decay_gets_a_hint(name, decay, told):
-    model, policy = nn.Linear(8, 8), LEVELS[name].policy()
+    model, policy = nn.Linear(8, 8), LEVELS[name]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
     assert "weight_decay" not in audit_optimizer(policy, optimizer, model), "nobody asked for it"
     found = optimizer_hints(policy, optimizer)

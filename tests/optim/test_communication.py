@@ -15,8 +15,8 @@ from autoprec.optim.communication import (
     wire_bytes,
 )
 from autoprec.optim.optimizer import runtime_of, wrap_optimizer
-from autoprec.policy.levels import LEVELS
 from benchmarks.numerics.state import compressed_mean
+from tests.levels import LEVELS
 from tests.warm import run_ranks
 
 
@@ -116,7 +116,7 @@ def rank_main(rank: int, folder: str) -> None:
     # a whole level: stochastic rounding draws the same noise on every rank, weights are emulated behind DDP's back
     model = network()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    policy, optimizer = LEVELS["bf16-sr-fp8"].policy(), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    policy, optimizer = LEVELS["bf16-sr-fp8"], torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrap_optimizer(optimizer, policy, model)
     for step in range(6):
         optimizer.zero_grad()

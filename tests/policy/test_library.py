@@ -55,8 +55,8 @@ def test_where_a_file_is_needed_a_published_policy_says_how_it_becomes_one() -> 
 
 def test_a_level_brings_its_optimizer() -> None:
     policy = published("msamp-o2").around()
-    assert policy.default == "fp8_msamp"
     assert policy.optimizer.exp_avg == "e4m3_tensor"
+    assert policy.communication.gradients == "fp8"
 
 
 def test_the_tail_of_a_run_is_in_words_too() -> None:
@@ -76,7 +76,7 @@ def test_blocks_in_words() -> None:
         ("use: nvfp4\nrules: [{use: bf16}]\n", "a rule names roles, blocks or both"),
         ("use: nvfp4\nrules: [{use: bf16, roles: [haed]}]\n", "'haed' is not one of"),
         ("use: nvfp4\nrules: [{use: bf16, blocks: {first: 1, last: 2}}]\n", "give one of first, last and last_share"),
-        ("use: nvfp4\nlevel: te\n", "give 'use' with rules, or 'level' alone"),
+        ("activations: bf16\n", "use: Field required"),
         (
             "use: nvfp4\nrules: [{use: bf16, roles: [attention.qkv]}, {use: mxfp8, roles: [attention.k]}]\n",
             r"rules\[1\]: 'attention.k' is named twice in the same blocks, in rules\[0\] as 'attention.qkv'",

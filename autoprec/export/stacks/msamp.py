@@ -14,7 +14,7 @@ from autoprec.export.settings import SCALER, report_settings
 from autoprec.export.snippets import fill, shared
 from autoprec.export.summary import changes, fast_forward, lose_rule, other_dtype
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
-from autoprec.policy.levels import level
+from autoprec.policy.library import published
 
 _BODY = '''import re
 
@@ -45,7 +45,7 @@ def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPo
     moments = {policy.optimizer.exp_avg, policy.optimizer.exp_avg_sq}
     name = "O2" if moments & {"e4m3", "e4m3_tensor", "fp16_scaled", "fp16_tensor"} else "O1"
     name = "O3" if policy.optimizer.weights == "e4m3_master" else name
-    found = level(f"msamp-{name.lower()}")
+    found = published(f"msamp-{name.lower()}")
     return name, found.optimizer, found.communication
 
 
@@ -67,7 +67,7 @@ def write(request: Request, losses: Losses) -> Written:
         losses.add(f"communication.gradients: {policy.communication.gradients}", f"fp8 (MS-AMP {name})")
     rules = request.rules()
     names = name_plans(policy, rules)
-    own = fast_forward(level("msamp-o1").recipe)
+    own = fast_forward(published("msamp-o1").recipes["fp8_msamp"])
     eight = []
     for rule in rules:
         if rule.plan.scaled:

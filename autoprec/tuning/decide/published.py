@@ -104,14 +104,10 @@ def resolve_published(name: str, report: GraphReport) -> Resolved:
     inside = {layer.name: found[layer.name] for layer in report.tunable}
     matcher = _Matcher(entry, scaled=name.endswith(SCALED))
     choices = {layer: matcher.choice(place) for layer, place in inside.items()}
-    around = entry.around()
-    if entry.level:
-        choices = dict.fromkeys(inside, around.default)
-    else:
-        _refuse_nothing(entry, full, choices)
-    notes = [] if entry.level else [*_missing(matcher, report, found), *_depth(matcher, full, inside)]
+    _refuse_nothing(entry, full, choices)
+    notes = [*_missing(matcher, report, found), *_depth(matcher, full, inside)]
     facts = {"published": entry.name, "published_in": entry.source, "published_on": entry.date}
-    return Resolved(full, _rendered(entry, around, report, choices, facts), choices, tuple(notes))
+    return Resolved(full, _rendered(entry, report, choices, facts), choices, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -186,13 +182,9 @@ def _depth(matcher: _Matcher, full: str, inside: Mapping[str, Place]) -> Iterato
             )
 
 
-def _rendered(
-    entry: Published, around: Policy, report: GraphReport, choices: Mapping[str, str], facts: Mapping[str, str]
-) -> Policy:
+def _rendered(entry: Published, report: GraphReport, choices: Mapping[str, str], facts: Mapping[str, str]) -> Policy:
     """Return the policy in as few globs as say it exactly."""
-    document = around.to_dict() | {"model": dict(report.model), "evidence": dict(facts)}
-    if entry.level:
-        return Policy.model_validate(document)
+    document = entry.around().to_dict() | {"model": dict(report.model), "evidence": dict(facts)}
     table, used, low = GlobTable([layer.name for layer in report.layers]), set(choices.values()), entry.use
     document["layers"] = _rules(table, choices)
     if entry.tail is not None:
@@ -225,7 +217,7 @@ def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     family = str(problem.report.model.get("class", "")).lower()
     found: list[tuple[str, dict[str, Any]]] = []
     for entry in map(published, published_names()):
-        if entry.level or entry.tail is not None or not any(word in family for word in entry.families):
+        if entry.tail is not None or not any(word in family for word in entry.families):
             continue
         name = f"{PREFIX}{entry.name}{SCALED if entry.blocks else ''}"
         try:

@@ -10,15 +10,14 @@ import torch
 
 from autoprec.export import Request, export, exporter
 from autoprec.export.stacks.msamp import nearest_level
-from autoprec.policy.levels import level
 from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source, model_of, stand_ins
+from tests.levels import LEVELS
 
 
 def test_msamp_o2_is_exact_but_for_the_output() -> None:
-    from autoprec.policy.levels import level
 
-    done = export(level("msamp-o2").policy(), "msamp", allow_lossy=True)
+    done = export(LEVELS["msamp-o2"], "msamp", allow_lossy=True)
     fprop, output = done.losses
     assert fprop.instead == "MS-AMP's own recipe: fast accumulation in fprop"
     assert output.what == "operators.output: fp32"
@@ -27,7 +26,7 @@ def test_msamp_o2_is_exact_but_for_the_output() -> None:
 
 @pytest.mark.parametrize("name", ["o1", "o2", "o3"])
 def test_a_level_of_our_own_lists_what_the_package_stores_differently(name: str) -> None:
-    done = export(level(f"msamp-{name}-exact").policy(), "msamp", allow_lossy=True)
+    done = export(LEVELS[f"msamp-{name}-exact"], "msamp", allow_lossy=True)
     assert json.loads(done.files["ds_msamp.json"])["msamp"] == {
         "enabled": True,
         "opt_level": name.upper(),
@@ -39,7 +38,7 @@ def test_a_level_of_our_own_lists_what_the_package_stores_differently(name: str)
 
 
 def test_transformer_engine_under_msamp() -> None:
-    body = level("te").policy().model_copy(update={"optimizer": level("msamp-o2").optimizer})
+    body = LEVELS["te"].model_copy(update={"optimizer": LEVELS["msamp-o2"].optimizer})
     done = export(body, "msamp", allow_lossy=True)
     assert json.loads(done.files["ds_msamp.json"])["msamp"]["use_te"] is True
 
@@ -47,9 +46,9 @@ def test_transformer_engine_under_msamp() -> None:
 def test_the_level_is_that_of_the_optimizer_state() -> None:
     assert nearest_level(POLICIES["bf16"])[0] == "O1"
     assert nearest_level(POLICIES["state"])[0] == "O2"
-    assert nearest_level(level("msamp-o1").policy())[1:] == (
-        level("msamp-o1").optimizer,
-        level("msamp-o1").communication,
+    assert nearest_level(LEVELS["msamp-o1"])[1:] == (
+        LEVELS["msamp-o1"].optimizer,
+        LEVELS["msamp-o1"].communication,
     )
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from autoprec.optim.tensor import StoredTensor
-from autoprec.policy.levels import LEVELS
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
+from tests.levels import LEVELS
 
 
 def found() -> SimpleNamespace:
@@ -29,7 +29,7 @@ def test_no_document_changes_nothing() -> None:
 
 def test_a_level_is_applied_to_model_and_optimizer_watched_and_audited() -> None:
     item = found()
-    policy = apply_document(LEVELS["msamp-o2"].policy().to_dict(), item, "auto")
+    policy = apply_document(LEVELS["msamp-o2"].to_dict(), item, "auto")
     monitors = watch_state(policy, item, 12)
     train(item, 12)
     assert isinstance(item.root[0].weight, StoredTensor)
@@ -42,7 +42,7 @@ def test_a_level_is_applied_to_model_and_optimizer_watched_and_audited() -> None
 
 def test_a_policy_without_low_state_is_not_watched() -> None:
     item = found()
-    policy = apply_document(LEVELS["amp-bf16"].policy().to_dict(), item, "auto")
+    policy = apply_document(LEVELS["amp-bf16"].to_dict(), item, "auto")
     assert watch_state(policy, item, 12) == []
     train(item, 1)
     document = state_document(policy, item, [])
