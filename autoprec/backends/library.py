@@ -15,58 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.backends.casts import CompiledCasts
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
-from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.operand import QuantizerState
-from autoprec.numerics.plan import DTYPE_NAMES, Multiply
+from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.numerics.sharded import is_dtensor
 from autoprec.policy import LayerPlan
-from autoprec.precision.hardware import recipe_family
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
-
-#: Values along the sum that share a scale in FP8 in blocks.
-BLOCK = 128
+from autoprec.precision.recipes import GEMMS, KEEP
 
 
 def wants_bf16(plan: LayerPlan) -> bool:
     """True when a GEMM of the plan is bf16: then operands arrive in bfloat16, whatever the script computes in."""
     return any((recipe := plan.recipe(gemm)) is not None and recipe.format == "bf16" for gemm in GEMMS)
-
-
-def is_block(recipe: Recipe | None) -> bool:
-    """Say whether a recipe is FP8 in blocks."""
-    return recipe is not None and recipe_family(recipe) == "fp8_block"
-
-
-def block_refusal(recipe: Recipe, gemm: Gemm, sizes: dict[str, int]) -> str:
-    """Return why block products of libraries cannot run a GEMM, or an empty string; ``sizes`` are those of features."""
-    if torch.version.hip is not None:  # whose capability may read 9.4, and whose E4M3 may be another format
-        return "block products of libraries run on NVIDIA GPUs only"
-    formats = {recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm]}
-    if formats != {"e4m3"}:
-        return f"block products multiply E4M3 by E4M3 only, {gemm} has {' and '.join(sorted(formats))}"
-    if recipe.accumulation == "fast":
-        return "block products have no fast accumulation"
-    ragged = next((label for label, size in sizes.items() if size % BLOCK), "")
-    return f"{gemm} {ragged} = {sizes[ragged]} is not a multiple of {BLOCK}" if ragged else ""
-
-
-def block_execution(plan: LayerPlan, multiply: Multiply, *, seed: int, backend: str) -> LinearExecution:
-    """Return an execution with our casts, whose block products are a library's.
-
-    Raises:
-        UnsupportedError: another GEMM of the plan is scaled in another way.
-    """
-    recipes = {gemm: plan.recipe(gemm) for gemm in GEMMS}
-    other = next((r for r in recipes.values() if r is not None and r.scaled and not is_block(r)), None)
-    if other is not None or not any(map(is_block, recipes.values())):
-        what = "no GEMM of it is FP8 in blocks" if other is None else f"{other.describe()} beside FP8 in blocks"
-        raise UnsupportedError(what, where=f"backend '{backend}'", fix="use backend 'native' or 'emulated'")
-    state = QuantizerState(seed)
-    used: dict[Gemm, Multiply] = {gemm: multiply for gemm in GEMMS if is_block(recipes[gemm])}
-    return LinearExecution(plan, used, state, CompiledCasts(state), backend=backend)
 
 
 class Memory(Protocol):

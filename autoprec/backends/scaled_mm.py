@@ -202,27 +202,13 @@ def _outer_padded(matrix: Tensor, scales: Tensor, multiple: int, value: float) -
     return matrix, scales
 
 
-def block_tiles(operand: QuantizedOperand, axis: int, multiple: int = _MULTIPLE) -> tuple[Tensor, Tensor]:
-    """Return codes ``[outer, K]`` and the scales ``[outer, K/128]`` of 1x128 tiles, whose columns are contiguous.
-
-    ``outer`` is padded to a ``multiple``, ``K`` to whole tiles.
-    """
-    matrix, scales = _outer_padded(_matrix(operand, axis), _scales(operand, axis), multiple, 1.0)
-    return matrix, scales.t().contiguous().t()
-
-
-def block_squares(operand: QuantizedOperand, axis: int) -> tuple[Tensor, Tensor]:
-    """Return codes ``[outer, K]`` and the scales ``[outer/128, K/128]`` of 128x128 squares."""
-    return _matrix(operand, axis), _scales(operand, axis)
-
-
 def _block(operand: QuantizedOperand, axis: int) -> _Layout:
     """Scales ``[outer, K/128]`` of tiles, or ``[K/128 padded to 4s, outer/128]`` of squares; columns contiguous."""
+    matrix, scales = _matrix(operand, axis), _scales(operand, axis)
     if operand.spec.square:
-        matrix, scales = block_squares(operand, axis)
         return matrix, [F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()], ("BlockWise128x128",)
-    matrix, scales = block_tiles(operand, axis)
-    return matrix, [scales], ("BlockWise1x128",)
+    matrix, scales = _outer_padded(matrix, scales, _MULTIPLE, 1.0)
+    return matrix, [scales.t().contiguous().t()], ("BlockWise1x128",)
 
 
 def tiled(scales: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The ``torchao`` backend: its float8 training function, and its MXFP8 product, called from the layer's own forward.
 
-FP8 in blocks is cast by us and multiplied by its Triton kernels (``prototype/blockwise_fp8_training``), whose own casts
-have float32 scales only, and whose default is the product of torch that ``native`` calls.
 ``convert_to_float8_training`` would replace modules (losing hooks and subclasses) and ``quantize_`` would replace
 Parameters (losing the optimizer); the autograd functions beneath them need neither. What torchao cannot express is
 refused: delayed scaling (removed in 0.7), two formats for one operand, mixed power-of-two flags.
@@ -9,27 +7,15 @@ refused: delayed scaling (removed in 0.7), two formats for one operand, mixed po
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoprec.backends.base import Backend, feature_sizes
-from autoprec.backends.library import (
-    BLOCK,
-    LibraryExecution,
-    block_execution,
-    block_refusal,
-    is_block,
-    wants_bf16,
-)
-from autoprec.backends.scaled_mm import block_squares, block_tiles
+from autoprec.backends.library import LibraryExecution, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.execution import Execution
-from autoprec.numerics.operand import QuantizedOperand
-from autoprec.numerics.plan import GemmStep, Multiply, multiply_emulated
 from autoprec.numerics.rounding import STORAGE
 from autoprec.policy import LayerPlan
 from autoprec.precision.hardware import Capability
@@ -37,9 +23,7 @@ from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 from autoprec.support.optional import require
 
 _HIGH = ("bf16",)
-_BLOCKS = "torchao.prototype.blockwise_fp8_training.kernels"
-#: The largest tile of a product that the kernels are tuned over.
-_TILE = 256
+_NO_BLOCKS = "torchao's products have no scales in blocks"
 
 
 def _float8_refusal(recipe: Recipe, device: str) -> str:
@@ -50,8 +34,8 @@ def _float8_refusal(recipe: Recipe, device: str) -> str:
         return f"torchao trains no {recipe.describe()} GEMM"
     if scaling.scale == "delayed":
         return "torchao has no delayed scaling any more"
-    if is_block(recipe):
-        return "" if device.startswith("cuda") else "torchao's block products are Triton kernels for NVIDIA GPUs"
+    if scaling.granularity == "block":
+        return _NO_BLOCKS
     if scaling.amax_epsilon:
         return "torchao has no amax_epsilon"
     if recipe.accumulation == "fast" and not device.startswith("cuda"):
@@ -69,6 +53,8 @@ def _plan_refusal(plan: LayerPlan) -> str:
     eight = {gemm: r for gemm, r in recipes.items() if r is not None and r.format == "fp8"}
     if not eight:
         return "no GEMM of it is 8-bit: nothing for torchao to do"
+    if any(r.scaling is not None and r.scaling.granularity == "block" for r in eight.values()):
+        return _NO_BLOCKS
     if len({r.scaling.power_of_2 for r in eight.values() if r.scaling is not None}) > 1:
         return "torchao rounds all scales of a layer to powers of two, or none"
     chosen: dict[str, str] = {}
@@ -141,9 +127,6 @@ class TorchaoBackend(Backend):
         refusal = _float8_refusal(recipe, device)
         if refusal:
             return Capability(False, refusal)
-        if is_block(recipe):
-            why = block_refusal(recipe, gemm, feature_sizes(gemm, m, k, n)) or _no_block_kernels(device)
-            return Capability(False, why) if why else Capability(True, "torchao.prototype.blockwise_fp8_training")
         multiple = 32 if recipe.format == "mxfp8" else 16 if device.startswith("cuda") and recipe.scaled else 1
         for label, size in feature_sizes(gemm, m, k, n).items():
             if size % multiple:
@@ -161,9 +144,7 @@ class TorchaoBackend(Backend):
         Raises:
             UnsupportedError: torchao cannot express the plan.
         """
-        if any(is_block(plan.recipe(gemm)) for gemm in GEMMS):
-            kernels = require(_BLOCKS, purpose="FP8 in blocks through torchao")
-            return block_execution(plan, _block_products(kernels), seed=seed, backend=self.name)
+        del seed
         refusal = _plan_refusal(plan)
         if refusal:
             raise UnsupportedError(refusal, where=f"layer '{name}'", fix="use backend 'native' or 'emulated'")
@@ -175,45 +156,6 @@ class TorchaoBackend(Backend):
         note = "torchao's emulation" if emulate else ""
         rows = 32 if mx else 1 if emulate else 16
         return LibraryExecution(plan, product, plan.labels, rows, compute=compute, backend=self.name, note=note)
-
-
-def _no_block_kernels(device: str) -> str:
-    """Return why torchao's block products cannot run on a GPU, or an empty string."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"torchao's block products need compute capability 9.0, this device has {major}.{minor}"
-    try:
-        require(_BLOCKS, purpose="FP8 in blocks through torchao")
-    except MissingDependencyError as error:
-        return error.what
-    return ""
-
-
-@functools.cache
-def _block_products(kernels: Any) -> Multiply:
-    """Return what multiplies operands with scales of blocks: made once, because Dynamo cannot trace an import.
-
-    Layers share it, and so what a compiler makes of it.
-    """
-    by_squares, by_tiles = kernels.triton_fp8_gemm_1x128_128x128, kernels.triton_fp8_gemm_1x128_128x1
-
-    def multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-        if a.codes.numel() == 0 or b.codes.numel() == 0:
-            return multiply_emulated(a, b, step, out_dtype)
-        # kernels read the scales of whole tiles of the product, which end where no tensor need be
-        left, scale_left = block_tiles(a, step.axes[0], _TILE)
-        if b.spec.square:
-            right, scale_right = block_squares(b, step.axes[1])
-            scale_right = F.pad(scale_right, (0, 0, 0, scale_right.shape[0] % 2), value=1.0).contiguous()
-            out: Tensor = by_squares(left, right.t(), scale_left, scale_right.t(), BLOCK, out_dtype)
-        else:
-            right, scale_right = block_tiles(b, step.axes[1], _TILE)
-            out = by_tiles(left, right.t(), scale_left, scale_right.t(), BLOCK, out_dtype)
-        rows = a.rows if step.axes[0] == 1 else a.columns
-        columns = b.rows if step.axes[1] == 1 else b.columns
-        return out[:rows, :columns]
-
-    return multiply
 
 
 def _float8_product(plan: LayerPlan, emulate: bool) -> Any:
