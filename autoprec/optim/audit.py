@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.optim.communication import GradientHook, find_distributed
-from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of
+from autoprec.optim.optimizer import OptimizerRuntime, guard_of, loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
 
@@ -43,8 +43,7 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
 
 def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, dict[str, Any]]:
     """Audit the guards that a policy asks for: on the model's embeddings, and around the optimizer's steps."""
-    found, asked = stability_of(optimizer), policy.stability
-    guards = None if found is None else found.guard
+    guard, asked = guard_of(optimizer), policy.stability
     out = {}
     for name, value in asked.model_dump(exclude_defaults=True).items():
         live, reason = 0.0, ""
@@ -53,8 +52,8 @@ def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Modul
             factors = {getattr(m.__dict__.get("_autoprec"), "factor", 1.0) for m in tables}
             live = factors.pop() if len(factors) == 1 else 1.0
             reason = "" if tables else "the model has no embedding"
-        elif found is not None and guards is not None:
-            live, reason = guards.outlier, f"{guards.skipped} steps left out"
+        elif guard is not None:
+            live, reason = guard.outlier, f"{guard.skipped} steps left out"
         out[f"stability.{name}"] = _entry(f"{value:g}", f"{live:g}", reason)
     return out
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from autoprec.optim.tensor import decoded
-from autoprec.policy import StabilityPolicy
 
 
 def before_update(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
@@ -63,10 +62,11 @@ def gradient_norm(parameters: list[Tensor]) -> float:
 
 @dataclass
 class StepGuard:
-    """Decide before an optimizer step whether it may happen.
+    """Leaves out steps of an optimizer by taking their gradients away: any torch optimizer then changes nothing.
 
-    ``outlier``: skip when the gradient norm exceeds this multiple of the median of the last ``window`` norms
-    (0: only non-finite gradients are skipped). ``limit`` consecutive outliers are taken for the new normal.
+    ``outlier``: skip when the gradient norm exceeds this multiple of the median of the last ``window`` norms, as
+    GLM-130B does (arXiv 2210.02414); 0: only non-finite gradients are skipped. ``limit`` consecutive outliers are taken
+    for the new normal. Ranks decide alike, since they hold the same gradients.
     """
 
     outlier: float = 0.0
@@ -76,13 +76,30 @@ class StepGuard:
     nonfinite: int = 0
     consecutive: int = 0
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    _handles: list[Any] = field(default_factory=list)
+    _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def admits(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> bool:
-        """Return False, and count, when this step must be skipped; gradients are multiplied by ``factor``."""
+    @classmethod
+    def install(cls, optimizer: torch.optim.Optimizer, outlier: float) -> StepGuard:
+        """Hook an optimizer."""
+        made = cls(outlier)
+        made._handles.append(optimizer.register_step_pre_hook(before_update(made._before)))
+        made._handles.append(optimizer.register_step_post_hook(made._after))
+        return made
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def admits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return False, and count, when this step must be skipped."""
         if getattr(optimizer, "found_inf", None) is not None and float(optimizer.found_inf) > 0:  # type: ignore[attr-defined]
             self.skipped += 1
             return False
-        norm = gradient_norm([p for group in optimizer.param_groups for p in group["params"]]) / factor
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still multiplied by it
+        norm = gradient_norm([p for group in optimizer.param_groups for p in group["params"]])
+        norm /= 1.0 if scale is None else float(scale)
         if not math.isfinite(norm):
             self.skipped, self.nonfinite = self.skipped + 1, self.nonfinite + 1
             return False
@@ -113,44 +130,9 @@ class StepGuard:
         usual = sorted(self.norms)[len(self.norms) // 2]
         return usual > 0 and norm > self.outlier * usual
 
-
-@dataclass
-class Stability:
-    """The guard of a policy around the steps of any optimizer: outliers are left out.
-
-    GLM-130B (arXiv 2210.02414) names it beside the shrunk embedding gradient, which is the model's part
-    (:mod:`autoprec.applying.policy`). A step is left out by taking its gradients away while it runs: every torch
-    optimizer then leaves parameters and state alone. Ranks decide alike, since they hold the same gradients.
-
-    Attributes:
-        guard: what is usual, and how many steps were left out.
-    """
-
-    guard: StepGuard
-    _handles: list[Any] = field(default_factory=list)
-    _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def install(cls, optimizer: torch.optim.Optimizer, policy: StabilityPolicy) -> Stability:
-        """Hook an optimizer, where the policy leaves out outliers."""
-        made = cls(StepGuard(outlier=policy.outlier))
-        if policy.outlier:
-            made._handles.append(optimizer.register_step_pre_hook(before_update(made._before)))
-            made._handles.append(optimizer.register_step_post_hook(made._after))
-        return made
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not found:  # left out already, by a loss scaler
-            return
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still multiplied by it
-        factor = 1.0 if scale is None else float(scale)
-        if not self.guard.admits(optimizer, factor):
+        if found and not self.admits(optimizer):  # without gradients a loss scaler has left the step out already
             self._held = [(parameter, parameter.grad) for parameter in found]
             for parameter in found:
                 parameter.grad = None

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
-from autoprec.optim.guard import Stability, StepGuard
+from autoprec.optim.guard import StepGuard
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, sgd_update
 from autoprec.optim.weights import StoredWeights
-from autoprec.policy import OptimizerPolicy, Policy, StabilityPolicy
+from autoprec.policy import OptimizerPolicy, Policy
 
-_ATTRIBUTE, _SCALER, _STABILITY = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_stability"
+_ATTRIBUTE, _SCALER, _GUARD = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_guard"
 _ADAM, _SGD = "adam", "sgd"
 
 
@@ -88,19 +88,17 @@ def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str)
 
 @dataclass
 class OptimizerRuntime:
-    """What a wrapped optimizer carries: formats, stored weights, guard and counters."""
+    """What an optimizer carries that stores in low precision: formats, stored weights and counters."""
 
     choice: OptimizerPolicy
     kind: str
     weights: StoredWeights
-    guard: StepGuard
     steps: int = 0
     codecs: dict[str, Codec | None] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
-    skip: bool = False
 
     def __post_init__(self) -> None:
         first = codec("exp_avg", self.choice.exp_avg)
@@ -130,9 +128,6 @@ class OptimizerRuntime:
         """Update this group's managed parameters; return those left to the optimizer itself."""
         if group is optimizer.param_groups[0]:
             self.steps += 1
-            self.skip = not self.guard.admits(optimizer)
-        if self.skip:
-            return []
         left: list[Tensor] = []
         for parameter in group["params"]:
             self.order.setdefault(id(parameter), len(self.order))
@@ -204,16 +199,15 @@ def loss_scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
     return getattr(optimizer, _SCALER, None)
 
 
-def stability_of(optimizer: torch.optim.Optimizer) -> Stability | None:
-    """Return the guards that ``wrap_optimizer`` put around this optimizer's steps, or None."""
-    return getattr(optimizer, _STABILITY, None)
+def guard_of(optimizer: torch.optim.Optimizer) -> StepGuard | None:
+    """Return the guard that ``wrap_optimizer`` put around this optimizer's steps, or None."""
+    return getattr(optimizer, _GUARD, None)
 
 
 def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps the guards or our loss scaler left out (a script's own GradScaler not included)."""
-    runtime, scaler, stability = runtime_of(optimizer), loss_scaler_of(optimizer), stability_of(optimizer)
-    left_out = (runtime.guard.skipped if runtime else 0) + (stability.guard.skipped if stability else 0)
-    return left_out + (scaler.skipped_steps if scaler else 0)
+    """Return how many steps the guard or our loss scaler left out (a script's own GradScaler not included)."""
+    scaler, guard = loss_scaler_of(optimizer), guard_of(optimizer)
+    return (guard.skipped if guard else 0) + (scaler.skipped_steps if scaler else 0)
 
 
 def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -222,9 +216,8 @@ def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if runtime is not None:
         found["steps"] = torch.tensor(float(runtime.steps), dtype=torch.float64)
-        found["guard"] = runtime.guard.state()
-    if (stability := stability_of(optimizer)) is not None:
-        found["stability"] = stability.guard.state()
+    if (guard := guard_of(optimizer)) is not None:
+        found["guard"] = guard.state()
     if scaler is not None and scaler.active:
         counts = (scaler.scale, scaler.good_steps, scaler.skipped_steps)
         found["loss_scale"] = torch.tensor(counts, dtype=torch.float64)
@@ -236,9 +229,8 @@ def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor])
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     if runtime is not None and "steps" in state:
         runtime.steps = int(state["steps"])
-        runtime.guard.load_state(state["guard"])
-    if (stability := stability_of(optimizer)) is not None and "stability" in state:
-        stability.guard.load_state(state["stability"])
+    if (guard := guard_of(optimizer)) is not None and "guard" in state:
+        guard.load_state(state["guard"])
     if scaler is not None and "loss_scale" in state:
         scale, good, skipped = state["loss_scale"].tolist()
         scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
@@ -304,13 +296,14 @@ def wrap_optimizer(
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
-    if isinstance(policy, Policy) and policy.stability != StabilityPolicy():
-        setattr(optimizer, _STABILITY, Stability.install(optimizer, policy.stability))
+    outlier = policy.stability.outlier if isinstance(policy, Policy) else 0.0
+    if outlier or choice != OptimizerPolicy():  # low-precision state cannot take a non-finite value back out
+        setattr(optimizer, _GUARD, StepGuard.install(optimizer, outlier))
     if choice == OptimizerPolicy():
         return optimizer
     kind = _kind(optimizer)
     weights = StoredWeights.install(list(_parameters(optimizer)), choice, model)
-    runtime = OptimizerRuntime(choice, kind, weights, StepGuard())
+    runtime = OptimizerRuntime(choice, kind, weights)
     original = optimizer._init_group  # type: ignore[attr-defined]
 
     def init_group(self: torch.optim.Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
@@ -356,10 +349,10 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if scaler is not None:
         scaler.remove(optimizer)
         delattr(optimizer, _SCALER)
-    stability = stability_of(optimizer)
-    if stability is not None:
-        stability.remove()
-        delattr(optimizer, _STABILITY)
+    guard = guard_of(optimizer)
+    if guard is not None:
+        guard.remove()
+        delattr(optimizer, _GUARD)
     runtime = runtime_of(optimizer)
     if runtime is None:
         return optimizer

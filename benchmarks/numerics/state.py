@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from autoprec.optim.codecs import Codec  # noqa: E402
 from autoprec.optim.communication import WIRE, _pack, _shares, _unpack, wire_bytes  # noqa: E402
 from autoprec.optim.monitors import StateMonitor, StateReport  # noqa: E402
-from autoprec.optim.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
+from autoprec.optim.optimizer import guard_of, skipped_steps, wrap_optimizer  # noqa: E402
 from autoprec.optim.tensor import StoredTensor  # noqa: E402
 from autoprec.policy import OptimizerPolicy  # noqa: E402
 from autoprec.policy.library import published  # noqa: E402
@@ -317,14 +317,12 @@ def section_resume() -> dict[str, Any]:
 
 def section_guard() -> dict[str, Any]:
     """A gradient that is infinite at step 5 and one of 1000 times the usual norm at step 40."""
-    from autoprec.optim.optimizer import runtime_of
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), STATES["msamp-o2-exact"], model)
-    runtime = runtime_of(optimizer)
-    assert runtime is not None
-    runtime.guard.outlier = 20.0
+    guard = guard_of(optimizer)
+    assert guard is not None
+    guard.outlier = 20.0
     losses = []
     for step in range(80):
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
