@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,36 @@ class Trace:
                 for value in set(call.ins):
                     self._consumers.setdefault(value, []).append(call)
         return self._consumers
+
+    def above(self, value: int, passes: Callable[[Call], bool], depth: int = 8) -> Iterator[Call]:
+        """Iterate over the calls a value comes from, walking up through those that ``passes``."""
+        frontier, seen = [value], set()
+        for _ in range(depth):
+            following: list[int] = []
+            for item in frontier:
+                call = self.producer(item)
+                if call is None or call.index in seen:
+                    continue
+                seen.add(call.index)
+                yield call
+                if passes(call):
+                    following.extend(call.ins)
+            frontier = following
+
+    def below(self, value: int, passes: Callable[[Call], bool], depth: int = 6) -> Iterator[tuple[Call, int]]:
+        """Iterate over (call, value it reads) downstream of a value, through those that ``passes``, never backward."""
+        frontier, seen, consumers = [value], set(), self.consumers()
+        for _ in range(depth):
+            following: list[int] = []
+            for item in frontier:
+                for call in consumers.get(item, ()):
+                    if call.index in seen or call.phase == "backward":
+                        continue
+                    seen.add(call.index)
+                    yield call, item
+                    if passes(call):
+                        following.extend(call.outs)
+            frontier = following
 
     def in_phase(self, *phases: str) -> Iterator[Call]:
         return (call for call in self.calls if call.phase in phases)

@@ -15,7 +15,6 @@ from autoprec.graph.analysis.linking import Links
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.trace import Trace
 
-_MOVES = frozenset({"view", "cast", "allocation"})
 _GATHERS = frozenset({"index", "index_select", "gather", "_unsafe_index", "masked_select", "take_along_dim"})
 
 
@@ -78,26 +77,6 @@ def named(sets: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def source_of(trace: Trace, links: Links, value: int) -> int:
-    """Walk up through what only moves or casts a tensor."""
-    return _walk(trace, links, value, frozenset())[0]
-
-
-def _walk(trace: Trace, links: Links, value: int, also: frozenset[str]) -> tuple[int, bool]:
-    """Walk up through moves, casts and the operators ``also``; say whether one of those was passed."""
-    passed = False
-    for _ in range(12):
-        call = trace.producer(value)
-        if call is None or not call.ins:
-            break
-        if links.classes[call.index] not in _MOVES:
-            if call.name not in also:
-                break
-            passed = True
-        value = call.ins[0]
-    return value, passed
-
-
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -107,7 +86,7 @@ def _same_input(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> 
     for record in records.values():
         if "router" in record.flags or not record.inputs or record.kind == "rnn":
             continue
-        key = (_parent(record.name), source_of(trace, links, record.inputs[0]))
+        key = (_parent(record.name), links.source(trace, record.inputs[0])[0])
         seen = first.setdefault(key, record.name)
         if seen != record.name:
             yield seen, record.name
@@ -124,7 +103,7 @@ def _same_expert(
             families.setdefault((match[1], match[3]), []).append(record)
     mixtures: set[str] = set()
     for (container, _), members in families.items():
-        found = [_walk(trace, links, r.inputs[0], _GATHERS) for r in members if r.inputs]
+        found = [links.source(trace, r.inputs[0], _GATHERS) for r in members if r.inputs]
         rows_of_one = len(found) > 1 and len({source for source, _ in found}) == 1 and all(hit for _, hit in found)
         if rows_of_one or ("expert" in container.lower() and len(members) > 1):
             mixtures.add(container)

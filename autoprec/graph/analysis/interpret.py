@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from autoprec.graph.analysis.flops import RECURRENT, call_flops
-from autoprec.graph.analysis.groups import merge, named, sibling_pairs, source_of
+from autoprec.graph.analysis.groups import merge, named, sibling_pairs
 from autoprec.graph.analysis.layers import build_layers, collect, mark_output, mark_positions
 from autoprec.graph.analysis.linking import Links, link
 from autoprec.graph.analysis.memory import step_memory
@@ -87,7 +87,7 @@ def _batch(trace: Trace, links: Links) -> dict[str, int]:
     calls = max(trace.calls_of.get("", 0), 1)
     for call in trace.in_phase("forward"):
         if call.name == "embedding":
-            source = source_of(trace, links, call.ins[-1])
+            source, _ = links.source(trace, call.ins[-1])
             ids, maker = trace.values[source], trace.producer(source)
             if len(ids.shape) == 2 and (maker is None or maker.module == SCRIPT):
                 return {"samples": ids.shape[0] * calls, "tokens": ids.shape[0] * ids.shape[1] * calls}

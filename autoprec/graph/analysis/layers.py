@@ -139,7 +139,6 @@ def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[
         min(forward, key=lambda r: trace.values[r.outputs[0]].producer).flags.add("first")
         last = [r for r in forward if _before_backward(trace, r)] or forward
         max(last, key=lambda r: trace.values[r.outputs[-1]].producer).flags.add("head")
-    consumers = trace.consumers()
     for record in records.values():
         if names.canonical(record.weight) in names.tied:
             record.flags.add("tied")
@@ -148,9 +147,11 @@ def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[
             record.flags.add("frozen")
         if any(_differentiated(product) for product in record.products):
             record.flags.add("double_backward")
-        if "head" not in record.flags and _feeds_router(trace, links, consumers, record):
+        if "head" in record.flags or not record.outputs:
+            continue
+        if _feeds_router(trace, links, record):
             record.flags.add("router")
-        elif "head" not in record.flags and _feeds_choice(trace, links, consumers, record):
+        elif _feeds_choice(trace, links, record):
             record.flags.add("narrow")
 
 
@@ -160,23 +161,19 @@ def mark_output(trace: Trace, links: Links, records: dict[str, LayerRecord], par
     Casts, soft caps and masks count; operators that are part of a hand-written one (``part_of``) keep their class.
     """
     products: set[int] = set()
-    consumers = trace.consumers()
     for record in (r for r in records.values() if "head" in r.flags and r.outputs):
         logits = trace.values[record.outputs[-1]]
         products.add(logits.producer)
-        frontier, size = [record.outputs[-1]], prod(logits.shape)
-        for _ in range(8):
-            following: list[int] = []
-            for call in (call for value in frontier for call in consumers.get(value, ())):
-                cls = links.classes[call.index]
-                same = bool(call.outs) and prod(trace.values[call.outs[0]].shape) == size
-                if call.phase != "forward" or not same or call.index in part_of:
-                    continue
-                if cls in ("view", "cast", "pointwise"):
-                    following.extend(call.outs)
-                if cls in ("cast", "pointwise"):
-                    links.classes[call.index] = "output"
-            frontier = following[:64]
+        size = prod(logits.shape)
+
+        def follows(call: Call, size: int = size) -> bool:
+            same = bool(call.outs) and prod(trace.values[call.outs[0]].shape) == size
+            own = same and call.phase == "forward" and call.index not in part_of
+            return own and links.classes[call.index] in ("view", "cast", "pointwise")
+
+        for call in [call for call, _ in trace.below(record.outputs[-1], follows, depth=8) if follows(call)]:
+            if links.classes[call.index] != "view":
+                links.classes[call.index] = "output"
     return products
 
 
@@ -191,46 +188,40 @@ def _before_backward(trace: Trace, record: LayerRecord) -> bool:
     return call is not None and call.phase == "forward"
 
 
-def _feeds_router(trace: Trace, links: Links, consumers: dict[int, list[Call]], record: LayerRecord) -> bool:
-    frontier = list(record.outputs[:1])
-    passes = {"view", "cast", "softmax", "pointwise", "allocation", "transcendental"}
-    for _ in range(8):
-        following: list[int] = []
-        for value in frontier:
-            for call in consumers.get(value, ()):
-                if call.phase != "forward" or call.module == SCRIPT:
-                    continue
-                cls = links.classes[call.index]
-                if cls == "router" and call.name in ("topk", "sort", "argsort", "kthvalue", "one_hot"):
-                    return True
-                width = trace.values[call.outs[0]].shape[-1:] if call.outs else ()
-                if cls in passes and width == trace.values[record.outputs[0]].shape[-1:]:
-                    following.extend(call.outs)
-        frontier = following[:64]
-    return False
+def _feeds_router(trace: Trace, links: Links, record: LayerRecord) -> bool:
+    """Say whether a layer's outputs, as wide as they are, reach the choice of the largest in the model."""
+    through = ("view", "cast", "softmax", "pointwise", "allocation", "transcendental")
+
+    def inside(call: Call) -> bool:
+        return call.phase == "forward" and call.module != SCRIPT
+
+    def passes(call: Call) -> bool:
+        width = trace.values[call.outs[0]].shape[-1:] if call.outs else ()
+        same = width == trace.values[record.outputs[0]].shape[-1:]
+        return same and inside(call) and links.classes[call.index] in through
+
+    chooses = ("topk", "sort", "argsort", "kthvalue", "one_hot")
+    found = (call for call, _ in trace.below(record.outputs[0], passes, depth=8) if inside(call))
+    return any(links.classes[call.index] == "router" and call.name in chooses for call in found)
 
 
-def _feeds_choice(trace: Trace, links: Links, consumers: dict[int, list[Call]], record: LayerRecord) -> bool:
+def _feeds_choice(trace: Trace, links: Links, record: LayerRecord) -> bool:
     """Say whether a layer's outputs are the logits of experts (fewer than its inputs) or of classes.
 
     They go through a softmax, or into the loss, as many as they are: their number does not grow with the model.
     """
-    frontier = list(record.outputs[:1])
-    if not frontier or not record.inputs:
+    if not record.inputs:
         return False
-    count, inputs = trace.values[frontier[0]].shape[-1:], trace.values[record.inputs[0]].shape[-1:]
-    for _ in range(4):
-        following: list[int] = []
-        for value in frontier:
-            if trace.values[value].shape[-1:] != count:
-                continue
-            for call in (c for c in consumers.get(value, ()) if c.phase == "forward"):
-                cls = links.classes[call.index]
-                if cls == "loss" or (cls == "softmax" and count < inputs):
-                    return True
-                if cls in ("view", "cast", "pointwise"):
-                    following.extend(call.outs)
-        frontier = following[:64]
+    count, inputs = (trace.values[value].shape[-1:] for value in (record.outputs[0], record.inputs[0]))
+
+    def passes(call: Call) -> bool:
+        return call.phase == "forward" and links.classes[call.index] in ("view", "cast", "pointwise")
+
+    for call, read in trace.below(record.outputs[0], passes, depth=4):
+        if call.phase == "forward" and trace.values[read].shape[-1:] == count:
+            cls = links.classes[call.index]
+            if cls == "loss" or (cls == "softmax" and count < inputs):
+                return True
     return False
 
 

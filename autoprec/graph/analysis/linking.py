@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autoprec.graph.analysis.flops import Gemm, conv_gemm, gemm_of
@@ -11,6 +12,8 @@ from autoprec.graph.trace import FORWARD_PHASES, OTHER_MODEL, Call, Trace
 
 #: Classes whose result is still "the parameter, in another form" when every input is: casts, transposes, scalings.
 _CARRIES = frozenset({"view", "cast", "pointwise", "reduction", "transcendental", "allocation", "norm"})
+#: Classes that only move or cast a tensor.
+MOVES = frozenset({"view", "cast", "allocation"})
 _PRODUCTS = ("gemm", "conv", "attention")
 #: Products with a vector: of a weight and a buffer they are what spectral norm divides the weight by.
 VECTOR_PRODUCTS = ("mv", "dot", "vdot")
@@ -45,6 +48,20 @@ class Links:
     unknown: dict[str, int] = field(default_factory=dict)
     foreign: list[str] = field(default_factory=list)
     constant: list[bool] = field(default_factory=list)
+
+    def source(self, trace: Trace, value: int, also: Collection[str] = ()) -> tuple[int, bool]:
+        """Walk up through moves, casts and the operators ``also``; say whether one of those was passed."""
+        passed = False
+        for _ in range(16):
+            call = trace.producer(value)
+            if call is None or not call.ins:
+                break
+            if self.classes[call.index] not in MOVES:
+                if call.name not in also:
+                    break
+                passed = True
+            value = call.ins[0]
+        return value, passed
 
     def other_model(self, gemm: Gemm) -> bool:
         return bool(self.foreign[gemm.a] or self.foreign[gemm.b])

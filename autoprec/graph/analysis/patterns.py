@@ -7,13 +7,12 @@ recognised they take the class of what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoprec.graph.analysis.linking import Links
+from autoprec.graph.analysis.linking import MOVES, Links
 from autoprec.graph.trace import Call, Trace
 
-_MOVES = frozenset({"view", "cast", "allocation"})
 _SQUARES = frozenset({"pow", "mul", "square"})
 _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
 _SHIFTS = frozenset({"add", "clamp", "clamp_min", "maximum", "mul", "div"})
@@ -37,51 +36,12 @@ class Pattern:
 class _Finder:
     def __init__(self, trace: Trace, links: Links) -> None:
         self.trace, self.links = trace, links
-        self.consumers = trace.consumers()
-
-    # -- walking --------------------------------------------------------------------------------------------------
 
     def _moves(self, call: Call) -> bool:
-        return self.links.classes[call.index] in _MOVES
+        return self.links.classes[call.index] in MOVES
 
     def source(self, value: int) -> int:
-        """Walk up through views, casts and copies."""
-        for _ in range(16):
-            call = self.trace.producer(value)
-            if call is None or not call.ins or not self._moves(call):
-                return value
-            value = call.ins[0]
-        return value
-
-    def feeding(self, value: int, passes: Callable[[Call], bool], depth: int = 8) -> Iterator[Call]:
-        """Iterate over the calls a value comes from, walking up through those that ``passes``."""
-        frontier, seen = [value], set()
-        for _ in range(depth):
-            following: list[int] = []
-            for item in frontier:
-                call = self.trace.producer(item)
-                if call is None or call.index in seen:
-                    continue
-                seen.add(call.index)
-                yield call
-                if passes(call):
-                    following.extend(call.ins)
-            frontier = following
-
-    def fed(self, value: int, passes: Callable[[Call], bool], depth: int = 6) -> Iterator[tuple[Call, int]]:
-        """Iterate over (call, value it reads) downstream of a value, through those that ``passes``."""
-        frontier, seen = [value], set()
-        for _ in range(depth):
-            following: list[int] = []
-            for item in frontier:
-                for call in self.consumers.get(item, ()):
-                    if call.index in seen or call.phase == "backward":
-                        continue
-                    seen.add(call.index)
-                    yield call, item
-                    if passes(call):
-                        following.extend(call.outs[:1])
-            frontier = following
+        return self.links.source(self.trace, value)[0]
 
     # -- norms ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +53,7 @@ class _Finder:
         if call.name not in ("rsqrt", "sqrt") and exponent not in (-0.5, 0.5):
             return
         small = call.outs and self.trace.values[call.outs[0]].shape
-        for mean in self.feeding(call.ins[0], lambda c: self._moves(c) or c.name in _SHIFTS):
+        for mean in self.trace.above(call.ins[0], lambda c: self._moves(c) or c.name in _SHIFTS):
             if mean.name not in _MEANS or not mean.ins or small == ():
                 continue
             if mean.name.startswith(("var", "std")):
@@ -126,7 +86,7 @@ class _Finder:
         self, root: Call, mean: Call, base: int, *, centred: bool, square: Call | None = None
     ) -> Iterator[Pattern]:
         base = self._centre(base)
-        for scaled, read in self.fed(
+        for scaled, read in self.trace.below(
             root.outs[0], lambda c: self._moves(c) or c.name in ("reciprocal", "add", "clamp", "clamp_min")
         ):
             if scaled.name not in ("mul", "div"):
@@ -144,7 +104,7 @@ class _Finder:
         """The multiplication by a weight and the addition of a bias that follow a norm."""
         parameter_of, kept = self.links.parameter_of, set()
         for wanted in ("mul", "add"):
-            for call, read in self.fed(scaled.outs[0], self._moves, depth=3):
+            for call, read in self.trace.below(scaled.outs[0], self._moves, depth=3):
                 others = [i for i in call.ins if i != read]
                 weights = [i for i in others if parameter_of[i]]
                 biased = [i for i in weights for maker in [self.trace.producer(i)] if maker and maker.name == "add"]
@@ -177,10 +137,10 @@ class _Finder:
         """``exp(x) / exp(x).sum()`` and ``exp(x).sum().log()``, with or without the maximum taken off first."""
         if call.name != "exp":
             return
-        for total, _ in self.fed(call.outs[0], self._moves, depth=3):
+        for total, _ in self.trace.below(call.outs[0], self._moves, depth=3):
             if total.name != "sum":
                 continue
-            for end, read in self.fed(
+            for end, read in self.trace.below(
                 total.outs[0], lambda c: self._moves(c) or c.name in ("add", "clamp", "reciprocal")
             ):
                 if end.name in ("div", "mul"):
@@ -212,7 +172,7 @@ class _Finder:
             return
         path, selected, logged = [call.index], False, False
         passes = {*_LOSS_PATH, "log"}
-        for above in self.feeding(call.ins[0], lambda c: self._moves(c) or c.name in passes, depth=10):
+        for above in self.trace.above(call.ins[0], lambda c: self._moves(c) or c.name in passes, depth=10):
             if above.index in logs or above.name in ("_log_softmax", "logsumexp", "log_softmax"):
                 found = selected
             elif above.index in softmaxes or above.name in _SOFTMAXES:
@@ -242,9 +202,11 @@ class _Finder:
         for call in self.trace.in_phase("forward", "recompute"):
             if call.name not in ("bmm", "baddbmm", "mm", "matmul") or self.links.classes[call.index] != "attention":
                 continue
-            if any(is_softmax(c) for c in self.feeding(call.ins[-2 if len(call.ins) > 1 else 0], through, depth=10)):
+            if any(
+                is_softmax(c) for c in self.trace.above(call.ins[-2 if len(call.ins) > 1 else 0], through, depth=10)
+            ):
                 yield Pattern("values", "attention", (call.index,))
-            elif any(is_softmax(c) for c, _ in self.fed(call.outs[0], through, depth=12)):
+            elif any(is_softmax(c) for c, _ in self.trace.below(call.outs[0], through, depth=12)):
                 yield Pattern("scores", "attention", (call.index,))
 
 
