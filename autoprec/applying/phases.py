@@ -26,7 +26,7 @@ from autoprec.applying.stage import put_stage
 from autoprec.applying.state import carries_state, carry_state, remember
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecError
-from autoprec.optim.communication import reserve_gradient_hook
+from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
 from autoprec.policy import Policy, boundaries
 
@@ -82,7 +82,7 @@ class Phases:
         for stage in self.stages:
             self._put(stage, model, only_try=True)
         if any(stage.communication.gradients != "fp32" for stage in self.stages):
-            reserve_gradient_hook(model)  # DDP takes one before the first step, or never
+            install_gradient_hook(model, "fp32", reserve=True)  # DDP takes one before the first step, or never
         stop_phases(model)
         self._put(self.current, model)
         handle = register_optimizer_step_post_hook(self._after_step)

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,12 +23,10 @@ import torch
 from torch import Tensor
 
 from autoprec.errors import UnknownNameError
+from autoprec.numerics.rounding import decode
 
 _SMALLEST_AMAX = 1e-32  # below it max / amax overflows FP32; such a block is stored as zeros
 _FLOAT_LIMITS = {torch.float8_e4m3fn: (448.0, 2.0**-9), torch.float16: (65504.0, 2.0**-24)}
-
-#: ``torch.mul``, or the same in place.
-Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class Codec(Protocol):
@@ -126,7 +122,7 @@ class TensorCodec:
         return scaled.clamp_max_(largest).to(self.dtype), inverse
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        return parts[0].to(torch.float32).mul_(parts[1]).view(shape)
+        return decode(parts[0], torch.float32).mul_(parts[1]).view(shape)
 
 
 def _round_mantissa(values: Tensor, keep: int) -> Tensor:
@@ -143,35 +139,13 @@ def _blocks(values: Tensor, size: int) -> Tensor:
     return (torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, size)
 
 
-@functools.cache
-def _e4m3_values(device: torch.device) -> Tensor:
-    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
-
-
 def _trimmed(codes: Tensor, count: int) -> Tensor:
     """Return the first ``count`` codes without keeping the padding alive."""
     return codes if codes.numel() == count else codes[:count].clone()
 
 
-@functools.cache
-def _pairs(form: str, device: torch.device) -> Tensor:
-    """Return, for every two neighbouring 8-bit codes, their two FP32 values as one 64-bit number (little-endian)."""
-    values = _TABLES[form](device)
-    return torch.stack([values.repeat(256), values.repeat_interleave(256)], dim=1).view(torch.int64).view(-1)
-
-
-def _look_up(codes: Tensor, form: str) -> Tensor:
-    """Return the FP32 values of 8-bit codes: on a CPU two at a time, faster than torch's own cast from E4M3."""
-    codes = codes.view(torch.uint8).view(-1)
-    if codes.device.type == "cpu" and codes.numel() % 2 == 0 and not codes.storage_offset() % 2 and _LITTLE_ENDIAN:
-        index = codes.view(torch.uint16).to(torch.int32)
-        return _pairs(form, codes.device).index_select(0, index).view(torch.float32)
-    return _TABLES[form](codes.device).index_select(0, codes.to(torch.int32))
-
-
-def _decode_blocks(codes: Tensor, inverse: Tensor, form: str, size: int, shape: torch.Size) -> Tensor:
-    """Look 8-bit codes up and scale them block by block."""
-    values = _look_up(codes, form)
+def _scale_blocks(values: Tensor, inverse: Tensor, size: int, shape: torch.Size) -> Tensor:
+    """Multiply flat FP32 values by the scales of their blocks, in place."""
     whole = values.numel() // size
     values[: whole * size].view(-1, size).mul_(inverse[:whole].view(-1, 1))
     if whole < inverse.numel():  # the last block is short
@@ -179,7 +153,7 @@ def _decode_blocks(codes: Tensor, inverse: Tensor, form: str, size: int, shape: 
     return values.view(shape)
 
 
-class _InBlocks(ABC):
+class _InBlocks:
     """What codecs share that keep one exact FP32 scale per ``size`` consecutive values, and eight bits of each."""
 
     size: int
@@ -187,19 +161,6 @@ class _InBlocks(ABC):
     @property
     def bits(self) -> float:
         return 8.0 + 32.0 / self.size
-
-    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-        return self._encode(_blocks(values, self.size), values.numel(), torch.mul, generator)
-
-    def consume(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-        """Encode FP32 ``values`` that nobody needs any more: the same codes, without a second tensor of their size."""
-        return self._encode(_blocks(values, self.size), values.numel(), Tensor.mul_, generator)
-
-    @abstractmethod
-    def _encode(
-        self, blocks: Tensor, count: int, multiply: Multiply, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
-        """Return the codes of ``count`` values in blocks and each block's scale."""
 
 
 @dataclass(frozen=True)
@@ -209,19 +170,18 @@ class BlockCodec(_InBlocks):
     name: str
     size: int = 128
 
-    def _encode(
-        self, blocks: Tensor, count: int, multiply: Multiply, _generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        blocks = _blocks(values, self.size)
         amax = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
         # 20 mantissa bits make 448 * inverse exact: encoding what was decoded changes nothing (exact resume).
         inverse = _round_mantissa(amax.clamp_min(_SMALLEST_AMAX) / 448.0, 20)
         # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
-        codes = multiply(blocks, inverse.reciprocal()).to(torch.float8_e4m3fn).view(-1)
+        codes = (blocks * inverse.reciprocal()).to(torch.float8_e4m3fn).view(-1)
         inverse.masked_fill_(amax < _SMALLEST_AMAX, 0.0)
-        return _trimmed(codes.view(torch.uint8), count).view(torch.float8_e4m3fn), inverse.view(-1)
+        return _trimmed(codes.view(torch.uint8), values.numel()).view(torch.float8_e4m3fn), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        return _decode_blocks(parts[0], parts[1], "e4m3", self.size, shape)
+        return _scale_blocks(decode(parts[0], torch.float32), parts[1], self.size, shape)
 
 
 @functools.cache
@@ -251,28 +211,37 @@ class MapCodec(_InBlocks):
     name: str = "int8_block"
     size: int = 256
 
-    def _encode(
-        self, blocks: Tensor, count: int, multiply: Multiply, _generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        blocks = _blocks(values, self.size)
         _, slopes, offsets = _dynamic_map(blocks.device)
         amax = blocks.amax(1, keepdim=True)
         inverse = amax.masked_fill(amax < _SMALLEST_AMAX, 0.0)
-        share = multiply(blocks, amax.clamp_min(_SMALLEST_AMAX).reciprocal()).view(-1)
+        share = (blocks * amax.clamp_min(_SMALLEST_AMAX).reciprocal()).view(-1)
         # Which decade below 1 (0: 1e-7 to 1e-6, ... 6: 0.1 to 1), then linearly within it: code = slope x + offset.
         decade = share.log10().add_(7.0).clamp_(0.0, 6.0).to(torch.int32)
         found = slopes.index_select(0, decade).mul_(share).add_(offsets.index_select(0, decade))
         codes = found.clamp_(1.0, 255.0).to(torch.uint8)  # code 0 is zero: lifted
-        return _trimmed(codes, count), inverse.view(-1)
+        return _trimmed(codes, values.numel()), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        return _decode_blocks(parts[0], parts[1], "map", self.size, shape)
+        return _scale_blocks(_look_up(parts[0]), parts[1], self.size, shape)
 
 
-#: 8-bit code -> FP32 value, by format.
-_TABLES: dict[str, Callable[[torch.device], Tensor]] = {
-    "e4m3": _e4m3_values,
-    "map": lambda device: _dynamic_map(device)[0],
-}
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return, for every two neighbouring codes, their two FP32 values as one 64-bit number (little-endian)."""
+    values = _dynamic_map(device)[0]
+    return torch.stack([values.repeat(256), values.repeat_interleave(256)], dim=1).view(torch.int64).view(-1)
+
+
+def _look_up(codes: Tensor) -> Tensor:
+    """Return the FP32 values of the dynamic map's codes: on a CPU two at a time, ten times as fast."""
+    codes = codes.view(-1)
+    if codes.device.type == "cpu" and codes.numel() % 2 == 0 and not codes.storage_offset() % 2 and _LITTLE_ENDIAN:
+        return _pairs(codes.device).index_select(0, codes.view(torch.uint16).to(torch.int32)).view(torch.float32)
+    return _dynamic_map(codes.device)[0].index_select(0, codes.to(torch.int32))
+
+
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
 

@@ -115,24 +115,13 @@ def find_distributed(model: nn.Module) -> DistributedDataParallel | None:
     return next((wrapper for wrapper in living(DistributedDataParallel) if wrapper.module is model), None)
 
 
-def reserve_gradient_hook(model: nn.Module) -> GradientHook | None:
-    """Install the hook with ``fp32`` on the wire, for a policy that changes it later in the run.
-
-    DDP takes a hook before its first backward only.
-
-    Raises:
-        UnsupportedError: see :func:`install_gradient_hook`.
-    """
-    return install_gradient_hook(model, "fp32", reserve=True)
-
-
 def install_gradient_hook(model: nn.Module, gradients: str, *, reserve: bool = False) -> GradientHook | None:
     """Let DDP average gradients with ``fp32``, ``bf16`` or ``fp8`` on the wire.
 
     Args:
         model: a DistributedDataParallel module, or the module inside one.
         gradients: the policy's ``communication.gradients``. A second call changes the precision of the first hook.
-        reserve: install the hook for ``fp32``, too, which needs none.
+        reserve: install the hook for ``fp32``, too, which needs none: DDP takes one before its first backward only.
 
     Returns:
         The hook in force; None when the model is not distributed (nothing is communicated).

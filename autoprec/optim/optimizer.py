@@ -184,7 +184,7 @@ class OptimizerRuntime:
             if held is not values:
                 state[name] = values.to(parameter.dtype)
         elif isinstance(held, StoredTensor):
-            held.absorb(values, noise)
+            held.assign(values, noise)
         else:
             state[name] = StoredTensor.store(values, how, noise)
 

@@ -56,12 +56,6 @@ class StoredTensor(torch.Tensor):
         for part, fresh in zip(self.parts, self.codec.encode(values, generator), strict=True):
             part.copy_(fresh.view(part.shape))
 
-    def absorb(self, values: Tensor, generator: torch.Generator | None = None) -> None:
-        """Do what :meth:`assign` does; ``values`` are scratch memory from then on."""
-        encode = getattr(self.codec, "consume", self.codec.encode)
-        for part, fresh in zip(self.parts, encode(values, generator), strict=True):
-            part.copy_(fresh.view(part.shape))
-
     # ---------------------------------------------------------------- what reads bytes: NumPy, safetensors, loggers
     def numpy(self, *, force: bool = False) -> Any:
         """Return what a checkpoint holds, as a NumPy array of its own."""
