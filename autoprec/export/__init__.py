@@ -15,10 +15,11 @@ from autoprec.policy import Policy, first_match
 
 __all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "exact_target", "export", "exporter"]
 
-#: Every target; its module in :mod:`.stacks` has the same name and is imported when named.
+#: Every target; its module in :mod:`.stacks` has the same name (``python`` for lightning) and is imported when named.
 EXPORTERS = (
     "python",
     "torchao",
+    "torchao-fqn",
     "transformer-engine",
     "accelerate",
     "megatron",
@@ -28,10 +29,14 @@ EXPORTERS = (
     "msamp",
     "axolotl",
     "torchtitan",
+    "automodel",
+    "bionemo",
 )
 
 #: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.
-_LINEAR_ALONE = frozenset(("python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp", "axolotl"))
+_LINEAR_ALONE = frozenset(
+    ("python", "lightning", "torchao", "torchao-fqn", "accelerate", "transformer-engine", "msamp", "axolotl")
+)
 _KINDS = {
     "conv": "convolutions are",
     "conv1d": "transformers' Conv1D is",
@@ -54,6 +59,8 @@ def exporter(name: str) -> Exporter:
     """
     if name not in EXPORTERS:
         raise UnknownNameError("export target", name, EXPORTERS)
+    if name == "lightning":
+        return Exporter(name, importlib.import_module("autoprec.export.stacks.python").write_lightning)
     module = importlib.import_module(f"autoprec.export.stacks.{name.replace('-', '_')}")
     return Exporter(name, module.write)
 

@@ -1,11 +1,14 @@
 """What people have today, read as policies: accelerate's ``fp8_config``, Megatron's precision YAML, TE's kwargs.
 
+Formats that name whole recipes are read by the module of :mod:`.stacks` that writes them, from the same table.
+
 A setting that its library accepts and ignores is translated into what it was meant to do, or refused; it is never
 carried along silently. Every such decision is a note.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,21 +47,47 @@ class Imported:
     notes: tuple[str, ...]
 
 
+def _inside(document: Mapping[str, Any], *path: str) -> bool:
+    """Say whether a document has a value at a path of keys."""
+    here: Any = document
+    for key in path:
+        if not isinstance(here, Mapping) or key not in here:
+            return False
+        here = here[key]
+    return True
+
+
+#: format -> keys, any of which tells it; the first format that one tells is it.
+_TOLD: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torchao-fqn": (("_data", "fqn_to_config"), ("_data", "module_fqn_to_config")),
+    "bionemo": (
+        ("layer_precision",),
+        ("config_kwargs", "layer_precision"),
+        ("fp8_config", "enabled"),
+        ("fp4_config", "enabled"),
+    ),
+    "automodel": (("fp8", "enabled"), ("model", "backend")),
+    "accelerate": (("fp8_config",), ("mixed_precision",)),
+}
+
+
 def detect(document: Mapping[str, Any]) -> str:
-    """Return what a document is: ``megatron``, ``accelerate`` or ``te``.
+    """Return what a document is: ``megatron``, ``te``, or a format of the table above.
 
     Raises:
         FileError: none of them.
     """
     if "configs" in document and "matchers" in document:
         return "megatron"
-    if "fp8_config" in document or "mixed_precision" in document:
-        return "accelerate"
+    for name, told in _TOLD.items():
+        if any(_inside(document, *path) for path in told):
+            return name
     if document and set(document) <= _TE_KEYS:
         return "te"
     raise FileError(
-        "this is not an accelerate, Megatron or Transformer Engine configuration",
-        fix="expected fp8_config or mixed_precision, configs with matchers, or TE recipe keys such as fp8_format",
+        "this is not an accelerate, Megatron, Automodel, BioNeMo, torchao or Transformer Engine configuration",
+        fix="expected fp8_config or mixed_precision, configs with matchers, fp8 or model.backend, layer_precision, "
+        "what torchao's config_to_dict makes of an FqnToConfig, or TE recipe keys such as fp8_format",
     )
 
 
@@ -76,6 +105,8 @@ def import_policy(document: Mapping[str, Any], *, layers: Sequence[str] = (), fl
     found = detect(document)
     readers: dict[str, Callable[..., dict[str, Any]]]
     readers = {"accelerate": _accelerate, "megatron": partial(_megatron, flags=flags), "te": _te}
+    if found not in readers:
+        readers[found] = importlib.import_module(f"autoprec.export.stacks.{found.replace('-', '_')}").read
     notes: list[str] = []
     body = readers[found](document, layers, notes)
     policy: Policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")

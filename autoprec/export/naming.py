@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoprec.export.base import Losses, Request, RulePlan
@@ -49,6 +49,31 @@ def rule_table(rules: Iterable[RulePlan], names: Mapping[LayerPlan, str]) -> str
     """Return the Python list of (regular expression, plan name), one per line, first match wins."""
     lines = [f"    ({literal(glob_regex(rule.match))}, {literal(names[rule.plan])})," for rule in rules]
     return "[\n" + "\n".join(lines) + "\n]"
+
+
+def substrings(wanted: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (substrings that are in every name of ``wanted`` and in none of ``others``, names none separates).
+
+    Short common parts are preferred: ``attention.wo`` rather than 32 full names.
+    """
+    out: list[str] = []
+    stuck: list[str] = []
+    for name in wanted:
+        if any(part in name for part in out):
+            continue
+        parts = name.split(".")
+        options = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
+        usable = [option for option in options if not any(option in other for other in others)]
+        if usable:
+            out.append(max(usable, key=lambda option: (sum(option in other for other in wanted), -len(option))))
+        else:
+            stuck.append(name)
+    return out, stuck
+
+
+def expert(name: str) -> bool:
+    """Say whether a layer is one of a model's grouped experts rather than a linear layer."""
+    return any(part.removesuffix("s") == "expert" or part.endswith("_experts") for part in name.split("."))
 
 
 def literal(value: Any, indent: int = 0) -> str:

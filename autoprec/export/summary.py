@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from autoprec.export.base import Losses, Request, RulePlan
-from autoprec.policy import LayerPlan
+from autoprec.policy import LayerPlan, first_match
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
 
 
@@ -32,6 +33,20 @@ def lose_rule(losses: Losses, rule: RulePlan, instead: str) -> None:
     losses.add(rule.plan.describe(), instead, rule.match)
 
 
+def lose_layers(losses: Losses, request: Request, lost: Mapping[str, str]) -> None:
+    """List what layers run instead of their plans (empty: the same): by rule, where all of its layers run the same."""
+    plans = request.plans()
+    decided: dict[str, dict[str, str]] = {}
+    for name in plans:
+        rule = first_match(request.policy.layers, name)
+        decided.setdefault(rule.match if rule else "*", {})[name] = lost.get(name, "")
+    for match, words in decided.items():
+        one = len(set(words.values())) == 1
+        for name, instead in list(words.items())[: 1 if one else None]:
+            if instead:
+                losses.add(plans[name].describe(), instead, match if one else name)
+
+
 def fast_forward(recipe: Recipe) -> LayerPlan:
     """Return a recipe as torchao's named recipes and Transformer Engine's run it: only fprop accumulates fast.
 
@@ -53,6 +68,13 @@ def changes(plan: LayerPlan, runs: LayerPlan) -> str:
     everywhere = [word for word, gemms in words.items() if len(gemms) == len(GEMMS)]
     some = [f"{word} in {' and '.join(gemms)}" for word, gemms in words.items() if len(gemms) < len(GEMMS)]
     return ", ".join(everywhere + some)
+
+
+def distance(plan: LayerPlan, runs: LayerPlan) -> tuple[int, int]:
+    """Return how far two plans are apart: GEMMs that are scaled in one of them alone, and differences in all."""
+    pairs = list(zip(GEMMS, plan.recipes, runs.recipes, strict=True))
+    alone = sum(bool(a and a.scaled) != bool(b and b.scaled) for _, a, b in pairs)
+    return alone, sum(len(_changes(a, b, gemm)) for gemm, a, b in pairs)
 
 
 #: What an NVFP4 recipe may have, its field, and the GEMMs that it is nothing to.

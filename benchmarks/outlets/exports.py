@@ -42,7 +42,13 @@ RANDOM = 40
 #: Two steps run under the policies that a target can express on this model; the last is the one of the table.
 _CASES = {"bf16": "bf16", "fp8": "fp8_tensorwise", "fp8 rows": "fp8_rowwise"}
 _PLAIN = "def converters():\n    return []\n"
-_NEEDS_GPU = {"transformer-engine", "megatron", "dlfw-inspect"}
+_NEEDS_GPU = {"transformer-engine", "megatron", "dlfw-inspect", "torchao-fqn"}
+#: Targets whose own code is not asked: version or commit, and why.
+_NOT_ASKED = {
+    "msamp": ("0.4.0", "does not install outside its container"),
+    "automodel": ("36044ad", "read from its source, not installed"),
+    "bionemo": ("3a9d005", "read from its source, not installed"),
+}
 
 
 @dataclass
@@ -141,8 +147,8 @@ def ran(target: str) -> tuple[str, str]:
 def row(target: str, *, why: bool = False) -> Row:
     """Load and run one target; what fails is said in its row."""
     found = Row(target, real.version(target))
-    if target == "msamp":
-        return Row(target, "0.4.0", "does not install outside its container")
+    if target in _NOT_ASKED:
+        return Row(target, *_NOT_ASKED[target])
     try:
         found.loaded = _silent(loaded, target)
     except MissingDependencyError as error:
@@ -196,7 +202,7 @@ def main(only: list[str], why: bool) -> None:
         print(f"| `{one.target}` | {one.version or '-'} | {one.loaded} | {one.ran} | {one.gap} |")
     if only:
         return
-    installable = [one for one in rows if one.target != "msamp"]
+    installable = [one for one in rows if one.target not in _NOT_ASKED]
     read_by = sum(one.loaded.startswith("yes") for one in installable)
     equal = [one for one in rows if one.gap != "-"]
     print(f"export targets loaded by their real library: {read_by} of {len(installable)} that install on a CPU")

@@ -78,6 +78,18 @@ class TestTorchtitan(Ours):
     exporter = exporter("torchtitan")
 
 
+class TestTorchaoFqn(Ours):
+    exporter = exporter("torchao-fqn")
+
+
+class TestAutomodel(Ours):
+    exporter = exporter("automodel")
+
+
+class TestBionemo(Ours):
+    exporter = exporter("bionemo")
+
+
 def test_every_exporter_is_checked() -> None:
     checked = {cls.exporter.name for cls in Ours.__subclasses__()}
     assert checked == set(EXPORTERS)

@@ -319,6 +319,7 @@ def read(done: Export, request: Request) -> Reading:
         MissingDependencyError: the library that it asks is not installed.
     """
     from tests.export import config_readers as configs
+    from tests.export import recipe_readers as recipes
 
     readers: dict[str, Callable[[Export, Request], Reading]] = {
         "python": read_python,
@@ -332,5 +333,8 @@ def read(done: Export, request: Request) -> Reading:
         "msamp": configs.read_msamp,
         "axolotl": configs.read_axolotl,
         "torchtitan": configs.read_torchtitan,
+        "torchao-fqn": recipes.read_torchao_fqn,
+        "automodel": recipes.read_automodel,
+        "bionemo": recipes.read_bionemo,
     }
     return readers[done.target](done, request)

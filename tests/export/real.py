@@ -44,6 +44,7 @@ from tests.export.readers import (
     te_stand_ins,
     uniform,
 )
+from tests.export.recipe_readers import read_torchao_fqn
 
 __all__ = ["LAYERS", "LOADERS", "TRAINERS", "Batches", "SmallModel", "TitanBlock", "losses_of", "quiet", "version"]
 
@@ -51,6 +52,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 _DISTRIBUTIONS = {
     "python": "torch",
     "torchao": "torchao",
+    "torchao-fqn": "torchao",
     "transformer-engine": "transformer-engine",
     "megatron": "megatron-core",
     "dlfw-inspect": "nvdlfw_inspect",
@@ -306,6 +308,7 @@ LOADERS: dict[str, Callable[[Export, Request], Reading]] = {
     "deepspeed": load_deepspeed,
     "axolotl": load_axolotl,
     "torchtitan": load_torchtitan,
+    "torchao-fqn": _requiring("torchao.core.config", read_torchao_fqn),
 }
 #: target -> names of its own model's layers, where it has one.
 LAYERS: dict[str, Callable[[], tuple[str, ...]]] = {"torchtitan": titan_names}

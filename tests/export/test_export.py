@@ -15,8 +15,8 @@ from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 
-def test_there_are_eleven() -> None:
-    assert len(EXPORTERS) == 11
+def test_there_are_fourteen() -> None:
+    assert len(EXPORTERS) == 14
     assert all(exporter(name).name == name for name in EXPORTERS)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoprec.export import Request
 from autoprec.export.base import RulePlan
-from autoprec.export.naming import header, literal, name_plans, recipe_name, rule_table
+from autoprec.export.naming import expert, header, literal, name_plans, recipe_name, rule_table, substrings
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.conformance.exporters import MODELS, POLICIES
@@ -68,3 +68,19 @@ def test_no_name_ends_the_comment_it_stands_in(name: str) -> None:
     text = header(Request(POLICIES["bf16"], name=name), "torchao")
     assert text.splitlines() == [text.rstrip("\n")]
     assert text.startswith("# torchao form of the AutoPrec policy ")
+
+
+def test_substrings_do_not_catch_their_neighbours() -> None:
+    layers = [f"layers.{i}.w" for i in range(12)]
+    found, stuck = substrings(["layers.1.w"], [name for name in layers if name != "layers.1.w"])
+    assert stuck == []
+    assert [name for name in layers if any(part in name for part in found)] == ["layers.1.w"]
+
+
+def test_what_no_substring_separates_is_said() -> None:
+    assert substrings(["w"], ["w1"]) == ([], ["w"])
+
+
+def test_grouped_experts_are_known_by_their_name() -> None:
+    assert expert("layers.1.moe.routed_experts.inner_experts")
+    assert not expert("layers.1.feed_forward.w1")

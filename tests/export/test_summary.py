@@ -6,10 +6,10 @@ import pytest
 
 from autoprec.export import Request
 from autoprec.export.base import Loss, Losses, RulePlan
-from autoprec.export.summary import changes, fast_forward, lose_rule, main_plan, other_dtype
+from autoprec.export.summary import changes, distance, fast_forward, lose_layers, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from tests.conformance.exporters import POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def test_the_main_plan_is_the_quantised_one_that_most_layers_run() -> None:
@@ -61,3 +61,19 @@ def test_a_lost_rule_says_what_it_was() -> None:
     losses = Losses()
     lose_rule(losses, RulePlan("*head", LayerPlan(fprop=BUILTIN_RECIPES["bf16"])), "fp32")
     assert losses.found == [Loss("fprop: bf16, dgrad: keep, wgrad: keep", "fp32", "*head")]
+
+
+def test_layers_lose_by_their_rule_where_all_of_them_lose_the_same() -> None:
+    request = Request(POLICIES["rowwise but the ends"], MODELS["vit"])
+    losses = Losses()
+    lose_layers(losses, request, {name: "bf16" for name in MODELS["vit"] if "blocks" in name})
+    assert [(loss.match, loss.instead) for loss in losses.found] == [("*", "bf16")]
+    losses = Losses()
+    lose_layers(losses, request, {"blocks.0.qkv": "bf16", "head": "fp16"})
+    assert {loss.match: loss.instead for loss in losses.found} == {"blocks.0.qkv": "bf16", "*head": "fp16"}
+
+
+def test_a_product_that_is_scaled_in_one_plan_alone_is_further_than_any_other_difference() -> None:
+    row, tensor = (LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in ("fp8_rowwise", "fp8_tensorwise"))
+    assert distance(row, row) == (0, 0)
+    assert distance(row, tensor) < distance(row, row.model_copy(update={"wgrad": None}))

@@ -11,8 +11,8 @@ from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 _TARGETS = (
-    "python, torchao, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, msamp, axolotl, "
-    "torchtitan"
+    "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, "
+    "msamp, axolotl, torchtitan, automodel, bionemo"
 )
 
 
@@ -68,7 +68,8 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
 
     With --to policy, or --to space (a search space that has it as a preset), POLICY is such a stack's file:
     accelerate's fp8_config, Megatron's --te-precision-config-file (its flags are read from megatron_flags.txt beside
-    it), or TE recipe keys. Settings that their library ignores are translated or refused, and named on stderr.
+    it), a NeMo Automodel recipe, BioNeMo's layer_precision, torchao's FqnToConfig as JSON, or TE recipe keys.
+    Settings that their library ignores are translated or refused, and named on stderr.
     """
     from autoprec.export import export as write
     from autoprec.policy import load_policy

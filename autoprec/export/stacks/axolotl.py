@@ -12,7 +12,7 @@ from typing import Any
 from autoprec.export.base import Loss, Losses, Request, Written
 from autoprec.export.naming import header
 from autoprec.export.settings import report_settings
-from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
+from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.summary import lose_rule, main_plan, other_dtype
 from autoprec.policy import dump_yaml
 
@@ -30,7 +30,7 @@ def write(request: Request, losses: Losses) -> Written:
     """Return ``axolotl_precision.yaml``: keys to merge into a configuration."""
     policy = request.policy
     main = main_plan(request)
-    recipe = named_recipe(main, list(NAMED)) if main is not None and _mostly_eight(request) else ""
+    recipe = NAMED.nearest(main) if main is not None and _mostly_eight(request) else ""
     config: dict[str, Any] = {}
     dtype = policy.activations
     if recipe:
@@ -65,7 +65,7 @@ def _rules(request: Request, losses: Losses, recipe: str, dtype: str) -> None:
     plans = request.plans()
     for rule in request.rules():
         if recipe and (not request.layers or any(plans[n] == rule.plan for n in plans if n not in kept)):
-            words = named_changes(rule.plan, recipe, dtype)
+            words = NAMED.lost(rule.plan, recipe, dtype)
             if words:
                 lose_rule(losses, rule, words)
         elif not recipe and (rule.plan.scaled or other_dtype(rule.plan, dtype)):

@@ -1,4 +1,7 @@
-"""``--to python``: one module that needs only PyTorch."""
+"""``--to python``: one module that needs only PyTorch; ``--to lightning``: that, and a ``Precision`` plugin around it.
+
+The plugin is for Fabric and for the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +71,39 @@ def write(request: Request, losses: Losses) -> Written:
     by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide"), IN_FORWARD)
     report_settings(request, losses, SCALER, kept=by | LOOKUP, autocast=False)
     return {"precision_policy.py": source}, ("import precision_policy; precision_policy.apply(model)",)
+
+
+_PLUGIN = '''import precision_policy
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+
+
+class _PolicyMixin:
+    """Applies the policy when Lightning converts the model.
+
+    prefix: where the model sits inside the LightningModule, e.g. "model"; the policy's names are relative to it.
+    """
+
+    def __init__(self, prefix=""):
+        super().__init__()
+        self.prefix = prefix
+
+    def convert_module(self, module):
+        precision_policy.apply(module.get_submodule(self.prefix))
+        return module
+
+
+class PolicyFabricPrecision(_PolicyMixin, FabricPrecision):
+    """Fabric(plugins=[PolicyFabricPrecision()])."""
+
+
+class PolicyTrainerPrecision(_PolicyMixin, TrainerPrecision):
+    """Trainer(plugins=[PolicyTrainerPrecision(prefix="model")])."""
+'''
+
+
+def write_lightning(request: Request, losses: Losses) -> Written:
+    """Return ``precision_policy.py`` and ``precision_lightning.py``."""
+    files, _ = write(request, losses)
+    files = {**files, "precision_lightning.py": header(request, "Lightning") + _PLUGIN}
+    return files, ("Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])",)

@@ -7,14 +7,14 @@ torchao fills in its dtype in place, so every one is written out with an explici
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans, plain_dtype, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
-from autoprec.export.summary import changes, current_scaling, fast_forward
+from autoprec.export.summary import current_scaling, fast_forward
+from autoprec.export.words import Words
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
@@ -28,32 +28,16 @@ _CASTS: dict[Operand, tuple[tuple[str, Gemm], tuple[str, Gemm]]] = {
 
 
 _ROW = fast_forward(BUILTIN_RECIPES["fp8_rowwise"])
-#: What torchao's recipe names run (``Float8LinearConfig.from_recipe_name``), but for the one thing that a policy has no
-#: word for: in ``rowwise_with_gw_hp`` dgrad takes the weight with one scale per tensor.
-NAMED: dict[str, LayerPlan] = {
-    "tensorwise": fast_forward(BUILTIN_RECIPES["fp8_tensorwise"]),
-    "rowwise": _ROW,
-    "rowwise_with_gw_hp": LayerPlan(fprop=_ROW.fprop, dgrad=_ROW.dgrad, wgrad=None),
-}
-
-
-def named_recipe(plan: LayerPlan, names: Sequence[str]) -> str:
-    """Return which of torchao's recipe names comes nearest to a plan with an FP8 or FP4 product."""
-    granularities = {r.scaling.granularity for r in plan.scaled if r.scaling is not None}
-    if plan.wgrad is None or not plan.wgrad.scaled:
-        return "rowwise_with_gw_hp"
-    return "tensorwise" if "tensorwise" in names and granularities == {"tensor"} else "rowwise"
-
-
-def named_changes(plan: LayerPlan, name: str, activations: str) -> str:
-    """Return in words what a layer runs under one of torchao's recipe names instead of a plan; empty: the same."""
-    wgrad = plan.wgrad
-    if wgrad is not None and not wgrad.scaled and wgrad.format == activations:
-        plan = plan.model_copy(update={"wgrad": None})
-    words = changes(plan, NAMED[name])
-    weight = "one scale per tensor for dgrad's weight" if name == "rowwise_with_gw_hp" else ""
-    found = ", ".join(filter(None, (words, weight)))
-    return f"torchao's {name} recipe: {found}" if found else ""
+#: What torchao's recipe names run (``Float8LinearConfig.from_recipe_name``).
+NAMED = Words(
+    "torchao's {} recipe",
+    {
+        "tensorwise": fast_forward(BUILTIN_RECIPES["fp8_tensorwise"]),
+        "rowwise": _ROW,
+        "rowwise_with_gw_hp": LayerPlan(fprop=_ROW.fprop, dgrad=_ROW.dgrad, wgrad=None),
+    },
+    {"rowwise_with_gw_hp": "one scale per tensor for dgrad's weight"},
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,27 @@ weight of three dimensions there, and their converters take them all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import header, literal
+from autoprec.export.naming import expert, header, literal, substrings
 from autoprec.export.settings import report_settings
-from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
-from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
+from autoprec.export.stacks.torchao import NAMED
+from autoprec.export.summary import lose_rule, main_plan, other_dtype
+from autoprec.export.words import Words
 from autoprec.policy import LayerPlan, glob_matches
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-#: Recipe names of torchtitan's Float8LinearConverter, and plans of the converters that have none.
+#: Recipe names of torchtitan's Float8LinearConverter; the other converters have one recipe each.
 _FLOAT8 = ("rowwise", "rowwise_with_gw_hp")
-_OWN = {name: LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in ("mxfp8", "nvfp4")}
+_WORDS = Words(
+    "torchtitan's {} converter",
+    {
+        **{name: NAMED.plans[name] for name in _FLOAT8},
+        **{name: LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in ("mxfp8", "nvfp4")},
+    },
+    NAMED.besides,
+)
 _LINEAR = {"mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter"}
 _EXPERTS = {"rowwise": "Float8GroupedExpertsConverter", "mxfp8": "MXFP8GroupedExpertsConverter"}
 
@@ -43,52 +50,12 @@ _NOTHING = '''def converters(model_compile_enabled=True, emulate=False):
 '''
 
 
-def substrings(wanted: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (substrings that are in every name of ``wanted`` and in none of ``others``, names none separates).
-
-    Short common parts are preferred: ``attention.wo`` rather than 32 full names.
-    """
-    out: list[str] = []
-    stuck: list[str] = []
-    for name in wanted:
-        if any(part in name for part in out):
-            continue
-        parts = name.split(".")
-        options = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-        usable = [option for option in options if not any(option in other for other in others)]
-        if usable:
-            out.append(max(usable, key=lambda option: (sum(option in other for other in wanted), -len(option))))
-        else:
-            stuck.append(name)
-    return out, stuck
-
-
-def expert(name: str) -> bool:
-    """Say whether a layer is one of torchtitan's grouped experts rather than a linear layer."""
-    return any(part.removesuffix("s") == "expert" or part.endswith("_experts") for part in name.split("."))
-
-
 def nearest_converter(plan: LayerPlan, name: str = "") -> str:
     """Return the recipe that a layer gets: a name of Float8LinearConverter, mxfp8, nvfp4; empty for bf16."""
-    if not plan.scaled:
-        return ""
-    first = plan.scaled[0].format
-    found: str = first if first in _OWN else ""
-    if first == "fp8":
-        found = named_recipe(plan, _FLOAT8)
+    found = _WORDS.nearest(plan)
     if expert(name):
         return {"rowwise_with_gw_hp": "rowwise"}.get(found, found if found in _EXPERTS else "")
     return found
-
-
-def _words(plan: LayerPlan, recipe: str) -> str:
-    """Return what a layer runs under a recipe instead of its plan; empty where it is the same."""
-    if recipe in NAMED:
-        return named_changes(plan, recipe, "bf16")
-    if recipe:
-        words = changes(plan, _OWN[recipe])
-        return f"torchtitan's {recipe} converter: {words}" if words else ""
-    return "bf16" if plan.scaled else ""
 
 
 _IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (FSDP2's mixed precision, no autocast)"
@@ -115,6 +82,10 @@ def write(request: Request, losses: Losses) -> Written:
         "needs torchtitan 0.3 or newer",
     ]
     return {"precision_torchtitan.py": header(request, "torchtitan") + body}, notes
+
+
+def _words(plan: LayerPlan, recipe: str) -> str:
+    return _WORDS.lost(plan, recipe, "bf16") if recipe or plan.scaled else ""
 
 
 def _with_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:

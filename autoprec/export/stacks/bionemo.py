@@ -1,0 +1,187 @@
+"""``--to bionemo``: BioNeMo's ``layer_precision``, a word for each block, and the recipes that the words stand for.
+
+``config_kwargs.layer_precision`` has ``fp8``, ``fp4`` or null (bf16) for every Transformer Engine block; one FP8 and
+one FP4 recipe serve the whole run (``fp8_config``, ``fp4_config``), and what is outside of the blocks, the head too,
+is bf16. The ESM-2 and CodonFM recipes name the same blocks, counted from 1, by ``fp8_layers`` and ``fp4_layers``.
+(bionemo-framework 3a9d005: models/llama3/modeling_llama_te.py, recipes/codonfm_native_te/quantization.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoprec.errors import FileError, UnknownNameError
+from autoprec.export.base import Losses, Request, Written
+from autoprec.export.naming import header
+from autoprec.export.settings import report_settings
+from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
+from autoprec.export.summary import lose_layers, lose_rule, other_dtype
+from autoprec.export.words import Words, as_rule
+from autoprec.policy import LayerPlan, Policy, dump_yaml, policy_from_dict
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+
+#: Transformer Engine's classes -> the recipe of ours that each runs, but for the operands' formats.
+_CLASSES = {
+    "DelayedScaling": "fp8_delayed",
+    "Float8CurrentScaling": "fp8_tensorwise",
+    "Float8BlockScaling": "fp8_block",
+    "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4",
+}
+_FP4 = {"disable_rht": "hadamard", "disable_stochastic_rounding": "stochastic_rounding",
+        "disable_2d_quantization": "weight_2d"}  # fmt: skip
+#: Keywords of ``DelayedScaling`` and what they are where they are left out.
+_DELAYED = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
+_BLOCK = re.compile(r"layers\.(\d{1,4})\.")
+_IN_BF16 = "bf16 in and out, accumulated in fp32 inside Transformer Engine's kernel (no autocast)"
+_KEPT = dict.fromkeys(("loss", "output"), "transformers' loss functions cast the logits to fp32")
+_LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
+
+
+def _block(name: str) -> int:
+    """Return which block a layer is in, counted from 0; -1 outside of all."""
+    found = _BLOCK.search(name)
+    return int(found[1]) if found else -1
+
+
+def _words(plans: Mapping[str, LayerPlan]) -> Words:
+    """Return what the two words stand for: the FP8 and the FP4 recipe that most layers of the blocks run."""
+    first = Counter(plan.scaled[0] for name, plan in plans.items() if plan.scaled and _block(name) >= 0)
+    runs = {}
+    for word, formats in (("fp8", ("fp8", "mxfp8")), ("fp4", ("nvfp4",))):
+        found = next((recipe for recipe, _ in first.most_common() if recipe.format in formats), None)
+        if found is not None:
+            runs[word] = builtin_plan(found)
+    return Words("BioNeMo's {} recipe", runs)
+
+
+def _config(word: str, recipe: Recipe) -> dict[str, Any]:
+    if word == "fp4":
+        name, form = "NVFP4BlockScaling", "E2M1"
+        kwargs: dict[str, Any] = {key: True for key, field in _FP4.items() if not getattr(recipe, field)}
+    else:
+        kind = "delayed" if recipe.scaling and recipe.scaling.scale == "delayed" else ""
+        kind = kind or (recipe.scaling.granularity if recipe.scaling else "mxfp8")
+        names = dict(zip(("delayed", "tensor", "block", "mxfp8"), _CLASSES, strict=False))
+        name, form, kwargs = names[kind], fp8_format(recipe), delayed_words(recipe) if kind == "delayed" else {}
+    made = {"recipe": f"transformer_engine.common.recipe.{name}", "format": form, "recipe_kwargs": kwargs}
+    return {"enabled": True, **{f"{word}_{key}": value for key, value in made.items()}}
+
+
+def write(request: Request, losses: Losses) -> Written:
+    """Return ``bionemo_precision.yaml``: keys to merge into a recipe's Hydra configuration."""
+    asked, plans = request.policy.activations, request.plans()
+    table = _words(plans)
+    blocks: dict[int, list[str]] = {}
+    for name, plan in plans.items():
+        blocks.setdefault(_block(name), []).append(table.nearest(plan))
+    words = {block: Counter(found).most_common(1)[0][0] for block, found in blocks.items() if block >= 0}
+    lose_layers(
+        losses, request, {n: table.lost(plan, words.get(_block(n), ""), "bf16", asked) for n, plan in plans.items()}
+    )
+    for rule in () if request.layers else request.rules():
+        if rule.plan.scaled or other_dtype(rule.plan, "bf16", asked):
+            lose_rule(losses, rule, "bf16 (layer_precision counts blocks: pass --layers)")
+    if asked != "bf16":
+        losses.add(f"activations: {asked}", "bf16: BioNeMo's Transformer Engine models train in bf16 as a whole")
+    report_settings(request, losses, "BioNeMo scales no loss", kept=_KEPT, lost=_LOST, autocast=False)
+    used = set(words.values())
+    document: dict[str, Any] = {f"{word}_config": _config(word, table.plans[word].scaled[0])
+                                for word in table.plans if word in used}  # fmt: skip
+    if used - {""}:
+        precision = [words.get(block) or None for block in range(max(words) + 1)]
+        document["config_kwargs"] = {"layer_precision": precision}
+    document["use_fp32_master_weights"] = True
+    notes = [
+        "merge into the recipe's hydra_config; the ESM-2 and CodonFM recipes have fp8_layers and fp4_layers, counted "
+        "from 1, in the place of config_kwargs.layer_precision",
+        "the Llama recipe without use_fp32_master_weights stores weights and optimizer state in bf16",
+    ]
+    return {"bionemo_precision.yaml": header(request, "BioNeMo") + dump_yaml(document)}, notes
+
+
+def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
+    """Return the body of a policy from a recipe's Hydra configuration, or a model's config with its recipes beside it.
+
+    Raises:
+        FileError: blocks that the model does not have, that have two words, or a word without its recipe.
+        UnknownNameError: a recipe that is not one of Transformer Engine's.
+    """
+    plans = {}
+    for word in ("fp8", "fp4"):
+        config = document.get(f"{word}_config") or {}
+        if not isinstance(config, Mapping):
+            raise FileError(f"{word}_config is not a mapping")
+        if config.get("enabled", False) is True:
+            plans[word] = builtin_plan(_recipe(word, config))
+    words, rest = _by_block(document, plans, notes)
+    depth = max((_block(name) for name in layers), default=-1) + 1
+    if depth and words and max(words) >= depth:
+        raise FileError(
+            f"it is about {max(words) + 1} blocks, and the model has {depth}", fix="the configuration of this model"
+        )
+    for word in {*words.values(), rest} - {"", *plans}:
+        raise FileError(f"blocks are {word}, and nothing says by which recipe", fix=f"{word}_config with enabled: true")
+    recipes: dict[str, Any] = {}
+    rules = [as_rule(f"*layers.{block}.*", plans.get(word, LayerPlan()), recipes) for block, word in words.items()]
+    rules += [as_rule("*layers.*", plans[rest], recipes)] if rest else []
+    return {"recipes": recipes, "layers": rules, "default": "keep", "activations": "bf16"}
+
+
+def _by_block(document: Mapping[str, Any], plans: Mapping[str, Any], notes: list[str]) -> tuple[dict[int, str], str]:
+    """Return block -> word (empty for bf16), and the word of the blocks that are not named."""
+    inner = document.get("config_kwargs") or {}
+    listed = document.get("layer_precision", inner.get("layer_precision") if isinstance(inner, Mapping) else None)
+    if listed is not None:
+        if not isinstance(listed, list) or any(word not in ("fp8", "fp4", None) for word in listed):
+            raise FileError(f"layer_precision is {listed!r}", fix='a list with "fp8", "fp4" or null for each block')
+        return {block: word or "" for block, word in enumerate(listed)}, ""
+    words: dict[int, str] = {}
+    for word in ("fp8", "fp4"):
+        numbers = document.get(f"{word}_layers")
+        if numbers and word not in plans:
+            notes.append(f"{word}_layers: BioNeMo reads them where {word}_config is enabled only; left out")
+            continue
+        for number in numbers or ():
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise FileError(f"{word}_layers has {number!r}", fix="blocks are counted from 1")
+            if words.setdefault(number - 1, word) != word:
+                raise FileError(f"block {number} is in fp8_layers and in fp4_layers")
+    free = [word for word in plans if document.get(f"{word}_layers") is None]
+    if len(free) > 1:
+        raise FileError("fp8_config and fp4_config are enabled, and nothing says which blocks run which",
+                        fix="layer_precision, or fp8_layers and fp4_layers")  # fmt: skip
+    if free == ["fp4"] and not words:
+        notes.append("fp4_config without layer_precision: the Llama recipe refuses it; read as every block")
+    return words, free[0] if free else ""
+
+
+def _recipe(word: str, config: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a Transformer Engine class stands for with its format and keywords."""
+    usual = "NVFP4BlockScaling" if word == "fp4" else "DelayedScaling"
+    name = str(config.get(f"{word}_recipe", usual)).rsplit(".", 1)[-1]
+    valid = [known for known in _CLASSES if (known == "NVFP4BlockScaling") == (word == "fp4")]
+    if name not in valid:
+        raise UnknownNameError("recipe of Transformer Engine", name, valid, where=f"{word}_config.{word}_recipe")
+    kwargs = config.get(f"{word}_recipe_kwargs") or {}
+    known: Mapping[str, Any] = _FP4 if word == "fp4" else _DELAYED if name == "DelayedScaling" else {}
+    if not isinstance(kwargs, Mapping) or set(kwargs) - set(known):
+        extra = ", ".join(str(key) for key in kwargs if key not in known)
+        listed = ", ".join(known) or "none"
+        raise FileError(f"{word}_recipe_kwargs of {name} cannot be read as a policy: {extra}", fix=f"known: {listed}")
+    made = BUILTIN_RECIPES[_CLASSES[name]].to_dict()
+    if word == "fp4":
+        made |= {field: not kwargs.get(key, False) for key, field in _FP4.items()}
+    else:
+        form = str(config.get("fp8_format", "HYBRID")).upper()
+        if form not in ("HYBRID", "E4M3"):
+            raise FileError(f"fp8_format {form} is not trainable", fix="use HYBRID or E4M3")
+        made["operands"]["grad_output"] = "e5m2" if form == "HYBRID" else "e4m3"
+        made["scaling"] = made.get("scaling", {}) | ({**_DELAYED, **kwargs} if name == "DelayedScaling" else {})
+        made = made if name != "MXFP8BlockScaling" else {key: made[key] for key in ("format", "operands")}
+    whole = {"schema": "autoprec.policy/1", "recipes": {word: made}, "default": word}
+    policy: Policy = policy_from_dict(whole, where=f"{word}_config")
+    return policy.recipes[word]
