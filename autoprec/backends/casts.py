@@ -78,9 +78,10 @@ class CompiledCasts:
     state: QuantizerState
     device: str = "cuda"
 
-    def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str, **how: bool) -> Pair:
+    def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str) -> Pair:
         """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
-        del how
+        if torch.compiler.is_compiling():
+            return None, None  # the compiler fuses casts with what comes before
         uses = tuple(spec if _is_alone(spec) else None for spec in (first, second))
         if x.device.type != self.device or uses == (None, None) or self.state.groups.get(operand):
             return None, None

@@ -92,10 +92,7 @@ class LibraryExecution(Execution):
                 out = out + bias.to(out_dtype)
         out = out.reshape(*input.shape[:-1], out.shape[-1])
         labels = self._labels(out_dtype)
-        self.ran["fprop"] = labels["fprop"]
-        if out.requires_grad and self.watched != (autocast, input.dtype) and not torch.compiler.is_compiling():
-            ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
-            self.watch(out, (autocast, input.dtype), {gemm: labels[gemm] for gemm, did in ran.items() if did})
+        self.record(out, (autocast, input.dtype), labels, dgrad=input.requires_grad, wgrad=weight.requires_grad)
         return out
 
     def _labels(self, script: torch.dtype) -> dict[str, str]:

@@ -97,15 +97,19 @@ class Execution(ABC):
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:  # noqa: B027
         """Continue from :meth:`state`."""
 
-    def watch(self, out: Tensor, key: Any, labels: dict[str, str]) -> None:
-        """Note ``labels`` (GEMM to what runs it) when the gradient of ``out`` arrives.
+    def record(self, out: Tensor, key: Any, labels: Mapping[str, str], *, dgrad: bool, wgrad: bool) -> None:
+        """Note that fprop ran as ``labels`` say, and dgrad and wgrad where they run: when ``out``'s gradient arrives.
 
         One backward per ``key`` is enough: autograd runs it in the dtypes of the graph just built.
         """
+        self.ran["fprop"] = labels["fprop"]
+        if not out.requires_grad or self.watched == key or torch.compiler.is_compiling():
+            return
+        later = {gemm: labels[gemm] for gemm, runs in (("dgrad", dgrad), ("wgrad", wgrad)) if runs}
 
         def seen(_grad: Tensor) -> None:
             self.watched = key
-            self.ran.update(labels)
+            self.ran.update(later)
 
         out.register_hook(seen)  # type: ignore[no-untyped-call]
 

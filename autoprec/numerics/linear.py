@@ -8,7 +8,7 @@ through the function its backend supplies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -43,14 +43,11 @@ Pair = tuple[QuantizedOperand | None, QuantizedOperand | None]
 class Casts(Protocol):
     """Quantises an operand for both of its GEMMs at once; None in the place of what torch's operators must cast."""
 
-    def pair(
-        self, x: Tensor, first: Spec | None, second: Spec | None, operand: str, *, update: bool, recompute: bool
-    ) -> Pair:
-        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
+    def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str) -> Pair:
+        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns.
 
-
-#: Quantises an operand for both of its GEMMs by kernels inside a compiled graph; None as in :class:`Casts`.
-PackedPair = Callable[[Tensor, Spec | None, Spec | None], Pair]
+        Also called while a graph is traced.
+        """
 
 
 class Experts(Protocol):
@@ -74,8 +71,7 @@ class LinearExecution(Execution):
         emulates_casts: a plan in bfloat16 runs as float32 GEMMs of bfloat16 values on a CPU without bfloat16 units,
             where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
         quantizers: delayed scales and the private random stream.
-        fused: casts an operand for both of its GEMMs at once where no compiler fuses casts; None: torch's operators do.
-        packed: does so inside a compiled graph, where a library has an operator for it; None: torch's operators do.
+        casts: casts an operand for both of its GEMMs at once; None, or what it leaves out: torch's operators do.
         experts: runs grouped GEMMs; None, or what it refuses: one expert after another.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         calibration: training forwards that only note amaxes before anything is quantised.
@@ -86,9 +82,8 @@ class LinearExecution(Execution):
 
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
     quantizers: QuantizerState = field(default_factory=QuantizerState)
-    fused: Casts | None = None
+    casts: Casts | None = None
     experts: Experts | None = None
-    packed: PackedPair | None = None
     emulates_casts: bool = False
     traced: dict[str, str] | None = None
     calibration: int = field(init=False, default=0)
@@ -228,10 +223,6 @@ class LinearExecution(Execution):
             self.traced = steps.labels
         return self.experts.run(self, input, weight, ends, steps, input.dtype)
 
-    def packs(self, operand: str) -> PackedPair | None:
-        """Return what casts an operand inside a compiled graph; torch's operators where ranks share its scale."""
-        return None if self.quantizers.groups.get(operand) else self.packed
-
     def mark(self, gemm: Gemm, label: str) -> None:
         """Write down what ran a GEMM; inside a compiled graph nothing is written."""
         if not torch.compiler.is_compiling():
@@ -260,11 +251,10 @@ class LinearExecution(Execution):
                 if operand == "grad_output":
                     state.note(operand, spec, amax_of(grad_output.detach()))
 
-        self.ran["fprop"] = CALIBRATING
         if out.requires_grad:
             out.register_hook(note)  # type: ignore[no-untyped-call]
-            ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
-            self.watch(out, CALIBRATING, {gemm: CALIBRATING for gemm, did in ran.items() if did})
+        labels: dict[str, str] = dict.fromkeys(GEMMS, CALIBRATING)
+        self.record(out, CALIBRATING, labels, dgrad=input.requires_grad, wgrad=weight.requires_grad)
         return out
 
     def _steps(self, device: str, keep: torch.dtype) -> Steps:
@@ -286,15 +276,12 @@ class LinearExecution(Execution):
                 out = _cast_linear(input, weight, bias, dtype, emulated)
             out = out if dtype is torch.float32 else out.to(autocast)
         label = DTYPE_NAMES[dtype]
+        labels: dict[str, str] = dict.fromkeys(GEMMS, label)
         if torch.compiler.is_compiling():
-            self.traced = {"fprop": label, "dgrad": label, "wgrad": label}
-            return out
-        key = (dtype, autocast, input.dtype)
-        if self.watched != key:
-            self.ran["fprop"] = label
-            if out.requires_grad:
-                ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
-                self.watch(out, key, {gemm: label for gemm, did in ran.items() if did})
+            self.traced = labels
+        else:
+            key = (dtype, autocast, input.dtype)
+            self.record(out, key, labels, dgrad=input.requires_grad, wgrad=weight.requires_grad)
         return out
 
 
@@ -357,7 +344,11 @@ class _PlannedLinear(torch.autograd.Function):
         x = input.reshape(-1, input.shape[-1])
         needs = [grad and need for need in ctx.needs_input_grad[:2]]
         how = {"update": update, "recompute": recompute}
-        a, b, saved_x, saved_w = _fused_operands(x, weight, layer, steps, needs, **how)
+        a = b = saved_x = saved_w = None
+        if layer.casts is not None:
+            across, second = steps.wgrad.second if needs[1] else None, steps.dgrad.second if needs[0] else None
+            a, saved_x = layer.casts.pair(x, steps.fprop.first, across, "input")
+            b, saved_w = layer.casts.pair(weight, steps.fprop.second, second, "weight")
         options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
         if a is None:
             a = quantize(x, steps.fprop.first, operand="input", **options)
@@ -399,11 +390,8 @@ class _PlannedLinear(torch.autograd.Function):
         options: dict[str, Any] = {"operand": "grad_output", "state": layer.quantizers}
         grad_input = grad_weight = grad_bias = d = e = None
         wanted = steps.dgrad.first if w is not None else None, steps.wgrad.first if x is not None else None
-        if torch.compiler.is_compiling():
-            packed = layer.packs("grad_output")
-            d, e = (None, None) if packed is None else packed(g, *wanted)
-        elif layer.fused is not None:
-            d, e = layer.fused.pair(g, *wanted, "grad_output", update=True, recompute=False)
+        if layer.casts is not None:
+            d, e = layer.casts.pair(g, *wanted, "grad_output")
         if w is not None:
             step = steps.dgrad
             if d is None:
@@ -425,26 +413,6 @@ class _PlannedLinear(torch.autograd.Function):
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _fused_operands(
-    x: Tensor, weight: Tensor, layer: LinearExecution, steps: Steps, needs: Sequence[bool], **how: bool
-) -> tuple[QuantizedOperand | None, ...]:
-    """Return input and weight for fprop, then both for the backward pass, where kernels cast them; else None.
-
-    ``needs`` says whether dgrad and wgrad will run.
-    """
-    across, second = steps.wgrad.second if needs[1] else None, steps.dgrad.second if needs[0] else None
-    if torch.compiler.is_compiling():
-        of_x, of_w = layer.packs("input"), layer.packs("weight")
-        a, saved_x = (None, None) if of_x is None else of_x(x, steps.fprop.first, across)
-        b, saved_w = (None, None) if of_w is None else of_w(weight, steps.fprop.second, second)
-        return a, b, saved_x, saved_w
-    if layer.fused is None:
-        return None, None, None, None
-    a, saved_x = layer.fused.pair(x, steps.fprop.first, across, "input", **how)
-    b, saved_w = layer.fused.pair(weight, steps.fprop.second, second, "weight", **how)
-    return a, b, saved_x, saved_w
 
 
 def _for_backward(

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
+from autoprec.precision.recipes import GEMMS
 
 _CELLS: tuple[Any, ...] = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Formats in which such a layer can run.
@@ -30,16 +31,47 @@ ONE_DTYPE_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torc
 
 
 @dataclass(slots=True)
-class ConvExecution(Execution):
-    """Runs one convolution in one dtype: ``format``, a key of :data:`ONE_DTYPE_FORMATS`.
+class _OneDtypeExecution(Execution):
+    """Runs one module in one dtype: ``format``, a key of :data:`ONE_DTYPE_FORMATS`.
 
-    FP16 convolutions on a CPU, and with ``emulates_casts`` bfloat16 ones on a CPU without bfloat16 units, are float32
-    convolutions of rounded values.
+    FP16 on a CPU, and with ``emulates_casts`` bfloat16 on a CPU without bfloat16 units, are float32 kernels on rounded
+    values.
     """
 
     module: nn.Module
     format: str
     emulates_casts: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the module's kernel computes in."""
+        return ONE_DTYPE_FORMATS[self.format]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What every GEMM runs as."""
+        return dict.fromkeys(GEMMS, self.format)
+
+    def emulated(self, device: str) -> bool:
+        """Say whether float32 kernels run on rounded values."""
+        if self.dtype is torch.float16:
+            return device == "cpu"
+        return self.emulates_casts and self.dtype is torch.bfloat16 and not fast_bf16_gemm(device)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Return an operand in the format."""
+        return cast_values(x, self.dtype) if self.emulated(x.device.type) else x.to(self.dtype)
+
+    def widen(self, x: Tensor, script: torch.dtype) -> Tensor:
+        """Return a result in the dtype the script would see, which computes in ``script`` where autocast is off."""
+        autocast = autocast_dtype(x.device.type)
+        wide = script if autocast is None else torch.float32 if self.dtype is torch.float32 else autocast
+        return (x.to(self.dtype) if self.emulated(x.device.type) else x).to(wide)
+
+
+@dataclass(slots=True)
+class ConvExecution(_OneDtypeExecution):
+    """Runs one convolution in one dtype."""
 
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True, size: tuple[Any, ...] = ()
@@ -48,36 +80,17 @@ class ConvExecution(Execution):
         del training
         self.called = True
         device = input.device.type
-        dtype = ONE_DTYPE_FORMATS[self.format]
         autocast = autocast_dtype(device)
         own: Any = self.module
         run: Any = partial(_transposed, own, size[0] if size else None) if own.transposed else own._conv_forward
-        emulated = device == "cpu" and dtype is torch.float16
-        emulated |= self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(device)
-        if autocast is dtype and not emulated:
+        if autocast is self.dtype and not self.emulated(device):
             out = run(input, weight, bias)
         else:
             with torch.autocast(device, enabled=False):
-                out = self._cast(run, input, weight, bias, dtype, emulated)
-            if autocast is None:
-                out = out.to(input.dtype)
-            elif dtype is not torch.float32:
-                out = out.to(autocast)
-        self.ran["fprop"] = self.format
-        key = (autocast, input.dtype)
-        if out.requires_grad and self.watched != key and not torch.compiler.is_compiling():
-            ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
-            self.watch(out, key, {gemm: self.format for gemm, did in ran.items() if did})
+                out = run(self.narrow(input), self.narrow(weight), None if bias is None else self.narrow(bias))
+            out = self.widen(out, input.dtype)
+        self.record(out, (autocast, input.dtype), self.labels, dgrad=input.requires_grad, wgrad=weight.requires_grad)
         return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _cast(
-        run: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulated: bool
-    ) -> Tensor:
-        if emulated:
-            bias = None if bias is None else cast_values(bias, dtype)
-            return run(cast_values(input, dtype), cast_values(weight, dtype), bias).to(dtype)  # type: ignore[no-any-return]
-        return run(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))  # type: ignore[no-any-return]
 
 
 def _transposed(module: Any, size: list[int] | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,16 +103,8 @@ def _transposed(module: Any, size: list[int] | None, x: Tensor, weight: Tensor, 
 
 
 @dataclass(slots=True)
-class RecurrentExecution(Execution):
-    """Runs one recurrent module in one dtype: ``format``, a key of :data:`ONE_DTYPE_FORMATS`.
-
-    FP16 on a CPU, and with ``emulates_casts`` bfloat16 on a CPU without bfloat16 units, are float32 kernels on rounded
-    weights and inputs; what passes from step to step is not rounded there.
-    """
-
-    module: nn.Module
-    format: str
-    emulates_casts: bool = False
+class RecurrentExecution(_OneDtypeExecution):
+    """Runs one recurrent module in one dtype; what passes from step to step is not rounded where that is emulated."""
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Recurrent layers have no single product: :meth:`run` is what their forward calls."""
@@ -115,40 +120,27 @@ class RecurrentExecution(Execution):
             weights: list[Any] = module._flat_weights
         else:
             weights = [getattr(module, name) for name in module._parameters]
-        device, dtype = weights[0].device.type, ONE_DTYPE_FORMATS[self.format]
-        autocast = autocast_dtype(device)
-        emulated = device == "cpu" and dtype is torch.float16
-        emulated |= self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(device)
-
-        def narrow(x: Tensor) -> Tensor:
-            return cast_values(x, dtype) if emulated else x.to(dtype)
-
+        device = weights[0].device.type
         given = args[0] if args else kwargs["input"]
         script: torch.dtype = (given.data if isinstance(given, PackedSequence) else given).dtype
-        narrowed = [None if weight is None else narrow(weight) for weight in weights]
+        narrowed = [None if weight is None else self.narrow(weight) for weight in weights]
         with torch.autocast(device, enabled=False):
             if isinstance(module, nn.RNNBase):
                 module._flat_weights = narrowed
                 try:
-                    out = forward(*_each(args, narrow), **_each(kwargs, narrow))
+                    out = forward(*_each(args, self.narrow), **_each(kwargs, self.narrow))
                 finally:
                     module._flat_weights = weights
             else:  # torch's own forward reads its weights from what stands for the module
                 cell = SimpleNamespace(**module.__dict__, **dict(zip(module._parameters, narrowed, strict=True)))
                 own: Any = next(cls.forward for cls in _CELLS if isinstance(module, cls))
-                out = own(cell, *_each(args, narrow), **_each(kwargs, narrow))
-        wide = script if autocast is None else torch.float32 if dtype is torch.float32 else autocast
-        out = _each(out, lambda x: (x.to(dtype) if emulated else x).to(wide))
-        self._note(out, (autocast, script), weights)
-        return out
-
-    def _note(self, out: Any, key: Any, weights: list[Any]) -> None:
-        self.ran["fprop"] = self.format
+                out = own(cell, *_each(args, self.narrow), **_each(kwargs, self.narrow))
+        out = _each(out, partial(self.widen, script=script))
         first = out[0] if isinstance(out, tuple) else out
         first = first.data if isinstance(first, PackedSequence) else first
-        if first.requires_grad and self.watched != key and not torch.compiler.is_compiling():
-            gemms = ("dgrad", "wgrad") if any(w is not None and w.requires_grad for w in weights) else ("dgrad",)
-            self.watch(first, key, dict.fromkeys(gemms, self.format))
+        trains = any(weight is not None and weight.requires_grad for weight in weights)
+        self.record(first, (autocast_dtype(device), script), self.labels, dgrad=True, wgrad=trains)
+        return out
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

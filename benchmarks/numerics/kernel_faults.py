@@ -248,8 +248,8 @@ class Truncating:
     real: Any
     operand: str
 
-    def pair(self, x: Tensor, first: Any, second: Any, operand: str, **how: Any) -> Any:
-        made = self.real.pair(x, first, second, operand, **how)
+    def pair(self, x: Tensor, first: Any, second: Any, operand: str) -> Any:
+        made = self.real.pair(x, first, second, operand)
         return tuple(map(self.cut, made, (x, x))) if operand == self.operand else made
 
     def cut(self, made: QuantizedOperand | None, x: Tensor) -> QuantizedOperand | None:
@@ -259,7 +259,7 @@ class Truncating:
 def truncation(layer: str, operand: str) -> Any:
     def spoil(model: nn.Module) -> None:
         run = execution(model, layer)
-        run.fused = Truncating(run.fused, operand)
+        run.casts = Truncating(run.casts, operand)
 
     return spoil
 

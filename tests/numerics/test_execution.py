@@ -13,8 +13,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 class Doubling(Execution):
     def __call__(self, input, weight, bias, *, training=True):
         out = input * 2
-        self.ran["fprop"] = "doubling"
-        self.watch(out, "first", {"dgrad": "doubling"})
+        self.record(out, "first", dict.fromkeys(("fprop", "dgrad", "wgrad"), "doubling"), dgrad=True, wgrad=False)
         return out
 
 

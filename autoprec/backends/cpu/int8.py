@@ -113,24 +113,21 @@ class Int8Casts:
 
     state: QuantizerState
 
-    def pair(
-        self, x: Tensor, first: Spec | None, second: Spec | None, operand: str, *, update: bool, recompute: bool
-    ) -> Pair:
+    def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str) -> Pair:
         """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
-        del update, recompute
-        first, second = first if _is_int8(first) else None, second if _is_int8(second) else None
-        plain = type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in _SUFFIX and x.numel() > 0
-        shared = self.state.groups.get(operand)  # ranks agree on the largest value before anything is cast
-        return (None, None) if shared or not plain else _cast_pair(x, first, second)
+        uses = [spec if _is_int8(spec) else None for spec in (first, second)]
+        # where ranks share scales they agree on the largest value before anything is cast
+        if uses == [None, None] or x.device.type != "cpu" or x.dtype not in _SUFFIX or self.state.groups.get(operand):
+            return None, None
+        if torch.compiler.is_compiling():
+            return _packed_pair(x, uses)
+        return _cast_pair(x, *uses) if type(x) in _PLAIN and x.numel() > 0 else (None, None)
 
 
-def packed_int8(x: Tensor, first: Spec | None, second: Spec | None) -> Pair:
-    """Quantise as :class:`Int8Casts` inside a compiled graph."""
-    uses = [spec if _is_int8(spec) else None for spec in (first, second)]
-    if uses == [None, None] or x.device.type != "cpu" or x.dtype not in _SUFFIX:
-        return None, None
+def _packed_pair(x: Tensor, uses: list[Spec | None]) -> Pair:
+    """Do what :func:`_cast_pair` does inside a compiled graph."""
     if uses[0] is not None and uses[1] is not None and not _together(uses[0], uses[1]):
-        return packed_int8(x, uses[0], None)[0], packed_int8(x, None, uses[1])[1]
+        return _packed_pair(x, [uses[0], None])[0], _packed_pair(x, [None, uses[1]])[1]
     scheme = next(spec.scheme for spec in uses if spec is not None)
     rules = [_as_numbers(spec) for spec in uses]
     made = torch.ops.autoprec.int8_codes(x, scheme, *rules)
@@ -258,4 +255,4 @@ def int8_parts(plan: LayerPlan, module: nn.Module, state: QuantizerState) -> dic
     if not integer or not here or library() is None:
         return {}
     multiply: dict[Gemm, Multiply] = dict.fromkeys(integer, int8_multiply)
-    return {"multiply": multiply, "fused": Int8Casts(state), "packed": packed_int8}
+    return {"multiply": multiply, "casts": Int8Casts(state)}

@@ -29,7 +29,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
 
 RECIPES = ("int8", "int8_tensor")
-HOW = {"update": True, "recompute": False}
 
 
 def recipe(granularity: str, **scaling: object) -> Recipe:
@@ -78,7 +77,7 @@ def test_casts_are_those_of_torchs_operators(shape, dtype, layout, scaling, oper
     gemms = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}[operand]
     specs = [spec_of(recipe(**scaling), gemm, operand) for gemm in gemms]
     for asked in (specs, [specs[0], None], [None, specs[1]]):
-        made = Int8Casts(QuantizerState()).pair(x, *asked, operand, **HOW)
+        made = Int8Casts(QuantizerState()).pair(x, *asked, operand)
         for spec, ours in zip(asked, made, strict=True):
             assert (ours is None) == (spec is None)
             if ours is None:
@@ -165,7 +164,7 @@ def test_threads_change_nothing() -> None:
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        found.append(Int8Casts(QuantizerState()).pair(x, *specs, "input", **HOW))
+        found.append(Int8Casts(QuantizerState()).pair(x, *specs, "input"))
     torch.set_num_threads(before)
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.codes, b.codes)
@@ -179,10 +178,11 @@ def test_other_dtypes_devices_and_kinds_of_tensors_are_left_to_torch() -> None:
     spec = spec_of(BUILTIN_RECIPES["int8"], "fprop", "input")
     casts = Int8Casts(QuantizerState())
     for x in (torch.ones(4, 4, dtype=torch.float16), torch.ones(4, 4, device="meta"), torch.ones(0, 4)):
-        assert casts.pair(x, spec, spec, "input", **HOW) == (None, None)
-    assert casts.pair(
-        torch.ones(4, 4), spec_of(BUILTIN_RECIPES["fp8_rowwise"], "fprop", "input"), None, "input", **HOW
-    ) == (None, None)
+        assert casts.pair(x, spec, spec, "input") == (None, None)
+    assert casts.pair(torch.ones(4, 4), spec_of(BUILTIN_RECIPES["fp8_rowwise"], "fprop", "input"), None, "input") == (
+        None,
+        None,
+    )
     assert int8_parts(plan, nn.Linear(2, 2, device="meta"), QuantizerState()) == {}
     assert int8_parts(LayerPlan.uniform(BUILTIN_RECIPES["bf16"]), nn.Linear(2, 2), QuantizerState()) == {}
     with FakeTensorMode():
@@ -201,8 +201,8 @@ def test_a_copied_layer_has_a_state_of_its_own() -> None:
     layer = nn.Linear(8, 8)
     run = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), layer, name="x", seed=0)
     twin = copy.deepcopy(run)
-    assert isinstance(twin.fused, Int8Casts)
-    assert twin.fused.state is twin.quantizers is not run.quantizers
+    assert isinstance(twin.casts, Int8Casts)
+    assert twin.casts.state is twin.quantizers is not run.quantizers
 
 
 @pytest.mark.parametrize(
