@@ -14,7 +14,7 @@ from autoprec.applying.optimizers import optimizers_of
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
-from autoprec.numerics.linear import CALIBRATING, LinearExecution
+from autoprec.numerics.linear import LinearExecution
 from autoprec.optim.audit import audit_optimizers
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
@@ -213,10 +213,7 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, name
     ok, silent = True, list[Gemm]()
     for gemm in GEMMS:
         if gemm in ran:
-            if ran[gemm] == CALIBRATING:
-                text = f"calibrates: {found.quantizers.calibrated} of {found.calibration} steps, as the script wrote it"
-                reasons += [] if text in reasons else [text]
-            elif ran[gemm] != requested[gemm]:
+            if ran[gemm] != requested[gemm]:
                 ok = False
                 reasons.append(f"{gemm} ran as {ran[gemm]}")
         elif gemm == "dgrad" and "wgrad" in ran:

@@ -37,8 +37,6 @@ def refusal(recipe: Recipe) -> str:
     if scaling.scale == "delayed":
         if scaling.power_of_2 or scaling.amax_epsilon:
             return "Transformer Engine's delayed scaling has no power_of_2 and no amax_epsilon"
-        if scaling.calibration_steps:
-            return "Transformer Engine calibrates through te.autocast(calibrating=True), which is not bound here"
         if (operands.input, operands.weight) != ("e4m3", "e4m3"):
             return "Transformer Engine's delayed scaling has E4M3 input and weight"
     if scaling.granularity == "block" and recipe.accumulation == "fast":

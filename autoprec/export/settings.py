@@ -1,7 +1,7 @@
 """What a policy says beside its layers, and what a target does about each of it.
 
 A target has a table: field of the policy -> who sees to it there, or what the target does instead.
-:func:`report_settings` walks everything that a policy says (loss scaling, attention, calibration, wide outputs,
+:func:`report_settings` walks everything that a policy says (loss scaling, attention, wide outputs,
 stability, execution, operators, optimizer state, communication); what a target has no row for is lost in the words that
 stand here. A target without a word for an operator still runs it in some precision, so an export says which.
 """
@@ -73,10 +73,7 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
         around = "as the script runs it" if policy.activations == "keep" else around
         yield "attention", f"operators.attention: {attention}", f"attention {around}", ""
     for rule in request.rules():
-        scalings = [recipe.scaling for recipe in rule.plan.scaled if recipe.scaling is not None]
-        steps, fprop = max((scaling.calibration_steps for scaling in scalings), default=0), rule.plan.fprop
-        if steps and request.runs(rule.plan):
-            yield "calibration", f"calibration_steps: {steps}", "quantised from the first step on", rule.match
+        fprop = rule.plan.fprop
         if fprop is not None and fprop.output == "fp32" and request.runs(rule.plan):
             yield "wide", fprop.describe(), f"{fprop.format}: the product is rounded", rule.match
     for name, value in policy.stability.model_dump(exclude_defaults=True).items():

@@ -24,12 +24,8 @@ from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
-from autoprec.numerics.scaling import amax_of
 from autoprec.numerics.sharded import NDIMS, Layout, is_dtensor, layout_of, run_sharded
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
-
-#: What an audit says of GEMMs that ran as the script wrote them while amaxes were gathered.
-CALIBRATING = "calibrating"
 
 
 def in_backward() -> bool:
@@ -74,7 +70,6 @@ class LinearExecution(Execution):
         casts: casts an operand for both of its GEMMs at once; None, or what it leaves out: torch's operators do.
         experts: runs grouped GEMMs; None, or what it refuses: one expert after another.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
-        calibration: training forwards that only note amaxes before anything is quantised.
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
         layouts: how a sharded weight lies, by the input's number of dimensions.
@@ -86,14 +81,11 @@ class LinearExecution(Execution):
     experts: Experts | None = None
     emulates_casts: bool = False
     traced: dict[str, str] | None = None
-    calibration: int = field(init=False, default=0)
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
     compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        scalings = [recipe.scaling for recipe in self.plan.recipes if recipe is not None]
-        self.calibration = max((s.calibration_steps for s in scalings if s is not None), default=0)
         self.native = {device: native_dtype(self.plan, device) for device in ("cpu", "cuda")}
         for device, native in self.native.items():
             if native is None:  # all that Dynamo may read: a dictionary that grows later would be traced again
@@ -122,8 +114,6 @@ class LinearExecution(Execution):
             for name, key in self.delayed_operands().items()
             for part, value in self.quantizers.history(*key).state(device).items()
         }
-        if self.calibration:
-            found["calibrated"] = torch.tensor(float(self.quantizers.calibrated), device=device)
         if any(recipe is not None and recipe.stochastic_rounding for recipe in self.plan.recipes):
             found["random"] = self.quantizers.generator(device).get_state()
         return found
@@ -135,8 +125,6 @@ class LinearExecution(Execution):
             held = {part: value for part, value in parts.items() if value is not None}
             if len(held) == len(parts):
                 self.quantizers.history(*key).load_state(held, device)
-        if "calibrated" in state:
-            self.quantizers.calibrated = int(state["calibrated"])
         stream = self.quantizers.generator(device) if "random" in state else None
         if stream is not None and state["random"].numel() == stream.get_state().numel():
             stream.set_state(state["random"].cpu())
@@ -178,8 +166,6 @@ class LinearExecution(Execution):
         if input.numel() == 0:
             return _cast_linear(input, weight, bias, out_dtype)  # nothing to quantise, nothing to learn from
         grad = torch.is_grad_enabled()
-        if self.calibration and self._calibrates():
-            return self._calibrate(input, weight, bias, steps, training)
         if torch.compiler.is_compiling():
             self.traced = steps.labels
             if steps.delayed and training and grad:
@@ -227,35 +213,6 @@ class LinearExecution(Execution):
         """Write down what ran a GEMM; inside a compiled graph nothing is written."""
         if not torch.compiler.is_compiling():
             self.ran[gemm] = label
-
-    def _calibrates(self) -> bool:
-        """Say whether this forward only notes amaxes: a recomputed one does what the one that it repeats did."""
-        if not in_backward():
-            self.quantizers.calibrating = self.quantizers.calibrated < self.calibration
-        return self.quantizers.calibrating
-
-    @_disable_dynamo
-    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, training: bool) -> Tensor:
-        """Run as the script wrote it, and take in the amaxes of a training forward and its backward."""
-        out = F.linear(input, weight, bias)
-        state = self.quantizers
-        if not training or not state.learns(grad=torch.is_grad_enabled(), recompute=in_backward()):
-            return out
-        state.calibrated += 1
-        for operand, spec in steps.delayed:
-            if operand != "grad_output":
-                state.note(operand, spec, amax_of((input if operand == "input" else weight).detach()))
-
-        def note(grad_output: Tensor) -> None:
-            for operand, spec in steps.delayed:
-                if operand == "grad_output":
-                    state.note(operand, spec, amax_of(grad_output.detach()))
-
-        if out.requires_grad:
-            out.register_hook(note)  # type: ignore[no-untyped-call]
-        labels: dict[str, str] = dict.fromkeys(GEMMS, CALIBRATING)
-        self.record(out, CALIBRATING, labels, dgrad=input.requires_grad, wgrad=weight.requires_grad)
-        return out
 
     def _steps(self, device: str, keep: torch.dtype) -> Steps:
         steps = self.compiled.get((device, keep))

@@ -30,7 +30,6 @@ class ScaleRule:
     margin: int = 0
     amax_history_len: int = 16
     amax_compute_algo: str = "max"
-    calibration_steps: int = 0
     amax_epsilon: float = 0.0
 
     @classmethod
@@ -97,14 +96,11 @@ class QuantizerState:
     agree on delayed scales before they are computed (``numerics.delayed``). ``postponed`` counts training forwards
     without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where
     amaxes are only noted, in a compiled graph and on a GPU, and ``numerics.delayed`` learns them for all layers at
-    once; ``prepared`` is the device on which the tensors for that lie. ``calibrated`` counts training forwards that
-    only noted amaxes, ``calibrating`` says whether the last forward did, which a recomputation repeats. ``groups``:
-    operand -> process groups over which it is cut, where scales of whole tensors are reduced (``numerics.sharded``).
+    once; ``prepared`` is the device on which the tensors for that lie. ``groups``: operand -> process
+    groups over which it is cut, where scales of whole tensors are reduced (``numerics.sharded``).
     """
 
     __slots__ = (
-        "calibrated",
-        "calibrating",
         "delayed",
         "generators",
         "graph",
@@ -122,8 +118,7 @@ class QuantizerState:
         self.shared = self.traced = False
         self.prepared: torch.device | None = None
         self.groups: Groups = {}
-        self.postponed = self.calibrated = 0
-        self.calibrating = False
+        self.postponed = 0
         self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
         self.graph: dict[str, DelayedScale] = {}  # the same ones, by a key that Dynamo can look up
         self.last: dict[tuple[str, Spec], Tensor] = {}
@@ -133,7 +128,7 @@ class QuantizerState:
         """A copied layer computes what this one computes: with histories and a stream of its own that stand alike."""
         made = memo[id(self)] = QuantizerState(self.seed)
         made.delayed, made.graph = copy.deepcopy((self.delayed, self.graph), memo)
-        made.prepared, made.calibrated, made.groups = self.prepared, self.calibrated, self.groups
+        made.prepared, made.groups = self.prepared, self.groups
         for device, generator in self.generators.items():
             made.generator(device).set_state(generator.get_state())
         return made
@@ -176,12 +171,6 @@ class QuantizerState:
             return scale
         scale = self.last[key] = self.history(*key).step(amax, update=update, shared=self.shared)
         return scale
-
-    def note(self, operand: str, spec: Spec, amax: Tensor) -> None:
-        """Take an amax in without asking for a scale (calibration)."""
-        together = self.prepared is not None and amax.is_cuda
-        self.traced = self.traced or together
-        self.history(operand, spec).take(amax, shared=self.shared or together)
 
     def seen(self, operand: str, spec: Spec) -> Tensor | None:
         """Return the largest amax noted since scales were last computed, or None; float32, 0-d."""

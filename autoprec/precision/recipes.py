@@ -16,6 +16,7 @@ refused rather than ignored: a parameter that changes nothing must never be sear
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -41,7 +42,7 @@ class _Frozen(BaseModel):
 
 
 #: What only delayed scaling has, and its defaults.
-_DELAYED = {"margin": 0, "amax_history_len": 16, "amax_compute_algo": "max", "calibration_steps": 0}
+_DELAYED = {"margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
 
 
 class Scaling(_Frozen):
@@ -49,8 +50,7 @@ class Scaling(_Frozen):
 
     ``block`` is DeepSeek-V3's scheme: 1x128 tiles of input and grad_output, 128x128 blocks of weight
     (arXiv 2412.19437, section 3.3). ``delayed`` takes the scale from the last ``amax_history_len`` steps
-    (Transformer Engine's ``DelayedScaling``), per tensor only; ``calibration_steps`` is what TE's ``calibrating`` is
-    for: a layer's first training forwards fill the history without quantising anything.
+    (Transformer Engine's ``DelayedScaling``), per tensor only.
     """
 
     granularity: Literal["tensor", "row", "block"] = Field("tensor", description="how many values share one scale")
@@ -59,10 +59,16 @@ class Scaling(_Frozen):
     margin: int = Field(0, ge=-8, le=8, description="delayed: divide the scale by 2**margin")
     amax_history_len: int = Field(16, ge=1, le=4096, description="delayed: steps of amax history")
     amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="delayed: which amax of the history")
-    calibration_steps: int = Field(
-        0, ge=0, le=4096, description="delayed: first steps that run as the script wrote them and only note amaxes"
-    )
     amax_epsilon: float = Field(0.0, ge=0.0, le=1.0, description="lower bound of amax, against all-zero tensors")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_calibration(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "calibration_steps" not in data:
+            return data
+        if data["calibration_steps"]:
+            warnings.warn("calibration_steps is ignored: a first step has its own amax for a scale", stacklevel=2)
+        return {key: value for key, value in data.items() if key != "calibration_steps"}
 
     @model_validator(mode="after")
     def _delayed_only(self) -> Scaling:
@@ -180,7 +186,7 @@ class Recipe(_Frozen):
         out = self.model_dump(exclude_defaults=True, exclude={"scaling", "operands"})
         if self.scaling is not None:
             left_out = set() if self.scaling.scale == "delayed" else set(_DELAYED)
-            left_out |= {name for name in ("amax_epsilon", "calibration_steps") if not getattr(self.scaling, name)}
+            left_out |= set() if self.scaling.amax_epsilon else {"amax_epsilon"}
             out["scaling"] = self.scaling.model_dump(exclude=left_out)
         if self.operands is not None:
             out["operands"] = self.operands.model_dump()

@@ -221,23 +221,6 @@ def test_the_output_is_asked_for_and_executed_in_fp32(head: str, executed: str, 
     assert torch.equal(out, out.bfloat16().float()) == rounded
 
 
-def test_a_layer_that_calibrates_says_so(model: nn.Sequential) -> None:
-    recipe = BUILTIN_RECIPES["fp8_delayed"]
-    assert recipe.scaling is not None
-    scaling = recipe.scaling.model_copy(update={"calibration_steps": 2})
-    delayed = recipe.model_copy(update={"scaling": scaling})
-    p = Policy.model_validate({"recipes": {"r": delayed}, "layers": [{"match": "[01]", "recipe": "r"}]})
-    p.apply(model)
-    run(model)
-    report = p.audit(model)
-    assert report.ok
-    assert report.layers[1].reason == "calibrates: 1 of 2 steps, as the script wrote it"
-    assert report.layers[1].executed["wgrad"] == "calibrating"
-    run(model)
-    run(model)
-    assert p.audit(model).layers[1].executed["wgrad"] == recipe.describe()
-
-
 class _Plane(nn.Module):
     """A norm over two dimensions: its gain has the shape of a GEMM weight."""
 

@@ -331,51 +331,6 @@ def test_an_fp32_output_of_fp16_products_does_not_overflow() -> None:
     assert LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp16"]))(x, weight, None).isinf().all()
 
 
-def test_calibration_fills_the_history_before_anything_is_quantised() -> None:
-    """Two steps run as the script wrote them; the third is quantised with the scale of what they saw."""
-    recipe = BUILTIN_RECIPES["fp8_delayed"]
-    assert recipe.scaling is not None
-    scaling = recipe.scaling.model_copy(update={"calibration_steps": 2, "amax_history_len": 4})
-    x, weight, bias, grad = tensors(24, 32, 16)
-    layer = LinearExecution(LayerPlan.uniform(recipe.model_copy(update={"scaling": scaling})))
-    for step in (1, 2):
-        out = layer(x * step, weight, bias)
-        assert torch.equal(out, F.linear(x * step, weight, bias))
-        out.backward(grad * step)
-        assert layer.executed == dict.fromkeys(("fprop", "dgrad", "wgrad"), "calibrating")
-        layer(x * 100, weight, bias, training=False)  # an evaluation teaches nothing
-    state, largest = layer.state(torch.device("cpu")), float(x.detach().abs().max())
-    assert state["calibrated"] == 2
-    assert state["fprop.input.history"].tolist() == [2 * largest, largest, 0.0, 0.0]
-    assert state["dgrad.grad_output.history"][0] == grad.abs().max() * 2
-    out = layer(x, weight, bias)
-    assert not torch.equal(out, F.linear(x, weight, bias))
-    plain = LinearExecution(LayerPlan.uniform(recipe))
-    plain(2 * x, weight, bias).backward(2 * grad)  # what delayed scaling knows after that one step is the same
-    assert torch.equal(out, plain(x, weight, bias))
-    again = LinearExecution(layer.plan)
-    again.load_state(state, torch.device("cpu"))
-    assert torch.equal(again(x, weight, bias), out)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputed_forward_calibrates_as_the_first_one_did(reentrant: bool) -> None:
-    recipe = BUILTIN_RECIPES["fp8_delayed"]
-    assert recipe.scaling is not None
-    scaling = recipe.scaling.model_copy(update={"calibration_steps": 1})
-    x, weight, bias, grad = tensors(24, 32, 16)
-    layer = LinearExecution(LayerPlan.uniform(recipe.model_copy(update={"scaling": scaling})))
-    for _ in range(2):
-        x.grad = None
-        out = checkpoint(lambda y: layer(torch.tanh(y), weight, bias), x, use_reentrant=reentrant)
-        out.backward(grad)
-        if layer.executed["fprop"] == "calibrating":
-            wanted = torch.autograd.grad(F.linear(torch.tanh(x), weight, bias), x, grad)[0]
-            assert torch.equal(x.grad, wanted)
-    assert layer.quantizers.calibrated == 1
-    assert layer.executed["fprop"] == recipe.describe()
-
-
 @pytest.mark.parametrize("shape", [(4, 32), (2, 3, 32), (32,)])
 def test_an_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
     """Residuals (``x += ...``) and ``nn.ReLU(inplace=True)`` do so."""
