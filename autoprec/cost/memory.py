@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import Any
 
+from autoprec.cost.peak import Lifetimes, timeline
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
 from autoprec.cost.saved import saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one step by purpose; ``total`` is the peak, reached when backward begins.
+    """Bytes of one step by purpose at its peak: early in the backward pass, or in the update.
 
-    ``weight_casts`` are low-precision copies of weights that live from forward to backward; they are part of what
-    autograd saves, and are shown apart because they grow with the model and not with the batch. ``backward`` is what
-    the backward pass of a configuration holds beside that (it is not known of recorded steps): gradients of the logits,
-    or those of a block and what a checkpointed block makes again; ``gathered`` what shards hold whole at once.
+    Attributes:
+        parameters: with buffers.
+        gradients: of parameters, as many as there are at the peak.
+        saved: what the forward pass keeps for backward, as much as is left.
+        weight_casts: low-precision copies of weights; they grow with the model and not with the batch.
+        backward: what the backward pass holds beside that: gradients of activations, what a checkpointed block makes
+            again, codes and casts of the product at hand; or what the update needs.
+        gathered: what shards hold whole at once.
     """
 
     parameters: float
@@ -33,7 +39,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All purposes together; gradients of the last step are freed before the next in most scripts, yet count."""
+        """All purposes together."""
         return int(sum(asdict(self).values()))
 
     def to_json(self) -> dict[str, int]:
@@ -41,42 +47,33 @@ class MemoryEstimate:
         return {**{name: round(value) for name, value in asdict(self).items()}, "total": self.total}
 
 
-def activation_growth(report: GraphReport, scale: CostScale) -> float:
-    """Return the factor of saved activations from the recorded model to the scaled one.
+def row_growth(report: GraphReport, scale: CostScale) -> list[tuple[float, float]]:
+    """Return, for each operator, how many times as large its result is in the scaled model, and how many there are.
 
-    Each saved tensor grows by what it holds: blocks in depth, attention's written-out scores with the sequence again
-    and not with the width, logits with the tokens alone. Without a count of each tensor, layers' inputs stand for all.
+    Blocks grow in number with the depth, scores of attention that is written out with the sequence again and not with
+    the width, logits with the tokens alone.
     """
-    if scale.is_identity:
-        return 1.0
-    rows = [row for row in report.operators if row.phase == "forward" and row.out_shapes and any(row.out_saved)]
-    if not rows:
-        return _growth_by_layers(report, scale)
     scores = {
         (row.module, prod(row.out_shapes[0])) for row in report.operators if row.cls == "softmax" and row.out_shapes
     }
     words = {layer.gemms[0].n for layer in report.layers if "head" in layer.flags and layer.gemms}
-    before = after = 0.0
-    for row in rows:
-        grown, shape = scale.tokens, row.out_shapes[0]
+
+    def grown(row: Operator) -> tuple[float, float]:
+        shape = row.out_shapes[0] if row.out_shapes else ()
         if in_block(row.module):
             square = (row.module, prod(shape)) in scores
-            grown *= scale.depth * (scale.seq if square else scale.width)
-        elif row.cls != "loss" and not (shape and shape[-1] in words):
-            grown *= scale.width
-        before += sum(row.out_saved)
-        after += sum(row.out_saved) * grown
-    return after / before
+            return scale.tokens * (scale.seq if square else scale.width), scale.depth
+        by_words = row.cls in ("loss", "output") or (shape and shape[-1] in words)
+        return scale.tokens * (1.0 if by_words else scale.width), 1.0
+
+    return [grown(row) for row in report.operators]
 
 
-def _growth_by_layers(report: GraphReport, scale: CostScale) -> float:
-    inside = sum(layer.gemms[0].m * layer.gemms[0].k for layer in report.layers if layer.gemms and in_block(layer.name))
-    outside = sum(
-        layer.gemms[0].m * layer.gemms[0].k for layer in report.layers if layer.gemms and not in_block(layer.name)
-    )
-    whole = inside + outside
-    share = inside / whole if whole else 1.0
-    return scale.tokens * scale.width * (share * scale.depth + 1.0 - share)
+def _saved_growth(report: GraphReport, scale: CostScale) -> float:
+    """Return the factor of what a written-down step saves, all of it together."""
+    before = [sum(row.out_saved) for row in report.operators]
+    after = sum(size * a * b for size, (a, b) in zip(before, row_growth(report, scale), strict=True))
+    return after / sum(before) if any(before) else 1.0
 
 
 def _gathered(report: GraphReport) -> float:
@@ -104,14 +101,20 @@ def memory_estimate(
     script: float | None = None,
     wide: Collection[str] = ("norm",),
     shared: bool = False,
+    lifetimes: Lifetimes | None = None,
+    held: float = 0.0,
 ) -> MemoryEstimate | None:
     """Return the modelled bytes of one step; None when the report counted no memory.
+
+    A step that was written down has no operators of the backward pass: its own figure stands for what that holds.
 
     Args:
         scale, parameters: of the model whose memory is asked.
         shards: devices that share parameters, gradients and optimizer state.
         gpu: quantised layers keep their 8-bit weights from forward to backward.
-        script, wide, shared: see :func:`autoprec.cost.saved.saved_bytes`.
+        script: what the rules say that a written-down step saves, where the caller knows it.
+        wide, shared: see :func:`autoprec.cost.saved.walked`.
+        lifetimes, held: of the report, where the caller knows them; see :mod:`autoprec.cost.peak`.
     """
     seen = report.memory
     if not seen:
@@ -124,13 +127,35 @@ def memory_estimate(
         (stored - before) * parameters / shards if seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0) else 0.0
     )
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
-    saved, casts = saved_bytes(report, plans, activations, gpu=gpu, script=script, wide=wide, shared=shared)
+    gradients = seen.get("gradients", 0) * grown * lean
+    how: dict[str, Any] = {"gpu": gpu, "wide": wide, "shared": shared}
+    if not any(row.phase == "backward" and row.sources for row in report.operators):
+        saved, casts = saved_bytes(report, plans, activations, script=script, **how)
+        held_then = {"saved": max(0.0, saved - casts) * _saved_growth(report, scale), "gradients": gradients}
+        held_then["weight_casts"] = casts * parameters / recorded
+        held_then["backward"] = seen.get("backward", 0) * scale.tokens * scale.width
+    else:
+        lifetimes = lifetimes or Lifetimes.of(report)
+        grow = None if scale.is_identity else row_growth(report, scale)
+        alive = timeline(lifetimes, plans, activations, grow=grow, held=held, **how)
+        held_then = alive.peak({"gradients": grown * lean, "weight_casts": parameters / recorded})
+        update = gradients + _update_bytes(report, parameters / recorded, gpu=gpu)
+        if sum(held_then.values()) < update:
+            held_then = {"saved": 0.0, "weight_casts": 0.0, "gradients": gradients, "backward": update - gradients}
     return MemoryEstimate(
-        parameters=seen.get("parameters", 0) * grown,
-        gradients=seen.get("gradients", 0) * grown * lean,
+        parameters=(seen.get("parameters", 0) + seen.get("buffers", 0)) * grown,
         optimizer=max(0.0, seen.get("optimizer", 0) * grown + change),
-        saved=max(0.0, saved - casts) * activation_growth(report, scale),
-        weight_casts=casts * parameters / recorded,
-        backward=seen.get("backward", 0) * scale.tokens * scale.width,
         gathered=_gathered(report) * parameters / recorded if shards > 1 else 0.0,
+        **held_then,
     )
+
+
+def _update_bytes(report: GraphReport, grown: float, *, gpu: bool) -> float:
+    """Return what Adam needs while it runs, where it is not fused: two values a parameter, of one tensor after another.
+
+    On a GPU it works on all tensors at once by default (``foreach``), with one value a parameter.
+    """
+    if report.fused_update or report.memory.get("optimizer", 0) <= 1.5 * report.memory.get("parameters", 0):
+        return 0.0
+    largest = max((layer.parameters for layer in report.layers), default=0)
+    return report.memory.get("parameters", 0) * grown if gpu else 8.0 * largest * grown

@@ -13,6 +13,7 @@ from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
+from autoprec.cost.peak import Lifetimes, held_bytes
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
 from autoprec.cost.saved import NOT_LISTED, saved_by_rules
@@ -123,6 +124,8 @@ class CostModel:
         self._recipes: dict[Recipe, int] = {}
         self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
         self._saved_as_written: float | None = None
+        self._lifetimes: Lifetimes | None = None
+        self._held = 0.0
         self._memory: dict[tuple[Any, ...], int] = {}
         self._rests: dict[tuple[str, str], RestCost] = {}
         self._other: CostModel | None = None
@@ -326,14 +329,17 @@ class CostModel:
     ) -> MemoryEstimate | None:
         """Return the modelled bytes of one step by purpose; None when the report counted no memory.
 
-        ``wide``: what stays in float32 under autocast; see :func:`autoprec.cost.saved.saved_by_rules`.
+        ``wide``: what stays in float32 under autocast; see :func:`autoprec.cost.saved.walked`.
         """
         state = optimizer or OptimizerPolicy()
         gpu = not self.target.is_cpu
         if self.report.source == "analytic":  # in 16 bits as it is: autocast changes no dtype there
             activations = "keep"
-        if self._saved_as_written is None:
-            self._saved_as_written = sum(saved_by_rules(self.report, {}, "keep", gpu=gpu))
+            if self._saved_as_written is None:
+                self._saved_as_written = sum(saved_by_rules(self.report, {}, "keep", gpu=gpu))
+        elif self._lifetimes is None:
+            self._lifetimes = Lifetimes.of(self.report)
+            self._held = held_bytes(self._lifetimes)
         return memory_estimate(
             self.report,
             self.scale,
@@ -346,6 +352,8 @@ class CostModel:
             script=self._saved_as_written,
             wide=wide,
             shared=gpu and self.compiled,
+            lifetimes=self._lifetimes,
+            held=self._held,
         )
 
     def _memory_bytes(

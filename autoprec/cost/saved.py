@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport, Layer, Operator
@@ -37,7 +38,7 @@ _SCRIPT = "<script>"
 
 
 @dataclass(slots=True)
-class _Value:
+class Value:
     """Memory that a forward operator filled: its width as written and under the policy, and who saves it.
 
     ``saved`` are the bytes autograd saved of it in the script; ``asked`` says that an operator whose rule is known
@@ -65,25 +66,53 @@ class _Value:
 
 @dataclass(slots=True)
 class _Read:
-    """An input of an operator: the memory behind it (None: a parameter, buffer or the batch) and how many values."""
+    """An input of an operator: the memory behind it (None: a parameter, buffer or the batch) and how many values.
 
-    value: _Value | None
+    ``maker`` is the position of the operator that made it.
+    """
+
+    value: Value | None
     size: int
     dtype: str
+    maker: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes that are kept for backward beside the values themselves.
+
+    Attributes:
+        at: position of the operator that made it.
+        source: position of the operator whose result it is of; -1 for a weight or the batch.
+        weight: of the layer whose backward uses it, empty where it is another operator.
+        cast: it is a copy of that weight.
+    """
+
+    size: float
+    at: int
+    source: int
+    weight: str = ""
+    cast: bool = False
 
 
 @dataclass(slots=True)
-class _Walk:
-    """The walk under one policy; ``made`` holds each operator's first output by position."""
+class Walk:
+    """The walk under one policy.
+
+    ``made`` holds each operator's first output by position, ``copies`` what is kept beside these, ``inputs`` the width
+    in which each layer reads its input; ``at`` is the position of the operator at hand.
+    """
 
     plans: Mapping[str, LayerPlan]
     activations: str
     gpu: bool = False
     low: float = 0.0
-    made: dict[int, _Value] = field(default_factory=dict)
-    values: list[_Value] = field(default_factory=list)
-    copies: float = 0.0
-    weights: float = 0.0
+    made: dict[int, Value] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    inputs: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    at: int = 0
     cast_weights: set[str] = field(default_factory=set)
     wide_products: frozenset[str] = frozenset()
     wide_attention: bool = False
@@ -96,10 +125,20 @@ class _Walk:
     def reads(self, operator: Operator) -> list[_Read]:
         out = []
         for shape, dtype, maker in zip(operator.shapes, operator.dtypes, operator.sources, strict=False):
-            out.append(_Read(self.made.get(maker), prod(shape or (1,)), dtype))
+            out.append(_Read(self.made.get(maker), prod(shape or (1,)), dtype, maker))
         return out
 
-    def save(self, read: _Read, width: float) -> None:
+    def layer(self, operator: Operator) -> Layer | None:
+        """Return the layer whose product this is; None for other operators, and for a kernel that keeps its own."""
+        if operator.cls not in ("gemm", "conv") or "_rnn" in operator.op:
+            return None
+        layer = self.layers.get(operator.weight) or self.layers.get(operator.module)
+        return layer if layer is not None and layer.gemms else None
+
+    def copy(self, size: float, read: _Read | None = None, weight: str = "", *, cast: bool = False) -> None:
+        self.copies.append(Copy(size, self.at, -1 if read is None else read.maker, weight, cast))
+
+    def save(self, read: _Read, width: float, weight: str = "") -> None:
         """An operator saves an input in a width: the tensor itself, or a converted copy of its own."""
         if read.value is None:
             return
@@ -107,7 +146,7 @@ class _Walk:
             read.value.keep()
         elif read.value.saved:
             read.value.asked = True
-            self.copies += read.size * width
+            self.copy(read.size * width, read, weight)
 
     def save_wide(self, read: _Read) -> None:
         """Operators that compute in float32 save an input: a narrow one is converted once for all of them."""
@@ -117,14 +156,19 @@ class _Walk:
                 value.keep()
         elif not value.widened:
             value.widened = value.asked = True
-            self.copies += 4.0 * read.size if value.saved else 0.0
+            if value.saved:
+                self.copy(4.0 * read.size, read)
+
+    @property
+    def weights(self) -> float:
+        return sum(copy.size for copy in self.copies if copy.cast)
 
     @property
     def total(self) -> float:
-        return self.copies + sum(value.bytes() for value in self.values)
+        return sum(copy.size for copy in self.copies if not copy.cast) + sum(value.bytes() for value in self.values)
 
 
-def _codes(recipe: Recipe, size: float, other: float) -> float:
+def codes_bytes(recipe: Recipe, size: float, other: float) -> float:
     """Return bytes of the codes and scales of an operand of ``size`` values with ``other`` values per scale."""
     if recipe.format == "nvfp4":
         return size * (0.5 + 1.0 / 16)
@@ -136,7 +180,7 @@ def _codes(recipe: Recipe, size: float, other: float) -> float:
     return size + (4.0 * size / other if granularity == "row" else 4.0)
 
 
-def _linear(walk: _Walk, operator: Operator, layer: Layer) -> None:
+def _linear(walk: Walk, operator: Operator, layer: Layer) -> None:
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
     weight_size = gemm.k * gemm.n if layer.kind != "conv" else layer.parameters
     reads = walk.reads(operator)
@@ -148,48 +192,51 @@ def _linear(walk: _Walk, operator: Operator, layer: Layer) -> None:
     script = short_dtype(layer.dtype)
     kept = script if walk.activations == "keep" else walk.activations
     roles = layer.roles()
+    walk.inputs[layer.name] = _BYTES.get(script, 4.0) if read.value is None else read.value.width
     if plan.scaled:
         if made is not None and made.value is not None:
             made.value.asked = True
-        _planned(walk, plan, read, gemm.m, weight_size, roles)
+        _planned(walk, plan, read, gemm.m, weight_size, layer)
         return
     width = _BYTES.get(kept if plan.fprop is None else plan.fprop.format, 4.0)
     if "wgrad" in roles:
         if read.value is not None:
-            walk.save(read, width)
-        elif width != _BYTES.get(script, 4.0):
-            walk.copies += input_size * width  # of the batch, which counts as nobody's otherwise
+            walk.save(read, width, layer.weight)
+        elif width != _BYTES.get(script, 4.0):  # of the batch, which counts as nobody's otherwise
+            walk.copy(input_size * width, None, layer.weight)
     # a convolution's backward keeps its weight even where its input needs no gradient
     keeps_weight = "dgrad" in roles or layer.kind == "conv"
     if made is not None:
         walk.save(made, width)
     elif keeps_weight and width < _BYTES.get(script, 4.0) and layer.weight not in walk.cast_weights:
         walk.cast_weights.add(layer.weight)
-        walk.weights += weight_size * width
+        walk.copy(weight_size * width, None, layer.weight, cast=True)
 
 
-def _planned(walk: _Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size: int, roles: tuple[str, ...]) -> None:
+def _planned(walk: Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size: int, layer: Layer) -> None:
     """Count what a quantised layer keeps: codes of the input for wgrad, codes of the weight where dgrad reuses them."""
+    roles = layer.roles()
     if "wgrad" in roles:
         recipe = plan.wgrad
         if recipe is not None and recipe.scaled:
             known = read.value.cast if walk.shared and read.value is not None else set()
-            walk.copies += _codes(recipe, read.size, float(tokens)) if recipe not in known else 0.0
+            if recipe not in known:
+                walk.copy(codes_bytes(recipe, read.size, float(tokens)), read, layer.weight)
             known.add(recipe)
             if read.value is not None:
                 read.value.asked = True
         elif read.value is not None:
             width = 4.0 if recipe is None or recipe.format in ("fp32", "tf32") else 2.0
-            walk.save(read, min(width, read.value.width))
+            walk.save(read, min(width, read.value.width), layer.weight)
     dgrad = plan.dgrad
     if "dgrad" not in roles or dgrad is None or not dgrad.scaled:
         return
     per_tensor = dgrad.scaling is not None and dgrad.scaling.granularity in ("tensor", "block")
     if walk.gpu or (per_tensor and dgrad == plan.fprop):
-        walk.weights += _codes(dgrad, weight_size, 128.0)
+        walk.copy(codes_bytes(dgrad, weight_size, 128.0), None, layer.weight, cast=True)
 
 
-def _operand_width(walk: _Walk, operator: Operator, name: str, value: _Value) -> float:
+def _operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> float:
     """Return the width in which a product that belongs to no layer reads an operand."""
     if not walk.low:
         return value.script
@@ -199,7 +246,7 @@ def _operand_width(walk: _Walk, operator: Operator, name: str, value: _Value) ->
     return 4.0 if wide else walk.low
 
 
-def _other(walk: _Walk, operator: Operator, name: str) -> None:
+def _other(walk: Walk, operator: Operator, name: str) -> None:
     """Note what an operator that belongs to no layer saves of its inputs."""
     reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
     if operator.cls in _PRODUCTS:  # both operands, or q, k and v; a mask comes after them
@@ -221,7 +268,7 @@ def _other(walk: _Walk, operator: Operator, name: str) -> None:
                 read.value.keep()
 
 
-def _width(walk: _Walk, operator: Operator, script: float, name: str, layer: Layer | None) -> float:
+def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Layer | None) -> float:
     """Return bytes per value of an operator's result under the policy."""
     if not walk.low:
         return script
@@ -252,7 +299,7 @@ def _width(walk: _Walk, operator: Operator, script: float, name: str, layer: Lay
     return max(widths)
 
 
-def _result(walk: _Walk, index: int, operator: Operator, layer: Layer | None, name: str) -> None:
+def _result(walk: Walk, index: int, operator: Operator, layer: Layer | None, name: str) -> None:
     """Note an operator's result, or that it is the memory of its input."""
     in_place = operator.op.endswith("_") and not operator.op.endswith("__")
     source = walk.made.get(operator.sources[0]) if operator.sources else None
@@ -269,17 +316,27 @@ def _result(walk: _Walk, index: int, operator: Operator, layer: Layer | None, na
             plan = _KEEP if layer is None else walk.plans.get(layer.name, _KEEP)
             if operator.module in walk.again and plan.fprop is not None and plan.fprop.format in NOT_LISTED:
                 saved = 0
-            value = _Value(script, _width(walk, operator, script, name, layer), float(saved) if walk.counted else size)
+            value = Value(script, _width(walk, operator, script, name, layer), float(saved) if walk.counted else size)
             value.counted = walk.counted
             if name in _SAVES_OUTPUT or name.startswith("_scaled_dot_product"):
                 value.keep()
             walk.values.append(value)
             walk.made[index] = value
-        else:  # masks, statistics, indices: nothing a policy changes
-            walk.copies += saved
+        elif saved:  # masks, statistics, indices: nothing a policy changes
+            walk.copies.append(Copy(saved, index, index))
 
 
-def saved_by_rules(
+def forward(walk: Walk, index: int, operator: Operator) -> None:
+    """Note what a forward operator makes, and what is saved because of it."""
+    walk.at, name, layer = index, operator.op.rpartition("::")[2].rstrip("_"), walk.layer(operator)
+    if layer is not None and (name not in _NOT_AUTOCAST or layer.name in walk.plans):
+        _linear(walk, operator, layer)
+    elif operator.cls not in ("view", "allocation"):
+        _other(walk, operator, name)
+    _result(walk, index, operator, layer, name)
+
+
+def walked(
     report: GraphReport,
     plans: Mapping[str, LayerPlan],
     activations: str,
@@ -287,19 +344,18 @@ def saved_by_rules(
     gpu: bool = False,
     wide: Collection[str] = ("norm",),
     shared: bool = False,
-) -> tuple[float, float]:
-    """Return the bytes that the rules say a step saves: activations, and copies of weights.
+) -> Walk:
+    """Walk the forward pass of a step under a policy: what each operator makes, and what is saved of it.
 
     On a GPU a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
     emulation quantises the weight again where its scales lie along the contraction. ``wide`` names what a policy keeps
     in float32 under autocast (attention, norm); on a GPU autocast itself keeps norms. Where casts are ``shared``,
     layers that read one input (q, k and v in a compiled step) save its codes once.
     """
-    by_weight = {layer.weight: layer for layer in report.layers}
-    by_name = {layer.name: layer for layer in report.layers}
     # checkpointing runs these modules again in the backward pass: their forward saves nothing
     again = frozenset(row.module for row in report.operators if row.phase == "recompute")
-    walk = _Walk(plans, activations, gpu, _BYTES.get(activations, 0.0), again=again, shared=shared)
+    walk = Walk(plans, activations, gpu, _BYTES.get(activations, 0.0), again=again, shared=shared)
+    walk.layers = {layer.name: layer for layer in report.layers} | {layer.weight: layer for layer in report.layers}
     # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
     walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
     walk.wide_attention, walk.wide_norms = "attention" in wide, gpu or "norm" in wide
@@ -308,19 +364,18 @@ def saved_by_rules(
     for index, operator in enumerate(report.operators):
         if operator.phase != "forward" or not operator.out_shapes:
             continue
-        name = operator.op.rpartition("::")[2].rstrip("_")
-        layer = None
-        if operator.cls in ("gemm", "conv"):
-            layer = by_weight.get(operator.weight) or by_name.get(operator.module)
-        layer = layer if layer is not None and layer.gemms and "_rnn" not in name else None  # a kernel keeps its own
-        kept = walk.copies, walk.weights
-        if layer is not None and (name not in _NOT_AUTOCAST or layer.name in plans):
-            _linear(walk, operator, layer)
-        elif operator.cls not in ("view", "allocation"):
-            _other(walk, operator, name)
+        kept = len(walk.copies)
+        forward(walk, index, operator)
         if operator.module in again:
-            walk.copies, walk.weights = kept
-        _result(walk, index, operator, layer, name)
+            del walk.copies[kept:]
+    return walk
+
+
+def saved_by_rules(
+    report: GraphReport, plans: Mapping[str, LayerPlan], activations: str, **how: Any
+) -> tuple[float, float]:
+    """Return the bytes that the rules say a step saves: activations, and copies of weights; see :func:`walked`."""
+    walk = walked(report, plans, activations, **how)
     return walk.total, walk.weights
 
 

@@ -1,0 +1,265 @@
+"""The peak of a step's memory: when each tensor of the recorded step is made and released, under a policy.
+
+The record says which operator made each tensor and which one reads it last. Of the forward pass lives what a later
+operator reads, and what :mod:`autoprec.cost.saved` says is kept for backward; the backward pass releases that step by
+step, and fills gradients on its way: of activations until the next operator has read them, of parameters to the end.
+Checkpointed blocks run again in the middle of it. Beside them stands what an operator needs while it runs: codes of the
+operands of a quantised layer, casts of those that are multiplied in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from autoprec.cost.saved import Copy, Value, Walk, codes_bytes, forward, walked
+from autoprec.graph.report import GraphReport, Layer, Operator
+from autoprec.policy.schema import LayerPlan
+
+_FLOATS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
+_BYTES = _FLOATS | {"bool": 1.0, "uint8": 1.0, "int8": 1.0, "int16": 2.0, "int32": 4.0, "e4m3": 1.0, "e5m2": 1.0}
+_KEEP = LayerPlan()
+#: What lives in a step, as :class:`Peak` splits it.
+KINDS = ("saved", "weight_casts", "gradients", "backward")
+
+
+def _bytes(operator: Operator, slot: int, width: float | None = None) -> float:
+    return prod(operator.out_shapes[slot] or (1,)) * (width or _BYTES.get(operator.out_dtypes[slot], 8.0))
+
+
+#: A tensor: position of the operator that filled its memory, and which of that operator's results it is.
+Place = tuple[int, int]
+#: Memory that the step did not make: of a parameter, a buffer or the batch.
+_OUTSIDE: Place = (-1, 0)
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """When the tensors of a recorded step are read, which no policy changes.
+
+    Attributes:
+        base: of each operator, whose memory its first result is: its own, if it is not a view.
+        direct: the last operator that reads a tensor as it is.
+        unpacked: the operators of the backward pass that read a tensor as autograd saved it.
+        lasting: tensors that are the gradients of parameters.
+        last_of: weight -> the last operator of its layer.
+        begin: the first operator of the backward pass.
+    """
+
+    report: GraphReport
+    base: list[Place]
+    direct: dict[Place, int]
+    unpacked: dict[Place, list[int]]
+    lasting: frozenset[Place]
+    last_of: dict[str, int]
+    begin: int
+
+    @classmethod
+    def of(cls, report: GraphReport) -> Lifetimes:
+        rows = report.operators
+        base: list[Place] = [(index, 0) for index in range(len(rows))]
+        direct, unpacked, lasting, last_of = {}, defaultdict(list), set(), {}
+        handed: set[int] = set()  # views by which autograd hands out what it saved
+        for index, row in enumerate(rows):
+            if row.weight:
+                last_of[row.weight] = index
+            for number, (source, shape, dtype) in enumerate(zip(row.sources, row.shapes, row.dtypes, strict=False)):
+                if source < 0 or base[source] == _OUTSIDE:
+                    if number == 0 and _is_view(row):
+                        base[index] = _OUTSIDE
+                    continue
+                at = base[source]
+                if at == (source, 0):
+                    alike = _alike(rows[source], shape, dtype)
+                    at = (source, next((slot for slot in alike if (source, slot) not in lasting), alike[0]))
+                from_before = rows[at[0]].phase != "backward" and row.phase == "backward"
+                if source in handed or (from_before and (rows[at[0]].phase == "forward" or at[1])):
+                    unpacked[at].append(index)
+                elif not (from_before and row.op == "aten::detach"):
+                    direct[at] = index
+                if row.module == "<accumulate>" and _is_view(row) and row.op == "aten::detach":
+                    lasting.add(at)  # else it is added to a gradient that is there already
+                if number == 0 and _is_view(row):
+                    base[index] = at
+                    if source in handed or (from_before and row.op == "aten::detach"):
+                        handed.add(index)
+        begin = next((i for i, row in enumerate(rows) if row.phase == "backward"), len(rows))
+        return cls(report, base, direct, dict(unpacked), frozenset(lasting), last_of, begin)
+
+    @property
+    def end(self) -> int:
+        return len(self.report.operators)
+
+    def released(self, place: Place, *, saved: bool = True) -> int:
+        """Return the operator after which a tensor is released."""
+        late = self.unpacked.get(place, ()) if saved else ()
+        return max(self.direct.get(place, place[0]), *late, place[0])
+
+    def copy_released(self, copy: Copy) -> int:
+        """Return the operator after which a copy is released: the backward of its layer, or of whatever reads it."""
+        readers = self.unpacked.get(self.base[copy.source], []) if copy.source >= 0 else []
+        if copy.weight:
+            own = [i for i in readers if self.report.operators[i].weight == copy.weight]
+            return max(own, default=self.last_of.get(copy.weight, self.end - 1))
+        return max(readers, default=max(copy.at, self.begin))
+
+
+def _alike(made: Operator, shape: tuple[int, ...], dtype: str) -> list[int]:
+    """Return which of an operator's results may be the one that is read: those of that shape and dtype."""
+    alike = zip(made.out_shapes, made.out_dtypes, strict=False)
+    return [slot for slot, found in enumerate(alike) if found == (shape, dtype)] or [0]
+
+
+def _is_view(row: Operator) -> bool:
+    return row.cls == "view" or (row.op.endswith("_") and not row.op.endswith("__"))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive at each operator by kind: of the scaled model, but for gradients and casts of weights."""
+
+    alive: Mapping[str, list[float]]
+
+    def peak(self, grown: Mapping[str, float]) -> dict[str, float]:
+        """Return the bytes alive at the peak by kind, where gradients and casts are so many times as large."""
+        rows = [[grown.get(kind, 1.0) * x for x in self.alive[kind]] for kind in KINDS]
+        return dict(zip(KINDS, max(zip(*rows, strict=True), key=sum), strict=True))
+
+
+class _Events:
+    """Adds up intervals in which something is alive.
+
+    Args:
+        grow: see :func:`timeline`.
+        begin: where the backward pass begins: what lives until then does so in every block.
+    """
+
+    def __init__(self, length: int, grow: Sequence[tuple[float, float]] | None, begin: int) -> None:
+        self.changes = {kind: [0.0] * (length + 2) for kind in KINDS}
+        self._grow, self._begin = grow, begin
+
+    def add(self, kind: str, size: float, begin: int, end: int) -> None:
+        row = self.changes[kind]
+        if self._grow is not None and kind in ("saved", "backward"):
+            larger, more = self._grow[begin]
+            size *= larger * (more if begin < self._begin <= end else 1.0)
+        row[begin] += size
+        row[end + 1] -= size
+
+    def timeline(self) -> Timeline:
+        return Timeline({kind: list(accumulate(row))[:-1] for kind, row in self.changes.items()})
+
+
+def timeline(
+    lifetimes: Lifetimes,
+    plans: Mapping[str, LayerPlan],
+    activations: str,
+    *,
+    gpu: bool = False,
+    wide: Collection[str] = ("norm",),
+    shared: bool = False,
+    grow: Sequence[tuple[float, float]] | None = None,
+    held: float = 0.0,
+) -> Timeline:
+    """Return what is alive during a step under a policy, beside parameters, buffers and optimizer state.
+
+    Gradients of parameters that the record does not show being made are there all the time.
+
+    Args:
+        plans, activations, gpu, wide, shared: see :func:`autoprec.cost.saved.walked`.
+        grow: of each operator, how many times as large its result is in the model that is asked for, and how many.
+        held: bytes that the script holds through the backward pass although no operator reads them: :func:`held_bytes`.
+    """
+    report = lifetimes.report
+    walk = walked(report, plans, activations, gpu=gpu, wide=wide, shared=shared)
+    events = _Events(lifetimes.end, grow, lifetimes.begin)
+    for index, row in enumerate(report.operators):
+        if not row.out_shapes or row.module == "<accumulate>":
+            continue
+        if row.phase == "recompute":
+            walk.cast_weights.discard(row.weight)
+            forward(walk, index, row)
+        elif row.phase != "forward":
+            walk.made[index] = _gradient(walk, lifetimes, index, row)
+        if lifetimes.base[index] == (index, 0):
+            for slot in range(len(row.out_shapes)):
+                _live(walk, lifetimes, events, index, slot)
+        if (layer := walk.layer(row)) is not None:
+            events.add("backward", _workspace(walk, index, row, layer), index, index)
+    for copy in walk.copies:
+        events.add("weight_casts" if copy.cast else "saved", copy.size, copy.at, lifetimes.copy_released(copy))
+    if held:
+        events.add("saved", held, lifetimes.begin - 1, lifetimes.end)
+    made = sum(_bytes(report.operators[index], slot) for index, slot in lifetimes.lasting)
+    events.add("gradients", max(0.0, report.memory.get("gradients", 0) - made), 0, lifetimes.end)
+    return events.timeline()
+
+
+def held_bytes(lifetimes: Lifetimes) -> float:
+    """Return the bytes that were alive when backward began beyond those that it reads: logits that have a name."""
+    alive = timeline(lifetimes, {}, "keep").alive
+    return max(0.0, lifetimes.report.memory.get("live_at_backward", 0) - alive["saved"][lifetimes.begin])
+
+
+def _gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Value:
+    """Return what an operator of the backward pass makes: as wide as what it reads, unless it says otherwise."""
+    script = _BYTES.get(row.out_dtypes[0], 8.0)
+    if lifetimes.base[index] != (index, 0) and row.sources and (made := walk.made.get(row.sources[0])) is not None:
+        return made
+    layer, width = walk.layer(row), script
+    if row.out_dtypes[0] in _FLOATS and (index, 0) not in lifetimes.lasting and walk.low:
+        reads = [read.value.width for read in walk.reads(row) if read.value is not None and read.dtype in _FLOATS]
+        width = max(reads, default=script)
+        if layer is not None and row.role == "dgrad":
+            width = walk.inputs.get(layer.name, script)
+        elif layer is not None and row.role == "wgrad":
+            width = script
+    return Value(script, width)
+
+
+def _live(walk: Walk, lifetimes: Lifetimes, events: _Events, index: int, slot: int) -> None:
+    """Add one result of an operator, from where it is made to where it is released."""
+    row, place, kind = lifetimes.report.operators[index], (index, slot), "backward"
+    made = walk.made.get(index)
+    width = None if made is None or row.out_dtypes[slot] not in _FLOATS else made.width
+    if place not in lifetimes.direct and place not in lifetimes.unpacked and row.out_shapes[slot] == row.out_shapes[0]:
+        place = (index, 0)  # which of several alike is read, the record does not say
+    saved = True
+    if row.phase in ("forward", "recompute"):
+        kind = "saved" if row.phase == "forward" else kind
+        if slot and row.phase == "forward":
+            return  # the walk counts what is saved of it as a copy
+        saved = made is None or made.kept or not made.asked
+    elif place in lifetimes.lasting:
+        events.add("gradients", _bytes(row, slot), index, lifetimes.end)
+        return
+    events.add(kind, _bytes(row, slot, width), index, lifetimes.released(place, saved=saved))
+
+
+def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> float:
+    """Return the bytes that a layer's product needs while it runs: codes, casts, and sums before they are narrowed."""
+    gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
+    plan = walk.plans.get(layer.name, _KEEP)
+    made = walk.made[index].width
+    result = prod(row.out_shapes[0] or (1,))
+    inputs, weights, outputs = gemm.m * gemm.k, gemm.k * gemm.n, gemm.m * gemm.n
+    if layer.kind == "conv":
+        inputs, weights, outputs = result, layer.parameters, result
+    role = row.role if row.role in ("dgrad", "wgrad") else "fprop"
+    recipe = {"fprop": plan.fprop, "dgrad": plan.dgrad, "wgrad": plan.wgrad}[role]
+    kept = any(copy.at == index and not copy.cast for copy in walk.copies[-2:])
+    if recipe is None or not recipe.scaled:
+        low = walk.low if recipe is None else _FLOATS.get(recipe.format, 4.0)
+        if not low or low >= 4.0:
+            return 0.0
+        read = outputs if role != "fprop" else 0 if kept else inputs
+        return low * (read + weights * (role == "fprop") + result * (made != low))
+    tokens, sums = float(gemm.m), 0.0 if walk.gpu or made >= 4.0 else 4.0 * result
+    if role == "fprop":
+        codes = 0.0 if kept else codes_bytes(recipe, inputs, tokens)
+        return sums + codes + codes_bytes(recipe, weights, 128.0)
+    both = 1 if recipe.scaling is not None and recipe.scaling.granularity == "tensor" else 2
+    return sums + both * codes_bytes(recipe, outputs, tokens) + codes_bytes(recipe, weights, 128.0) * (role == "dgrad")

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoprec.applying.policy import apply_policy, remove_policy
+from autoprec.cost import CostModel
+from autoprec.cost.peak import Lifetimes, held_bytes, timeline
+from autoprec.graph.recorder import StepRecorder
+from autoprec.graph.report import GraphReport
+from autoprec.policy import policy_from_dict, resolve
+from autoprec.precision.hardware import TARGETS
+
+BF16 = {"format": "bf16"}
+INT8 = {"format": "int8", "scaling": {"granularity": "tensor"}}
+POLICIES: dict[str, dict[str, Any]] = {
+    "script": {},
+    "bf16": {"recipes": {"low": BF16}, "default": "low", "activations": "bf16"},
+    "int8": {"recipes": {"low": INT8}, "default": "low"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.again, self.h, self.head = again, nn.ModuleList(Block(64) for _ in range(3)), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(x).float().square().mean()
+
+
+def measured(step: Callable[[], Any]) -> int:
+    """Return the allocator's peak over a step, beside what was there before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        step()
+    now = most = 0
+    events: Any = profiler.profiler
+    rows = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(rows, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def recorded(*, again: bool) -> tuple[Model, Callable[[], Any], GraphReport]:
+    torch.manual_seed(0)
+    model, x = Model(again=again), torch.randn(512, 64)
+
+    def step() -> None:
+        model(x).backward()
+
+    with StepRecorder(model) as recorder:
+        step()
+    return model, step, recorder.report()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_the_peak_is_the_allocators(policy: str, again: bool) -> None:
+    """With gradients counted as there from the start, and what backward holds left out, it was -39 to +12 % off."""
+    model, step, report = recorded(again=again)
+    asked = policy_from_dict({"schema": "autoprec.policy/1", **POLICIES[policy]})
+    model.zero_grad()
+    apply_policy(asked, model)
+    step()
+    model.zero_grad()
+    found = measured(step)
+    remove_policy(model)
+    plans = resolve(asked, [layer.name for layer in report.tunable])
+    modelled = CostModel(report, TARGETS["cpu"]).memory(plans, activations=asked.activations)
+    assert modelled is not None
+    assert modelled.total - modelled.parameters == pytest.approx(found, rel=0.01 if policy == "script" else 0.08)
+
+
+def test_a_result_that_keeps_its_name_through_backward_is_there_all_the_time() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+    for keeps, held in ((False, 0.0), (True, 256 * 64 * 4.0)):
+        with StepRecorder(layer) as recorder:
+            out = layer(x)
+            loss = (out * 2.0).sum()
+            out = out if keeps else loss
+            loss.backward()
+        assert held_bytes(Lifetimes.of(recorder.report())) == pytest.approx(held, abs=64)
+
+
+def test_gradients_that_are_added_to_are_there_all_the_time_and_fresh_ones_grow() -> None:
+    model, step, report = recorded(again=False)
+    fresh = timeline(Lifetimes.of(report), {}, "keep").alive["gradients"]
+    assert (fresh[0], fresh[-1]) == (0.0, report.memory["gradients"])
+    with StepRecorder(model) as recorder:
+        step()
+    added = timeline(Lifetimes.of(recorder.report()), {}, "keep").alive["gradients"]
+    assert added[0] == report.memory["gradients"]
