@@ -17,6 +17,7 @@ from autoprec.applying.policy import apply_policy, load, remove_policy
 from autoprec.applying.units import tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError, UsageError
 from autoprec.optim.audit import audit_optimizer
+from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 ALL = sorted(BUILTIN_RECIPES)
@@ -110,6 +111,29 @@ def test_the_better_recipe_has_the_smaller_gradient_error(model: Model, ids: tor
         errors.append(((found - reference).norm() / reference.norm()).item())
     assert errors == sorted(errors)
     assert errors[-1] > 5 * errors[1]
+
+
+def test_fp32_sums_of_a_heads_weight_gradient_matter_where_a_batch_agrees() -> None:
+    """Rows of a gradient that all samples push the same way: what is rounded last is most of bf16's error."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256, bias=False))
+    nn.init.constant_(head[0].bias, 2.0)
+    x, labels = torch.randn(4096, 64), torch.multinomial(torch.softmax(torch.linspace(0, 8, 256), 0), 4096, True)
+
+    def gradient(wgrad: str) -> torch.Tensor:
+        used = {name: BUILTIN_RECIPES[name].to_dict() for name in {"fp32", "bf16", wgrad}}
+        rule = {"match": "1", "recipe": "fp32" if wgrad == "fp32" else "bf16", "gemms": {"wgrad": wgrad}}
+        document = {"schema": "autoprec.policy/1", "recipes": used, "layers": [rule]}
+        apply_policy(policy_from_dict(document), head)
+        head.zero_grad()
+        F.cross_entropy(head(x).float(), labels).backward()
+        remove_policy(head)
+        return head[1].weight.grad.clone()
+
+    exact = gradient("fp32")
+    rounded, wide = ((gradient(name) - exact).norm() / exact.norm() for name in ("bf16", "bf16_fp32_output"))
+    assert 0.001 < rounded < 0.01
+    assert wide < 0.8 * rounded
 
 
 def test_an_empty_policy_leaves_no_trace(model: Model, ids: torch.Tensor) -> None:

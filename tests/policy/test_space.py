@@ -236,6 +236,12 @@ def test_every_gpu_space_offers_a_wide_head_and_attention_in_fp32(name: str) -> 
         assert set(found.attention) == {"keep", "fp32"}
 
 
+def test_the_nvfp4_space_offers_the_head_fp32_sums_of_its_weight_gradient() -> None:
+    found, wide = load_space("blackwell-nvfp4"), "bf16/wgrad=bf16_fp32_output"
+    assert wide in {choice.name for choice in found.rule_for("lm_head", ("head",))}
+    assert wide not in {choice.name for choice in found.rule_for("h.0.mlp.c_fc", ())}
+
+
 def test_fp16_without_loss_scaling_is_told() -> None:
     rule = {"match": "*", "choices": ["fp16", "bf16/wgrad=fp16"]}
     found = space_from_dict(space(choices=[rule], activations=["fp16"]))

@@ -134,6 +134,14 @@ def test_a_preset_of_the_space_may_keep_the_last_blocks_and_the_head() -> None:
     assert set(forward.values()) == {"bf16", "nvfp4/fprop=bf16"}
 
 
+def test_a_head_with_fp32_sums_of_its_weight_gradient_is_a_preset() -> None:
+    problem = Problem.build(gpt(3), load_space("blackwell-nvfp4"))
+    found = dict(presets(problem))["head bf16, wgrad bf16_fp32_output"]
+    plan = problem.policy(found).plan_of_rule(problem.policy(found).layers[0])
+    assert found["layer:lm_head"] == "bf16/wgrad=bf16_fp32_output"
+    assert (plan.fprop.output, plan.wgrad.output) == ("keep", "fp32")
+
+
 def test_a_preset_that_would_keep_every_block_is_left_out() -> None:
     names = [name for name, _ in presets(Problem.build(gpt(3), load_space("blackwell-nvfp4")))]
     assert not any("last 4 blocks" in name for name in names)
