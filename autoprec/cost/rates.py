@@ -7,12 +7,12 @@ The defaults are fitted on one half of the published tables and scored on the ot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
 from autoprec.errors import FileError
-from autoprec.precision.hardware import FAMILIES, Target
+from autoprec.precision.hardware import Target
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,6 @@ class Rates:
     library: bool = True
     label: str = "modelled, uncalibrated"
 
-    def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key not in ("library", "label")}
-
     def compiled(self) -> Rates:
         """Return the rates of casts compiled by torch, as this package's native backend and torchao run them."""
         if not self.library:
@@ -63,44 +60,21 @@ class Rates:
         Raises:
             FileError: an unknown name, a value that is not a positive number, or a share above 1.
         """
-        _known("rates", document, (*_PER_FAMILY, *_PLAIN))
-        values: dict[str, Any] = {}
-        for name in _PER_FAMILY:
-            given = document.get(name, {})
-            if not isinstance(given, Mapping):
-                raise FileError(f"rates.{name} is {given!r}, not a mapping", where="calibration", fix=_FIX)
-            _known(f"rates.{name}", given, (*FAMILIES, "rest"))
-            for family, value in given.items():
-                _check(f"{name}.{family}", value, share=name in _SHARES, zero=name in ("quantise_us", "epilogue"))
-            values[name] = {**getattr(self, name), **given}
-        for name in _PLAIN:
-            value = document.get(name, getattr(self, name))
-            _check(name, value, share=name in _SHARES)
-            values[name] = float(value)
+        fix = "write the file with `autoprec calibrate`"
+        for name, value in document.items():
+            if name not in MEASURED:
+                raise FileError(f"unknown rates.{name}", where="calibration", fix=f"valid: {', '.join(MEASURED)}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+            if not number or value <= 0:
+                raise FileError(f"rates.{name} is {value!r}, not a positive number", where="calibration", fix=fix)
+            if name == "bandwidth" and value > 1:
+                raise FileError(f"rates.{name} is {value!r}, a share above 1", where="calibration", fix=fix)
+        values: dict[str, Any] = {name: float(value) for name, value in document.items()}
         return replace(self, **values, label=label)
 
 
-def _known(where: str, document: Mapping[str, Any], valid: tuple[str, ...]) -> None:
-    """Refuse a rate nobody reads: it would leave the default in place without a word."""
-    unknown = sorted(str(name) for name in document if name not in valid)
-    if unknown:
-        raise FileError(f"unknown {where}.{unknown[0]}", where="calibration", fix=f"valid: {', '.join(valid)}")
-
-
-def _check(name: str, value: Any, *, share: bool = False, zero: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if not number or value < 0 or (value == 0 and not zero):
-        raise FileError(f"rates.{name} is {value!r}, not a positive number", where="calibration", fix=_FIX)
-    if share and value > 1:
-        raise FileError(f"rates.{name} is {value!r}, a share of the peak above 1", where="calibration", fix=_FIX)
-
-
-_FIX = "write the file with `autoprec calibrate`"
-_PER_FAMILY = ("gemm", "cast", "quantise_us", "error", "epilogue")
-_PLAIN = ("bandwidth", "launch_us", "host_us", "attention", "compiled_casts")
-_SHARES = ("gemm", "cast", "bandwidth", "attention", "compiled_casts")
-
-
+#: What a calibration measures of these; linears correct the rest.
+MEASURED = ("bandwidth", "launch_us", "host_us")
 _GEMM = {"fp32": 0.85, "tf32": 0.75, "bf16": 0.73, "fp16": 0.73, "int8": 0.6}
 _ERROR = {"fp32": 0.15, "tf32": 0.15, "bf16": 0.12, "fp16": 0.12, "nvfp4": 0.3, "int8": 0.3, "rest": 0.35}
 

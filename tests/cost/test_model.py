@@ -169,12 +169,12 @@ def test_attention_has_its_own_dtype(tiny: GraphReport) -> None:
 
 
 def test_calibrated_rates_change_figures_and_label(large: GraphReport) -> None:
-    half = {"rates": {"gemm": {"bf16": 0.37}}, "label": "modelled, calibrated on a test"}
-    slow = CostModel(large, H100, calibration=half).estimate({})
-    assert slow.breakdown["gemm"] == pytest.approx(2 * CostModel(large, H100).estimate({}).breakdown["gemm"], rel=0.02)
+    half = {"rates": {"bandwidth": 0.4}, "label": "modelled, calibrated on a test"}
+    slow, plain = (CostModel(large, H100, calibration=given).estimate({}) for given in (half, None))
+    assert slow.breakdown["norm"] == pytest.approx(2 * plain.breakdown["norm"], rel=0.02)
     assert slow.label == "modelled, calibrated on a test, compiled"
     own = CostModel(large, H100, rates=replace(default_rates(H100), bandwidth=0.4)).estimate({})
-    assert own.breakdown["norm"] > slow.breakdown["norm"]
+    assert own.breakdown["norm"] == slow.breakdown["norm"]
 
 
 def test_unknown_layers_are_a_key_error(tiny: GraphReport) -> None:

@@ -22,11 +22,6 @@ def test_every_recipe_a_gpu_runs_has_rates(name: str) -> None:
     assert rates.label == "modelled, uncalibrated"
 
 
-def test_rates_survive_a_round_trip() -> None:
-    rates = default_rates(TARGETS["h100"])
-    assert rates.merged(rates.to_dict(), rates.label) == rates
-
-
 @pytest.mark.parametrize("name", ["h100", "b200"])
 def test_casts_compiled_by_torch_are_slower_than_transformer_engines(name: str) -> None:
     compiled, library = default_rates(TARGETS[name]), default_rates(TARGETS[name], library=True)

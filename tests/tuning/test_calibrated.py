@@ -28,13 +28,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def calibration(path: Path, **changes: object) -> str:
-    """A file as `autoprec calibrate` writes it on an H100 whose FP8 is slower than the default says."""
+    """A file as `autoprec calibrate` writes it on an H100."""
     document = {
-        "schema": "autoprec.calibration/1",
+        "schema": "autoprec.calibration/2",
         "device": "My H100",
         "target": "h100",
         "date": "2026-01-02",
-        "rates": {"gemm": {"bf16": 0.5, "fp8_tensor": 0.4, "fp8_row": 0.4}},
+        "rates": {"host_us": 6.0},
     }
     path.write_text(json.dumps(document | changes))
     return str(path)
@@ -51,7 +51,8 @@ def test_a_calibrated_rehearsal_uses_its_rates_and_says_so_everywhere(here: Path
     assert "speedup_over_16bit" not in same["intervals"], "the 16-bit run is not unsure over itself"
     about = {"source": "modelled", "written": "fp32", "cost": "modelled, uncalibrated, compiled", "as_compiled": True}
     assert plain.budget.items() >= about.items()
-    asked = options(target="h100", study="calibrated", trials=4, calibration=calibration(here / "c.json"))
+    given = calibration(here / "c.json", linears=linears("bf16", native=8.0))  # slower than the default says
+    asked = options(target="h100", study="calibrated", trials=4, calibration=given)
     made, result = search(script(device="cpu"), asked)
     label = "modelled, calibrated on My H100 (2026-01-02), compiled"
     assert f"times are {label}" in result.notes
@@ -103,8 +104,8 @@ def test_a_calibration_that_nothing_would_use_is_refused_before_a_study_is_begun
 
 def test_a_file_that_is_no_calibration_is_refused_before_the_script_starts(here: Path) -> None:
     simulated = script(device="cpu")
-    wrong = calibration(here / "c.json", rates={"gemm": {"bf16": 7.0}})
-    for path, says in (("missing.json", "no such file"), ("train.py", "not a mapping"), (wrong, "share of the peak")):
+    wrong = calibration(here / "c.json", rates={"bandwidth": 7.0})
+    for path, says in (("missing.json", "no such file"), ("train.py", "not a mapping"), (wrong, "a share above 1")):
         with pytest.raises(FileError, match=says):
             search(simulated, options(target="h100", calibration=path))
     with pytest.raises(UsageError, match="times its steps"):  # whatever the device turns out to be
@@ -148,9 +149,8 @@ def kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = kept_file(H100)
     path.parent.mkdir()
     versions = {"torch": "2.11.0+cu130", "torchao": "0.18.0"}
-    calibration(
-        path, device=H100, versions=versions, linears=linears("fp8_delayed", native=4.0, transformer_engine=3.2)
-    )
+    timed = [*linears("bf16", native=8.0), *linears("fp8_delayed", native=4.0, transformer_engine=3.2)]
+    calibration(path, device=H100, versions=versions, linears=timed)
     return path
 
 

@@ -95,7 +95,7 @@ def calibrate(target: str, output: Path | None) -> int:
     timed = sum(1 for row in document["linears"] if row["seconds"])
     options = f"--target {found.name} --calibration {path} train.py"
     lines = [
-        f"{name}: {len(document['points'])} points, {timed} linears in {document['seconds']} s, written to {path}",
+        f"{name}: {len(document['rates'])} rates, {timed} linears in {document['seconds']} s, written to {path}",
         *chosen_backends(document),
         f"use it: autoprec estimate {options}",
         f"or, where this device is not: autoprec search {options}",

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,62 +23,32 @@ if TYPE_CHECKING:
     from autoprec.cost.calibrate.cuda_bench import CudaBench
 
 SCHEMA = "autoprec.calibration/2"
-#: Schemas that are read: the first had no timed linears.
-_READ = ("autoprec.calibration/1", SCHEMA)
-_KEYS = {
-    *("schema", "device", "target", "machine", "versions", "date", "rates", "points", "label", "seconds", "drift"),
-    "linears",
-}
 #: Bytes of the timed copy.
 _COPIED = 1 << 30
 #: What a file is laid over to see whether its rates are rates.
 _ANY = Rates(gemm={}, cast={}, quantise_us={})
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One measurement: a ``copy`` of ``bytes`` inside the device, a ``launch`` on it, or one by its ``host``."""
-
-    kind: str
-    seconds: float
-    bytes: int = 0
-
-
-def _quiet(_line: str) -> None:
-    return None
-
-
-def measure_points(bench: CudaBench, say: Callable[[str], None] = _quiet) -> list[Point]:
-    """Measure what no linear shows: memory bandwidth and launches; what fails is said and left out."""
-    points: list[Point] = []
-    for kind, size in (("copy", _COPIED), ("launch", 0), ("host", 0)):
+def measured_rates(bench: CudaBench, target: Target, say: Callable[[str], None]) -> dict[str, float]:
+    """Measure the part of :class:`Rates` that no linear shows; what fails is said and left out."""
+    how: dict[str, Callable[[], float]] = {
+        "bandwidth": lambda: min(1.0, 2.0 * _COPIED / bench.copy(_COPIED) / target.bandwidth),
+        "launch_us": lambda: max(0.1, bench.launch() * 1e6),
+        "host_us": lambda: max(0.1, bench.host() * 1e6),
+    }
+    rates = {}
+    for name, measure in how.items():
         try:
-            seconds = getattr(bench, kind)(*(size,) * bool(size))
-        except Exception as error:  # a kernel or driver that fails takes its point along, not the rest
-            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-        else:
-            if seconds > 0:
-                points.append(Point(kind, seconds, size))
-                say(f"{kind}: {seconds * 1e6:.1f} us")
-                continue
-            why = "cannot be measured here"
-        say(f"{kind}: {why}; the default is kept")
-    return points
-
-
-def fit_rates(target: Target, points: Sequence[Point]) -> dict[str, Any]:
-    """Return the part of :class:`Rates` that the points determine; GEMMs and casts are corrected by the linears."""
-    out: dict[str, Any] = {}
-    for point in points:
-        if point.kind == "copy":
-            out["bandwidth"] = min(1.0, 2.0 * point.bytes / point.seconds / target.bandwidth)
-        else:
-            out[f"{point.kind}_us"] = max(0.1, point.seconds * 1e6)
-    return out
+            rates[name] = measure()
+            say(f"{name}: {rates[name]:.3g}")
+        except Exception as error:  # a kernel or driver that fails takes its rate along, not the rest
+            why = (str(error).strip().splitlines() or [""])[0][:200]
+            say(f"{name}: {type(error).__name__}: {why}; the default is kept")
+    return rates
 
 
 def calibrate(
-    bench: CudaBench, target: Target, device: str, date: str, say: Callable[[str], None] = _quiet
+    bench: CudaBench, target: Target, device: str, date: str, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Measure a device and return the document that :func:`load_calibration` reads, without its linears.
 
@@ -88,10 +57,10 @@ def calibrate(
     """
     try:
         bench.warm()
-    except Exception as error:  # the points will tell what works
+    except Exception as error:  # the rates will tell what works
         say(f"warming up failed: {type(error).__name__}")
-    points = measure_points(bench, say)
-    if not points:
+    rates = measured_rates(bench, target, say)
+    if not rates:
         raise UsageError(f"nothing could be measured on {device}", fix="`autoprec doctor` says what works here")
     return {
         "schema": SCHEMA,
@@ -100,8 +69,7 @@ def calibrate(
         "machine": f"{platform.node()} ({platform.machine()})",
         "versions": bench.versions(),
         "date": date,
-        "rates": fit_rates(target, points),
-        "points": [asdict(point) for point in points],
+        "rates": rates,
     }
 
 
@@ -128,16 +96,11 @@ def load_calibration(path: Path | str) -> dict[str, Any]:
     """
     document = read_document(path)
     fix = "write it with `autoprec calibrate`"
-    if document.get("schema") not in _READ:
+    if document.get("schema") != SCHEMA:
         raise FileError(f"schema is {document.get('schema')!r}, not {SCHEMA}", where=str(path), fix=fix)
-    unknown = sorted(set(document) - _KEYS)
-    if unknown:
-        raise FileError(f"unknown key '{unknown[0]}'", where=str(path), fix=f"valid: {', '.join(sorted(_KEYS))}")
-    for key in ("device", "date", "rates"):
-        if key not in document:
-            raise FileError(f"'{key}' is missing", where=str(path), fix=fix)
-    if not isinstance(document["rates"], dict):
-        raise FileError("'rates' is not a mapping", where=str(path), fix=fix)
+    for key, kind in (("device", str), ("date", str), ("rates", dict)):
+        if not isinstance(document.get(key), kind):
+            raise FileError(f"has no '{key}'", where=str(path), fix=fix)
     try:  # every rate is looked at before a script is started for them
         _ANY.merged(document["rates"], "")
         Linears.of(document)

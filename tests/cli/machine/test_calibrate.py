@@ -49,7 +49,7 @@ def test_a_device_is_measured_and_written(fake_gpu: None) -> None:
     path = Path("calibration-h100.json")
     found = CliRunner().invoke(command.calibrate, ["-o", str(path)], catch_exceptions=False)
     assert found.exit_code == 0
-    assert "Fake H100: 2 points, 2 linears" in found.output
+    assert "Fake H100: 2 rates, 2 linears" in found.output
     assert "compiled: torchao: 1.25x native at fp8_rowwise, measured" in found.output
     assert f"--calibration {path}" in found.output
     document = load_calibration(path)

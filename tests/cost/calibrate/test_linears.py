@@ -92,7 +92,7 @@ def test_where_nothing_ran_or_nothing_was_timed_nothing_is_chosen() -> None:
     assert Linears(tuple(failed)).choices("compiled") == {}
     recipes = {"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}
     assert Linears.of(None).record(recipes, compiled=True) == {}
-    assert Linears.of({"schema": "autoprec.calibration/1"}).record(recipes, compiled=True) == {}
+    assert Linears.of({"schema": "autoprec.calibration/2"}).record(recipes, compiled=True) == {}
 
 
 def test_a_policy_records_who_runs_its_recipes_by_their_names_in_it() -> None:
