@@ -150,21 +150,6 @@ class CostModel:
         self._known[id(recipe)] = (recipe, number)
         return number
 
-    def at(self, scale: CostScale) -> CostModel:
-        out = CostModel(
-            self.report,
-            self.target,
-            scale=scale,
-            compiled=self.compiled,
-            weight_reuse=self.weight_reuse,
-            rates=self.rates,
-            shards=self.shards,
-            cpu=self._cpu.rates if self._cpu else None,
-            fused_casts=self.fused_casts,
-        )
-        out._factors = self._factors
-        return out
-
     def executed(self, execution: str) -> CostModel:
         """Return the same model under a policy's ``execution``; ``keep`` is this very model."""
         compiled = {"compile": True, "eager": False}.get(execution, self.compiled)

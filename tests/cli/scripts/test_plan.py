@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.scripts.plan import Plan, _paces, _policies, print_plan
+from autoprec.cli.scripts.plan import _paces, _policies, print_plan
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import CASTS_S, GPU_TERMS, Schedule
+from autoprec.tuning.schedule import CASTS_S, GPU_TERMS
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 
@@ -71,13 +71,11 @@ def test_what_a_run_on_a_gpu_takes_is_named(
     terms: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = dict.fromkeys(("target", "source", "launch", "bound", "limited", "output"), "x")
-    seconds = dict.fromkeys(("reference_s", "trial_s", "usual_s"), 1.0)
+    names = ("reference", "trial", "usual", "total", "setup", "scan", "trials", "finalists", "closing")
+    made = words | {f"{name}_s": 1.0 for name in names} | {"choices": ("bf16",), "policies": 1.0, "presets": ("bf16",)}
     limits = {"max_divergence": 0.02, "max_gradient_error": 0.5, "max_memory": None, "objective": "speed"}
-    made = Plan(
-        **words, **seconds, model={"class": "GPT", "parameters": 1}, groups={}, choices=("bf16",), policies=1.0,
-        presets=("bf16",), expected=Schedule(1, 1, 0, 1.0, 1.0, 1.0, 1.0, 0.0), gpu_terms=terms, budget_s=None,
-        limits=limits,
-    )  # fmt: skip
+    made |= {"model": {"class": "GPT", "parameters": 1}, "groups": {}, "limits": limits, "budget_s": None}
+    made |= {"trials": 1, "finalist_runs": 1, "gpu_terms": terms}
     monkeypatch.setattr("autoprec.cli.scripts.plan.make_plan", lambda *_: made)
     print_plan(SearchOptions(command=("train.py",)), as_json=False, quiet=True)
     assert (GPU_TERMS in capsys.readouterr().out) is bool(terms)
