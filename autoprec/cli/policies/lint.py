@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 _WITHIN_S = 300.0
 
 
-def _split(words: tuple[str, ...], config: str = "") -> tuple[str, tuple[str, ...]]:
-    """Return the policy's file, empty where none is given, and the script's command line.
+def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return the policy's file, empty where none is given, and the script's command line, or what describes a model.
 
     Raises:
-        UsageError: there is neither, an option stands between them, or `--config` names a script or stands beside one.
+        UsageError: there is neither, or an option stands between them.
     """
     policy = words[0] if words and words[0].endswith((".yaml", ".yml")) else ""
     rest = words[1:] if policy else words
@@ -46,13 +46,9 @@ def _split(words: tuple[str, ...], config: str = "") -> tuple[str, tuple[str, ..
         raise UsageError(
             f"{rest[0]} comes after the policy", fix="options come first: autoprec lint --strict policy.yaml"
         )
-    if config and rest:
-        raise UsageError(f"--config {config} and a script ({rest[0]}) are named", fix="leave one of them out")
-    if config and not is_description(config):
-        raise UsageError(f"--config {config}: neither a preset nor a config.json", fix="presets: llama3-8b, gpt2, ...")
-    if not (policy or rest or config):
+    if not (policy or rest):
         raise UsageError("neither a policy nor a script is named", fix="autoprec lint policy.yaml -- train.py")
-    return policy, (config,) if config else rest
+    return policy, rest
 
 
 def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, list[str]]:
@@ -143,11 +139,10 @@ def _known(path: Path | None) -> set[str]:
     examples=(
         "autoprec lint policy.yaml -- train.py --width 768",
         "autoprec lint --base origin/main --format github policy.yaml -- train.py",
-        "autoprec lint --target b200 --config llama3-70b policy.yaml",
+        "autoprec lint --target b200 policy.yaml -- llama3-70b",
     ),
 )
 @options.of_search("target", help="What gains and shapes are judged for; default: the policy's.")
-@click.option("--config", default="", metavar="NAME|FILE", help="A preset or config.json in the place of a script.")
 @click.option("--base", default="", metavar="REV", help="Compare with this git revision of the working directory.")
 @click.option("--baseline", type=click.Path(path_type=Path), help="Findings of an earlier --json are not told again.")
 @click.option(
@@ -163,7 +158,6 @@ def _known(path: Path | None) -> set[str]:
 def lint(
     script: tuple[str, ...],
     target: str,
-    config: str,
     base: str,
     baseline: Path | None,
     layout: str,
@@ -172,14 +166,15 @@ def lint(
 ) -> int:
     """Say what is wrong with POLICY for a script, and with what the script says of precision; exit 1 on an error.
 
-    `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. One step is recorded without weights; nothing is trained.
+    `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. One step is recorded without weights; nothing is trained. In the
+    place of the script: a preset (llama3-70b) or a decoder's config.json.
     docs/ci.md has every code, a GitHub Action and a pre-commit hook.
     """
     from autoprec.precision.hardware import target as target_named
     from autoprec.report.findings import TEXTS, counts, sarif
     from autoprec.tuning.lint.rules import findings
 
-    known, (policy, words) = _known(baseline), _split(script, config)
+    known, (policy, words) = _known(baseline), _split(script)
     with Phases() as phases:
         facts, unseen = _facts(policy, words, phases)
         if base:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import described_step, record_step
+from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
 from autoprec.errors import UsageError
 from autoprec.support.units import memory_text, speed_text
 
@@ -24,15 +25,12 @@ if TYPE_CHECKING:
     from autoprec.tuning.transfer.proxy import Proxy
 
 
-def _big(script: tuple[str, ...], config: str, *, batch: int, seq: int) -> tuple[GraphReport, bool]:
-    """Return the step of the big model, and whether its shapes are known (not from a list of names)."""
-    if config.endswith(".txt"):
-        return _named_layers(Path(config)), False
+def _step(words: Sequence[str], *, batch: int = SIZE[0], seq: int = SIZE[1]) -> GraphReport:
+    """Return the step of a model by what describes it; a list of names has no shapes."""
+    if [word[-4:] for word in words] == [".txt"]:
+        return _named_layers(Path(words[0]))
     with Phases() as phases:
-        if config:
-            return described_step(config, phases, batch=batch, seq=seq), True
-        report, _ = record_step(script, phases, weights="fake")
-    return report, True
+        return step_of(words, phases, batch=batch, seq=seq, weights="fake")[0]
 
 
 def _named_layers(path: Path) -> GraphReport:
@@ -202,18 +200,11 @@ class _TakesTarget(click.Command):
             return super().parse_args(ctx, words)
         joined = words[at].partition("=")[2]
         after = [*([joined] if joined else []), *words[at + 1 :]]
-        if not after or _is_config(after[0]):
-            return super().parse_args(ctx, [*words[:at], "--to", *after])
-        return super().parse_args(ctx, [*words[:at], "--", *after])
+        of_a_script = after and not is_description(after[0]) and not after[0].endswith(".txt")
+        return super().parse_args(ctx, [*words[:at], "--" if of_a_script else "--to", *after])
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return ["POLICY", "[OPTIONS]", "--to", "train_big.py [SCRIPT ARGS]..."]
-
-
-def _is_config(text: str) -> bool:
-    from autoprec.cost.transformer import PRESETS
-
-    return text in PRESETS or Path(text).suffix in (".json", ".yaml", ".yml", ".txt")
 
 
 @click.command("transfer", cls=_TakesTarget)
@@ -242,8 +233,8 @@ def _is_config(text: str) -> bool:
 @click.option(
     "--target", default="", metavar="NAME", help="A GPU of `autoprec doctor --targets`; default: the policy's."
 )
-@click.option("--batch", default=1, show_default=True, metavar="N", help="With a config: sequences per device.")
-@click.option("--seq", default=8192, show_default=True, metavar="N", help="With a config: tokens per sequence.")
+@click.option("--batch", default=SIZE[0], show_default=True, metavar="N", help="With a config: sequences per device.")
+@click.option("--seq", default=SIZE[1], show_default=True, metavar="N", help="With a config: tokens per sequence.")
 @click.option(
     "-o", "--output", default="transferred.yaml", show_default=True, metavar="FILE", help="Where to write it."
 )
@@ -275,23 +266,24 @@ def transfer(
     from autoprec.tuning.transfer.correction import Correction
     from autoprec.tuning.transfer.evidence import with_evidence
     from autoprec.tuning.transfer.plan import transfer as carry
-    from autoprec.tuning.transfer.proxy import load_proxy
+    from autoprec.tuning.transfer.proxy import Proxy, load_proxy
     from autoprec.tuning.verify import limits_of
 
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
     hints = parse_hints(roles)
-    if bool(script) == bool(config):
-        what = f"{config} takes no arguments: found {script[0]}" if config else "the big model is missing"
-        raise UsageError(what, fix="autoprec transfer policy.yaml --to train_big.py [script args]")
+    words = (config, *script) if config else script
+    if not words:
+        fix = "autoprec transfer policy.yaml --to train_big.py [script args]"
+        raise UsageError("the big model is missing", fix=fix)
     options.check_absent(Path(output), force=force)
     check_writable(output)
     small: Policy = load_policy(policy)
     found_at = _study_of(small, policy, proxy)
-    step = proxy if found_at is None else None
-    origin = load_proxy(small, found_at, _step_of(step, batch, seq))
+    size = {} if is_saved_step(str(proxy)) else {"batch": batch, "seq": seq}  # which has its own
+    origin = load_proxy(small, found_at) if found_at else Proxy.of(small, _step([str(proxy)], **size))
     device = _target(target, small)
-    report, shaped = _big(script, config, batch=batch, seq=seq)
-    cost = CostModel(report, device) if shaped else None
+    report = _step(words, batch=batch, seq=seq)
+    cost = None if report.source == "names" else CostModel(report, device)
     limit = limits_of(small, None, None)["max_gradient_error"]
     result = carry(small, origin, report, cost, hints=hints, max_gradient_error=limit, correction=found_there)
     study_name = found_at.resolve().name if found_at is not None else ""
@@ -322,16 +314,6 @@ def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
             "`autoprec inspect --json > proxy.json`: --from proxy.json",
         )
     return found
-
-
-def _step_of(proxy: Path | None, batch: int, seq: int) -> GraphReport | Path | None:
-    """Return the step of a policy's own model where a config or a preset gives it, else the file that holds it."""
-    from autoprec.cost.transformer import PRESETS
-
-    if proxy is None or not (str(proxy) in PRESETS or proxy.name == "config.json"):
-        return proxy
-    with Phases() as phases:
-        return described_step(str(proxy), phases, batch=batch, seq=seq)
 
 
 def _target(name: str, policy: Policy) -> Target:

@@ -89,23 +89,15 @@ def _rows(report: GraphReport, table: SensitivityTable) -> dict[str, int]:
     return out
 
 
-def load_proxy(policy: Policy, study: Path | None, graph: Path | GraphReport | None) -> Proxy:
-    """Read the proxy from the folder of a study, or its recorded step alone from ``graph``.
-
-    Args:
-        policy: what was found on it.
-        study, graph: where it was recorded; the study has its table of errors too.
+def load_proxy(policy: Policy, study: Path) -> Proxy:
+    """Read the proxy of a policy from the folder of the study that found it: its step, and its table of errors.
 
     Raises:
         FileError: a file is missing or not what it should be.
     """
-    recorded = graph if graph is not None else study / "graph.json" if study is not None else None
-    if recorded is None:
-        raise FileError("neither a study nor a recorded step of the proxy is given")
-    report = load_report(recorded) if isinstance(recorded, Path) else recorded
+    report, table = load_report(study / "graph.json"), study / "sensitivity.json"
     # absent where a search said 'stay' before anything was measured
-    kept = study is not None and (study / "sensitivity.json").exists()
-    return Proxy.of(policy, report, _read_table(study / "sensitivity.json") if study is not None and kept else None)
+    return Proxy.of(policy, report, _read_table(table) if table.exists() else None)
 
 
 def _read_table(path: Path) -> SensitivityTable:

@@ -93,7 +93,7 @@ def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -
 
 def test_a_configuration_needs_no_script(project: Path) -> None:
     (project / "policy.yaml").write_text(POLICY.replace("missing", "lm_head").replace("fc_in", "'*.up_proj'"))
-    found = autoprec("lint", "--target", "b200", "--config", "llama3-70b", "--format", "github", "policy.yaml")
+    found = autoprec("lint", "--target", "b200", "--format", "github", "policy.yaml", "--", "llama3-70b")
     assert (found.code, found.out) == (0, "")
 
 
@@ -106,9 +106,9 @@ def test_a_configuration_needs_no_script(project: Path) -> None:
         (("missing.yaml",), 2, "missing.yaml"),
         ((), 2, "neither a policy nor a script"),
         (("policy.yaml", "--strict", "--", "train.py"), 2, "--strict comes after the policy"),
-        (("--config", "gpt2", "policy.yaml", "--", "train.py"), 2, "leave one of them out"),
-        (("--config", "policy.yaml", "policy.yaml"), 2, "neither a preset nor a config.json"),
-        (("--config", "gpt2", "policy.yaml"), 1, "policy.yaml: 2 errors"),
+        (("--config", "gpt2", "policy.yaml"), 2, "in the script's place"),
+        (("policy.yaml", "gpt2", "train.py"), 2, "gpt2 takes no arguments"),
+        (("policy.yaml", "--", "gpt2"), 1, "policy.yaml: 2 errors"),
     ],
 )
 def test_bad_input_is_one_sentence(project: Path, words: tuple[str, ...], code: int, said: str) -> None:

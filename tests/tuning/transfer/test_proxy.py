@@ -1,6 +1,5 @@
 """What a study left behind of the model that its policy was found on."""
 
-import json
 import math
 from pathlib import Path
 
@@ -70,12 +69,11 @@ def test_a_study_is_found_beside_its_policy_and_by_what_it_answered(tmp_path: Pa
 
 def test_a_study_without_a_table_still_tells_the_layers(tmp_path: Path) -> None:
     found = policy()
-    assert load_proxy(found, study(tmp_path / "s", found, with_table=False), None).table is None
-    loaded = load_proxy(found, study(tmp_path / "t", found), None)
+    assert load_proxy(found, study(tmp_path / "s", found, with_table=False)).table is None
+    loaded = load_proxy(found, study(tmp_path / "t", found))
     assert loaded.table is not None
     assert loaded.rows["lm_head"] == 16
-    (tmp_path / "step.json").write_text(json.dumps(gpt(2).to_json()))
-    assert len(load_proxy(found, None, tmp_path / "step.json").choices) == 9
+    assert len(Proxy.of(found, gpt(2)).choices) == 9
 
 
 def test_a_damaged_table_says_so(tmp_path: Path) -> None:
@@ -83,4 +81,4 @@ def test_a_damaged_table_says_so(tmp_path: Path) -> None:
     folder = study(tmp_path / "s", found)
     write_json(folder / "sensitivity.json", with_checksum({"groups": []}))
     with pytest.raises(FileError, match="search again"):
-        load_proxy(found, folder, None)
+        load_proxy(found, folder)
