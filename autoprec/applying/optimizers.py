@@ -12,12 +12,11 @@ import weakref
 import torch
 from torch import nn
 
-from autoprec.applying.state import carry_state
+from autoprec.applying.state import ON
 from autoprec.applying.units import unwrap
 
-#: Models that a policy is on, and optimizers that a policy has wrapped.
-_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_WRAPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+#: Optimizers that a policy has wrapped.
+WRAPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -28,35 +27,16 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def model_of(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Return the model with a policy on it of which this optimizer trains most parameters; None where there is none."""
-    shares = {model: _shared(optimizer, model) for model in list(_MODELS)}
+    shares = {model: _shared(optimizer, model) for model in list(ON)}
     found = max(shares, key=shares.__getitem__, default=None)
     return found if found is not None and shares[found] else None
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the living optimizers that a policy has wrapped and that train parameters of this model."""
-    return [optimizer for optimizer in list(_WRAPPED) if _shared(optimizer, unwrap(model))]
+    return [optimizer for optimizer in list(WRAPPED) if _shared(optimizer, unwrap(model))]
 
 
 def _shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     own = {id(parameter) for parameter in model.parameters()}
     return sum(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-
-def policy_is_on(model: nn.Module) -> None:
-    """Learn that a policy was applied; optimizers wrapped before that carry from now on what it remembers."""
-    root = unwrap(model)
-    _MODELS.add(root)
-    for optimizer in optimizers_of(root):
-        carry_state(optimizer, root)
-
-
-def policy_is_off(model: nn.Module) -> None:
-    """Forget a model from which the policy was taken."""
-    _MODELS.discard(unwrap(model))
-
-
-def is_wrapped(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
-    """Learn that a policy has wrapped an optimizer; its checkpoints carry what the policy remembers."""
-    _WRAPPED.add(optimizer)
-    carry_state(optimizer, model)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoprec.applying.stage import put_stage
-from autoprec.applying.state import carries_state, carry_state, remember
+from autoprec.applying.state import ON, carries_state, carry_state
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecError
 from autoprec.optim.communication import install_gradient_hook
@@ -31,8 +31,6 @@ from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_opt
 from autoprec.policy import Policy, boundaries
 
 _LOG = logging.getLogger("autoprec.phases")
-#: The phases at work, by the model they are for (the innermost one, which wrappers come and go around).
-_ACTIVE: weakref.WeakKeyDictionary[nn.Module, Phases] = weakref.WeakKeyDictionary()
 
 
 class Phases:
@@ -88,8 +86,7 @@ class Phases:
         handle = register_optimizer_step_post_hook(self._after_step)
         # a hook of the process would keep this alive when the model is gone
         self._stop = weakref.finalize(unwrap(model), handle.remove)
-        _ACTIVE[unwrap(model)] = self
-        remember(model, self)
+        ON[unwrap(model)] = self
 
     def stop(self) -> None:
         """Count no more; what is on the model stays."""
@@ -199,15 +196,14 @@ class Phases:
 
 def phases_of(model: nn.Module) -> Phases | None:
     """Return the phases at work on a model, or None."""
-    return _ACTIVE.get(unwrap(model))
+    return ON.get(unwrap(model))
 
 
 def stop_phases(model: nn.Module) -> None:
     """Carry out no phases on a model any more; a no-op where there are none."""
-    found = _ACTIVE.pop(unwrap(model), None)
+    found = ON.pop(unwrap(model), None)
     if found is not None:
         found.stop()
-        remember(model, None)
 
 
 def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | None) -> Optimizer:

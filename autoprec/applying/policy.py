@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autoprec.applying.optimizers import is_wrapped, model_of, own_optimizer, policy_is_off, policy_is_on
+from autoprec.applying.optimizers import WRAPPED, model_of, optimizers_of, own_optimizer
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.stage import put_stage, take_off
+from autoprec.applying.state import ON, carry_state, load_model_state, model_state
 from autoprec.applying.units import unwrap
 from autoprec.errors import UsageError
 from autoprec.policy import Policy, load_policy, save_policy
@@ -38,29 +39,10 @@ def apply_policy(
     step: int = 0,
     on_change: Callable[[str], None] | None = None,
 ) -> None:
-    """Make a model run under a policy, in place; a policy applied earlier is replaced.
+    """Do what :meth:`TorchPolicy.apply` does, with any policy.
 
-    Phases of the policy begin by themselves, counted by the steps of the optimizer that trains the model.
-
-    Args:
-        policy: the policy.
-        model: the model, wrapped or not.
-        backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`. On a GPU ``auto`` runs a recipe by what the
-            policy was found with (``evidence.backends``), where that is installed and can run the layer.
-        strict: refuse rules that match nothing and recipes that the backend cannot run. Otherwise such a rule is
-            ignored, such a layer is left as the script wrote it, and the audit says why.
-        run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
-        step: optimizer steps that were taken before, in a run that is resumed.
-        on_change: called with a line of text whenever a phase begins.
-
-    Raises:
-        UsageError: a phase begins at a share of a run whose number of steps is not given.
-        PolicyError: counted in steps, a phase does not begin after the one before it.
-        PolicyMismatchError: a rule that is not optional matches no layer.
-        UnsupportedError: a layer cannot run its recipe; the message names layer, recipe and reason.
-        UnknownNameError: no such backend.
-
-    Whatever ends it, an interrupt included, the model is then as it was before.
+    ``strict`` refuses rules that match nothing and recipes that the backend cannot run. Otherwise such a rule is
+    ignored, such a layer is left as the script wrote it, and the audit says why.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -76,13 +58,14 @@ def apply_policy(
     else:
         put_stage(policy, model, backend=backend, strict=strict)
         stop_phases(model)
-    policy_is_on(model)
+        ON[unwrap(model)] = None
+    for optimizer in optimizers_of(model):  # those wrapped before carry from now on what the policy remembers
+        carry_state(optimizer, unwrap(model))
 
 
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     stop_phases(model)
-    policy_is_off(model)
     take_off(unwrap(model))
 
 
@@ -116,19 +99,26 @@ class TorchPolicy(Shown, Policy):
         step: int = 0,
         on_change: Callable[[str], None] | None = None,
     ) -> None:
-        """Make ``model`` run under this policy, in place; see :func:`apply_policy`.
+        """Make ``model`` run under this policy, in place; a policy applied earlier is replaced.
 
         Phases of the policy begin by themselves, counted by the steps of the optimizer that trains the model.
 
         Args:
             model: the model, wrapped or not.
-            backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
+            backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`. On a GPU ``auto`` runs a recipe by what
+                the policy was found with (``evidence.backends``), where that is installed and can run the layer.
             run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
             step: optimizer steps that were taken before, in a run that is resumed.
             on_change: called with a line of text whenever a phase begins.
 
         Raises:
-            UsageError, PolicyError, PolicyMismatchError, UnsupportedError: as :func:`apply_policy`.
+            UsageError: a phase begins at a share of a run whose number of steps is not given.
+            PolicyError: counted in steps, a phase does not begin after the one before it.
+            PolicyMismatchError: a rule that is not optional matches no layer.
+            UnsupportedError: a layer cannot run its recipe; the message names layer, recipe and reason.
+            UnknownNameError: no such backend.
+
+        Whatever ends it, an interrupt included, the model is then as it was before.
         """
         apply_policy(self, model, backend=backend, run_steps=run_steps, step=step, on_change=on_change)
 
@@ -157,7 +147,8 @@ class TorchPolicy(Shown, Policy):
                 code="type",
             )
         model = model_of(own) if model is None else model
-        is_wrapped(wrap_for_phases(own, self, model), model)
+        WRAPPED.add(wrap_for_phases(own, self, model))
+        carry_state(own, model)
         return optimizer
 
     def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -165,14 +156,10 @@ class TorchPolicy(Shown, Policy):
 
         Needed only where no wrapped optimizer's ``state_dict`` carries it; see :mod:`autoprec.applying.state`.
         """
-        from autoprec.applying.state import model_state
-
         return model_state(model)
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from :meth:`state_dict`; layers that it does not name begin anew, with a warning."""
-        from autoprec.applying.state import load_model_state
-
         load_model_state(model, state)
 
     def save(self, path: Path | str) -> Path:

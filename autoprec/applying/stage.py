@@ -25,11 +25,9 @@ from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import (
     ShrunkGradient,
     install,
-    install_root,
     root_of,
     swapped_base,
     uninstall,
-    uninstall_root,
 )
 from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
@@ -55,15 +53,9 @@ def put_stage(
 
     Args:
         policy: the stage; phases of it are not looked at.
-        model: the model, wrapped or not.
-        backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
-        strict: refuse rules that match nothing and recipes that the backend cannot run.
         keep: layers whose plan stays the same keep their execution, with its delayed scales and random streams; for
             stages that come one after the other under one backend.
         only_try: change nothing; only raise what would be raised.
-
-    Raises:
-        PolicyMismatchError, UnsupportedError, UnknownNameError: as :func:`autoprec.applying.policy.apply_policy`.
     """
     root = unwrap(model)
     if isinstance(root, torch.jit.ScriptModule):
@@ -132,7 +124,7 @@ def _install_root(
         root_execution.scales = any(made is not None and made.plan.scaled for made in executions.values())
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
-        install_root(root, root_execution)
+        install(root, "root", root_execution)
 
 
 @contextlib.contextmanager
@@ -177,7 +169,7 @@ def _kept(unit: Unit, plan: LayerPlan) -> Any:
 def take_off(root: nn.Module) -> None:
     """Give every module of the innermost model its own class back."""
     restore_execution(root)
-    uninstall_root(root)
+    uninstall(root, root=True)
     for module in root.modules():
         uninstall(module)
 

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +30,8 @@ _HANDLES = "_autoprec_state_handles"
 _PHASES = "autoprec.phases."
 
 
-class Counted(Protocol):
-    """What counts the steps of a model's run, and continues from a count."""
-
-    def state(self) -> dict[str, Tensor]: ...
-    def load_state(self, state: dict[str, Tensor]) -> None: ...
-
-
-#: What else is remembered of a model, beside its layers.
-_COUNTED: weakref.WeakKeyDictionary[nn.Module, Counted] = weakref.WeakKeyDictionary()
-
-
-def remember(model: nn.Module, counted: Counted | None) -> None:
-    """Let what counts the steps of a model travel in its checkpoints; None forgets it."""
-    _COUNTED.pop(unwrap(model), None)
-    if counted is not None:
-        _COUNTED[unwrap(model)] = counted
+#: Models that a policy is on, each with what counts its steps (:class:`autoprec.applying.phases.Phases`) or None.
+ON: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -60,13 +46,13 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
         run = unit_execution(unit)
         if run is not None:
             found |= {f"{name}.{part}": value for part, value in run.state(unit.weight.device).items()}
-    counted = _COUNTED.get(unwrap(model))
+    counted = ON.get(unwrap(model))
     return found if counted is None else found | {_PHASES + part: value for part, value in counted.state().items()}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Continue from :func:`model_state`; what the state does not name begins anew, with a warning."""
-    counted = _COUNTED.get(unwrap(model))
+    counted = ON.get(unwrap(model))
     if counted is not None:  # first: what runs the layers depends on how far the run is
         counted.load_state(_under(_PHASES, state))
     missing = []

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.applying.around.operators import RootExecution, refuse_export
+from autoprec.applying.around.operators import refuse_export
 from autoprec.backends import Execution
 
 #: Where an execution lives in the ``__dict__`` of its module.
@@ -173,23 +173,35 @@ def _prepare_scriptable(_self: Any) -> NoReturn:
     refuse_export()
 
 
+def _root_forward(base: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        root = self.__dict__.get(ROOT)
+        if root is None:
+            return base.forward(self, *args, **kwargs)
+        return root.run(functools.partial(base.forward, self), args, kwargs)
+
+    return forward
+
+
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
     found = _CLASSES.get((id(base), kind))
     if found is None:
-        parametrized = _parametrized(base)
+        own = {"forward": _root_forward(base), "_autoprec_root_base": base}
+        above: tuple[type, ...] = (base,)
+        if kind != "root":
+            own = {"forward": _FORWARDS[kind], "_autoprec_base": base, "extra_repr": _extra_repr}
+            if parametrized := _parametrized(base):
+                own, above = parametrized | own, base.__bases__
         namespace = {
-            **parametrized,
-            "forward": _FORWARDS[kind],
-            "extra_repr": _extra_repr,
+            **own,
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce,
             "__prepare_scriptable__": _prepare_scriptable,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            "_autoprec_base": base,
         }
-        above = base.__bases__ if parametrized else (base,)
         found = _CLASSES[id(base), kind] = type(base.__name__, above, namespace)
     return found
 
@@ -205,20 +217,22 @@ def _parametrized(base: type[nn.Module]) -> dict[str, Any]:
 
 
 def install(module: nn.Module, kind: str, execution: Any) -> None:
-    """Make ``module`` run through ``execution``; ``kind`` is that of ``layers.Unit``."""
-    module.__dict__[ATTRIBUTE] = execution
+    """Make ``module`` run through ``execution``; ``kind`` is that of ``units.Unit``, or ``root``."""
+    module.__dict__[ROOT if kind == "root" else ATTRIBUTE] = execution
     instance = module.__dict__.get("forward")
-    if instance is not None and kind == "functional":
+    if instance is not None and kind in ("functional", "root"):
         module.__dict__["forward"] = _InstanceForward(instance, execution)  # hides that of the class
-    if "_autoprec_base" not in type(module).__dict__:
+    if ("_autoprec_root_base" if kind == "root" else "_autoprec_base") not in type(module).__dict__:
         module.__class__ = _class_for(type(module), kind)
 
 
-def uninstall(module: nn.Module) -> None:
-    """Give a module its own class and behaviour back; a no-op where nothing is installed."""
-    module.__dict__.pop(ATTRIBUTE, None)
-    _restore_instance_forward(module)
-    base = type(module).__dict__.get("_autoprec_base")
+def uninstall(module: nn.Module, *, root: bool = False) -> None:
+    """Give a module (``root``: the model's own forward) its class and behaviour back, where anything is installed."""
+    module.__dict__.pop(ROOT if root else ATTRIBUTE, None)
+    instance = module.__dict__.get("forward")
+    if isinstance(instance, _InstanceForward):
+        module.__dict__["forward"] = instance.original
+    base = type(module).__dict__.get("_autoprec_root_base" if root else "_autoprec_base")
     if base is not None:
         module.__class__ = base
 
@@ -237,53 +251,3 @@ class _InstanceForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.execution.run(self.original, args, kwargs)
-
-
-def _restore_instance_forward(module: nn.Module) -> None:
-    instance = module.__dict__.get("forward")
-    if isinstance(instance, _InstanceForward):
-        module.__dict__["forward"] = instance.original
-
-
-def _root_class(base: type[nn.Module]) -> type[nn.Module]:
-    found = _CLASSES.get((id(base), "root"))
-    if found is None:
-
-        @functools.wraps(base.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            root = self.__dict__.get(ROOT)
-            if root is None:
-                return base.forward(self, *args, **kwargs)
-            return root.run(functools.partial(base.forward, self), args, kwargs)
-
-        namespace = {
-            "forward": forward,
-            "__reduce_ex__": _reduce,
-            "__deepcopy__": _deepcopy,
-            "__prepare_scriptable__": _prepare_scriptable,
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "_autoprec_root_base": base,
-        }
-        found = _CLASSES[id(base), "root"] = type(base.__name__, (base,), namespace)
-    return found
-
-
-def install_root(model: nn.Module, root: RootExecution) -> None:
-    """Surround a model's forward by a root execution."""
-    model.__dict__[ROOT] = root
-    instance = model.__dict__.get("forward")
-    if instance is not None:
-        model.__dict__["forward"] = _InstanceForward(instance, root)
-    if "_autoprec_root_base" not in type(model).__dict__:
-        model.__class__ = _root_class(type(model))
-
-
-def uninstall_root(model: nn.Module) -> None:
-    """Give a model's forward back; a no-op where nothing is installed."""
-    model.__dict__.pop(ROOT, None)
-    _restore_instance_forward(model)
-    base = type(model).__dict__.get("_autoprec_root_base")
-    if base is not None:
-        model.__class__ = base

@@ -53,7 +53,7 @@ def test_layers_whose_plan_stays_keep_their_executions_only_where_asked(model: n
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("place", ["install", "install_root", "set_execution"])
+@pytest.mark.parametrize("place", ["install", "_install_root", "set_execution"])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_an_interrupted_stage_leaves_the_model_as_it_was(
     model: nn.Sequential, place: str, earlier: bool, monkeypatch: pytest.MonkeyPatch
