@@ -54,6 +54,13 @@ def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> 
     return out
 
 
+#: Kinds of units that run in one dtype.
+_ONE_DTYPE: dict[str, tuple[Any, str]] = {
+    "conv": (ConvExecution, "a convolution"),
+    "recurrent": (RecurrentExecution, "a recurrent layer"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Binder:
     """Finds what runs each layer, before anything is changed.
@@ -83,23 +90,13 @@ class Binder:
 
     def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
         """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
-        execution = self._bind(name, unit, plan)
-        if execution is not None:
-            execution.name = name
-        return execution
-
-    def _bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
         seed, fix = zlib.crc32(name.encode()), "choose another recipe for it"
-        if unit.kind == "conv":
-            refusal = _one_dtype_refusal(plan, "a convolution")
+        if unit.kind in _ONE_DTYPE:
+            execution, what = _ONE_DTYPE[unit.kind]
+            refusal = _one_dtype_refusal(plan, what)
             if not refusal:
                 kept = "fp32" if plan.fprop is None else plan.fprop.format
-                return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
-        elif unit.kind == "recurrent":
-            refusal = _one_dtype_refusal(plan, "a recurrent layer")
-            if not refusal:
-                kept = "fp32" if plan.fprop is None else plan.fprop.format
-                return RecurrentExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
+                return execution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
         else:
             refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
             if not refusal and not plan.scaled:

@@ -102,10 +102,6 @@ def _held(weight: Any) -> Iterator[Tensor]:
         yield weight._local_tensor
 
 
-def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    return x, weight, bias
-
-
 #: What graphs being traced made of weights. Not in the mode, which Dynamo cannot write to once it has left a graph.
 _TRACED: list[tuple[Tensor, Any]] = []
 
@@ -148,28 +144,25 @@ class WeightMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _COPIES or (torch.compiler.is_compiling() and func in _VIEWS):
             return self._made_of(args[0], func(*args, **kwargs))
+        out = None
         if func is F.linear:
-            x, weight, bias = _linear_arguments(*args, **_renamed(kwargs))
-            execution = self._execution(weight)
-            if execution is not None and weight.ndim == 2:
-                return execution(x, weight, bias, training=self.training)
+            out = self._linear(*args, **kwargs)
         elif func in _MATMUL and len(args) == 2:
             out = self._matmul(args[0], args[1], None)
-            if out is not None:
-                return out
         elif func in _ADDMM and len(args) == 3 and not kwargs:
             out = self._matmul(args[1], args[2], args[0])
-            if out is not None:
-                return out
         elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
             out = self._einsum(*args)
-            if out is not None:
-                return out
         elif func is torch._grouped_mm and len(args) >= 2 and not kwargs.keys() - _GROUPED:
             out = self._grouped(*args, **kwargs)
-            if out is not None:
-                return out
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if out is None else out
+
+    def _linear(self, input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
+        execution = self._execution(weight)
+        if execution is None or weight.ndim != 2:
+            return None
+        out: Tensor = execution(input, weight, bias, training=self.training)
+        return out
 
     def _made_of(self, weight: Any, made: Any) -> Any:
         """Know a copy or a view of a weight for that weight, as scripts make one that cast their weights themselves."""
@@ -225,7 +218,3 @@ class WeightMode(TorchFunctionMode):
         else:
             return None
         return out if out is None or out_dtype is None else out.to(out_dtype)
-
-
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {("x" if key == "input" else key): value for key, value in kwargs.items()}

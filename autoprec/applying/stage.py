@@ -83,6 +83,9 @@ def put_stage(
     }
     if only_try:
         return
+    for name, made in executions.items():
+        if made is not None:
+            made.name = name
     binder.say_refused()
     allow_versions(plans)
     with _all_or_nothing(root):

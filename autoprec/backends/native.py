@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from autoprec.backends.base import Backend, feature_sizes
@@ -71,8 +70,6 @@ def _refusal(kind: str, recipe: Recipe, gemm: Gemm, device: str) -> str:
             f"{what} runs below compute capability {need.high[0]}.{need.high[1]} only, this device has {cc[0]}.{cc[1]}"
         )
     if kind in ("block", "mxfp8", "nvfp4"):
-        if not hasattr(F, "scaled_mm"):
-            return f"{what} needs torch.nn.functional.scaled_mm (torch 2.10), this is torch {torch.__version__}"
         if _cuda_version() < need.cuda:
             return f"{what} needs CUDA {need.cuda[0]}.{need.cuda[1]}, torch is built with {torch.version.cuda}"
         if recipe.accumulation == "fast":

@@ -106,10 +106,6 @@ class DelayedScale:
             self.seen = torch.zeros((), device=device)
         self.history, self.scale, self.seen = (x.to(device) for x in (self.history, self.scale, self.seen))
 
-    def ready(self, device: torch.device) -> bool:
-        """Say whether a graph can be traced on a device; see :meth:`prepare`."""
-        return self.scale is not None and self.seen is not None and self.scale.device == self.seen.device == device
-
     def traced(self, amax: Tensor, *, update: bool) -> Tensor:
         """Return the scale inside a graph, as :meth:`step` does; the amax is noted, see :func:`learn_together`.
 

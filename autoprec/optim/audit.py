@@ -139,11 +139,6 @@ def audit_optimizer(
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)
         out["communication"] = _entry(policy.communication.gradients, "fp32" if hook is None else hook.name)
-    elif policy.communication.gradients != "fp32":
-        out["communication"] = {
-            "requested": policy.communication.gradients,
-            "executed": "-",
-            "ok": True,
-            "reason": _ALONE,
-        }
+    elif (asked := policy.communication.gradients) != "fp32":
+        out["communication"] = {"requested": asked, "executed": "-", "ok": True, "reason": _ALONE}
     return out

@@ -153,6 +153,10 @@ def load_policy(path: Path | str, *, cls: type[P] = Policy) -> P:  # type: ignor
     return parse_policy(text, where=str(path), cls=cls)
 
 
+class _Top(dict[str, Any]):
+    """The outermost mapping: in block style whatever its length."""
+
+
 class _PolicyDumper(yaml.SafeDumper):
     """Block style with short leaves in flow style, as docs/policy-format.md writes policies."""
 
@@ -172,8 +176,8 @@ def _on_one_line(data: dict[str, Any]) -> str:
 
 
 def _represent_mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.MappingNode:
-    flow = bool(data) and _is_short(data) and len(_on_one_line(data)) <= 110
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=flow or not data)
+    flow = not data or (type(data) is dict and _is_short(data) and len(_on_one_line(data)) <= 110)
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=flow)
 
 
 def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:
@@ -182,6 +186,7 @@ def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNo
 
 
 _PolicyDumper.add_representer(dict, _represent_mapping)
+_PolicyDumper.add_representer(_Top, _represent_mapping)
 _PolicyDumper.add_representer(list, _represent_list)
 _PolicyDumper.add_representer(tuple, lambda d, v: _represent_list(d, list(v)))
 
@@ -192,22 +197,9 @@ def dump_yaml(document: dict[str, Any]) -> str:
     readable = json.dumps(document, ensure_ascii=False).isprintable()
     parts = []
     for key, value in document.items():
-        parts.append(yaml.dump({key: value}, Dumper=_TopDumper, sort_keys=False, width=118, allow_unicode=readable))
+        top = _Top({key: value})
+        parts.append(yaml.dump(top, Dumper=_PolicyDumper, sort_keys=False, width=118, allow_unicode=readable))
     return "".join(parts)
-
-
-class _TopDumper(_PolicyDumper):
-    """Keeps the outermost mapping in block style whatever its length."""
-
-    def represent_document_mapping(self, data: dict[str, Any]) -> yaml.MappingNode:
-        return self.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
-
-    def represent(self, data: Any) -> None:
-        node = self.represent_document_mapping(data)
-        self.serialize(node)
-        self.represented_objects = {}
-        self.object_keeper: list[Any] = []
-        self.alias_key = None
 
 
 def check_replaceable(path: Path | str) -> Path:

@@ -113,6 +113,14 @@ class StabilitySpace(_Frozen):
     outlier: tuple[float, ...] = (0.0,)
 
 
+#: Sections of a space whose fields are values of the same section of a policy.
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "optimizer": OptimizerPolicy,
+    "communication": CommunicationPolicy,
+    "stability": StabilityPolicy,
+}
+
+
 class Blocks(_Frozen):
     """Some of a model's blocks: the first or last so many, or that share of them (rounded up)."""
 
@@ -214,15 +222,10 @@ class SearchSpace(_Frozen):
         return self
 
     def _state_is_valid(self) -> None:
-        for name in OptimizerSpace.model_fields:
-            for value in getattr(self.optimizer, name):
-                OptimizerPolicy.model_validate({name: value})
-        for name in CommunicationSpace.model_fields:
-            for value in getattr(self.communication, name):
-                CommunicationPolicy.model_validate({name: value})
-        for name in StabilitySpace.model_fields:
-            for number in getattr(self.stability, name):
-                StabilityPolicy.model_validate({name: number})
+        for section, policy in _SECTIONS.items():
+            for name, values in getattr(self, section):
+                for value in values:
+                    policy.model_validate({name: value})
 
     @property
     def all_recipes(self) -> dict[str, Recipe]:
@@ -239,12 +242,7 @@ class SearchSpace(_Frozen):
         """Return every parameter beside the layers' choices with its values, the default first."""
         out: dict[str, tuple[Any, ...]] = {"activations": self.activations, "attention": self.attention}
         out |= {name: values for name in WIDE_OPERATORS if (values := getattr(self, name))}
-        for name in OptimizerSpace.model_fields:
-            out[f"optimizer.{name}"] = getattr(self.optimizer, name)
-        for name in CommunicationSpace.model_fields:
-            out[f"communication.{name}"] = getattr(self.communication, name)
-        for name in StabilitySpace.model_fields:
-            out[f"stability.{name}"] = getattr(self.stability, name)
+        out |= {f"{section}.{name}": values for section in _SECTIONS for name, values in getattr(self, section)}
         out["execution"] = self.execution
         return out | {path: tuple(values) for path, values in self.parameters.items()}
 

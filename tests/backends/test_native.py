@@ -54,8 +54,6 @@ def test_blocks_need_a_newer_torch_and_cuda_and_e4m3(monkeypatch: pytest.MonkeyP
     assert "no fast accumulation" in backend.capability(fast, **asks).reason
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "needs CUDA 12.9" in backend.capability(block, **asks).reason
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    assert "torch 2.10" in backend.capability(block, **asks).reason
 
 
 def test_sizes_must_be_multiples_of_16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,35 +15,27 @@ from typing import Any
 import torch.utils.checkpoint as checkpointing
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-_carried: list[type[TorchFunctionMode]] = []
 
-
+@functools.cache
 def carry_into_recomputation(kind: type[TorchFunctionMode]) -> None:
     """Let modes of this kind, where one is active as a checkpointed part is called, be active when it is repeated.
 
     Changes ``torch.utils.checkpoint`` for the whole process, once; parts that are called under no such mode are left as
     they are.
     """
-    if kind in _carried:
-        return
-    if not _carried:
-        # both are looked up when `checkpoint` is called: libraries hold on to `checkpoint` itself
-        checkpointing._checkpoint_without_reentrant_generator = _carrying(
-            checkpointing._checkpoint_without_reentrant_generator, 0
-        )
-        function = checkpointing.CheckpointFunction
-        function.forward = staticmethod(_carrying(function.forward, 1))  # type: ignore[method-assign]
-    _carried.append(kind)
+    # both are looked up when `checkpoint` is called: libraries hold on to `checkpoint` itself
+    first = checkpointing._checkpoint_without_reentrant_generator
+    checkpointing._checkpoint_without_reentrant_generator = _carrying(kind, first, 0)
+    function = checkpointing.CheckpointFunction
+    function.forward = staticmethod(_carrying(kind, function.forward, 1))  # type: ignore[method-assign]
 
 
-def _carrying(original: Callable[..., Any], index: int) -> Callable[..., Any]:
+def _carrying(kind: type[TorchFunctionMode], original: Callable[..., Any], index: int) -> Callable[..., Any]:
     """Return a function whose argument at ``index``, what is to be repeated, takes the active modes along."""
 
     @functools.wraps(original)
     def carrying(*args: Any, **kwargs: Any) -> Any:
-        for mode in _active():
-            if not isinstance(mode, tuple(_carried)):
-                continue
+        for mode in (mode for mode in _active() if isinstance(mode, kind)):
             args = (*args[:index], _under(mode, args[index]), *args[index + 1 :])
         return original(*args, **kwargs)
 
