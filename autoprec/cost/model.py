@@ -120,9 +120,7 @@ class CostModel:
         self._rest_operators = rest_operators(report)
         self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
-        self._known: dict[int, tuple[Recipe, int]] = {}
-        self._recipes: dict[Recipe, int] = {}
-        self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
+        self._costs: dict[tuple[str, LayerPlan, str], LayerCost] = {}
         self._saved_as_written: float | None = None
         self._lifetimes: Lifetimes | None = None
         self._held = 0.0
@@ -137,18 +135,6 @@ class CostModel:
         return (
             self.rates.label + how + (f", at scale {scaled}" if scaled else "") + (EXCHANGES if self._divided else "")
         )
-
-    def _index(self, recipe: Recipe | None) -> int:
-        if recipe is None:
-            return -1
-        hit = self._known.get(id(recipe))
-        if hit is not None:
-            return hit[1]
-        if len(self._known) > 20_000:
-            self._known.clear()
-        number = self._recipes.setdefault(recipe, len(self._recipes))
-        self._known[id(recipe)] = (recipe, number)
-        return number
 
     def executed(self, execution: str) -> CostModel:
         """Return the same model under a policy's ``execution``; ``keep`` is this very model."""
@@ -173,10 +159,9 @@ class CostModel:
         Raises:
             KeyError: the report has no such layer.
         """
-        key = (name, self._index(plan.fprop), self._index(plan.dgrad), self._index(plan.wgrad), activations)
-        found = self._costs.get(key)
+        found = self._costs.get((name, plan, activations))
         if found is None:
-            found = self._costs[key] = self._layer_cost(name, plan, activations)
+            found = self._costs[name, plan, activations] = self._layer_cost(name, plan, activations)
         return found
 
     def _layer_cost(self, name: str, plan: LayerPlan, activations: str) -> LayerCost:
@@ -344,15 +329,12 @@ class CostModel:
     def _memory_bytes(
         self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy, wide: tuple[str, ...]
     ) -> int:
-        key = (*(self._plan_key(plans.get(name, _KEEP)) for name in self._layers), activations, state, wide)
+        key = (*(plans.get(name, _KEEP) for name in self._layers), activations, state, wide)
         found = self._memory.get(key)
         if found is None:
             modelled = self.memory(plans, activations=activations, optimizer=state, wide=wide)
             found = self._memory[key] = modelled.total if modelled else 0
         return found
-
-    def _plan_key(self, plan: LayerPlan) -> tuple[int, int, int]:
-        return self._index(plan.fprop), self._index(plan.dgrad), self._index(plan.wgrad)
 
     def _update_seconds(self, state: OptimizerPolicy) -> float:
         if self._cpu is not None:

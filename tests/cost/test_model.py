@@ -265,9 +265,10 @@ def test_a_recipe_is_charged_as_the_backend_that_runs_it_ran_a_linear(large: Gra
     assert factors["fp8_block"] == pytest.approx(factors["bf16"])
     assert factors["mixed"] == pytest.approx((2 * factors["fp8_rowwise"] + factors["bf16"]) / 3)
     assert factors["fp32"] == 1.0
-    assert auto.at(CostScale(width=2.0)).layer_time_ms("lm_head", plan) == pytest.approx(
-        factors["fp8_rowwise"] * model.at(CostScale(width=2.0)).layer_time_ms("lm_head", plan)
-    )
+    wide = CostScale(width=2.0)
+    scaled, plainly = (CostModel(large, H100, scale=wide, calibration=given) for given in (document, None))
+    expected = factors["fp8_rowwise"] * plainly.layer_time_ms("lm_head", plan)
+    assert scaled.layer_time_ms("lm_head", plan) == pytest.approx(expected)
     fused = CostModel(large, H100, calibration=document, fused_casts=True)
     assert fused.layer_time_ms("lm_head", plan) == CostModel(large, H100, fused_casts=True).layer_time_ms(
         "lm_head", plan
