@@ -172,6 +172,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return interpret(self.trace, self.names, builtin_rules(), self.optimizers)
 
+    def graph(self) -> torch.fx.Graph:
+        """Return the step as a ``torch.fx.Graph`` (see :mod:`autoprec.graph.fxgraph`)."""
+        from autoprec.graph.fxgraph import to_fx
+
+        return to_fx(self.trace, self.report())
+
     # -- modules --------------------------------------------------------------------------------------------------
 
     def _count(self, name: str) -> None:
@@ -267,9 +273,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = _sequence_number() - 1 if torch.is_grad_enabled() else -1
         self._last_task = task
         ins: list[int] = []
-        for argument in kwargs.values():
-            self._template(argument, ins)
-        return self._template(args, ins), ins, task, seq, node, made
+        named = {k: self._template(v, ins) for k, v in kwargs.items()}
+        return self._template(args, ins), named, ins, task, seq, node, made
 
     def _template(self, argument: Any, ins: list[int]) -> Any:
         if isinstance(argument, torch.Tensor):
@@ -294,23 +299,25 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._storages.exclude(tensor)
         return found
 
-    def _new_value(self, tensor: torch.Tensor, origin: str, name: str = "", producer: int = -1) -> int:
+    def _new_value(self, tensor: torch.Tensor, origin: str, name: str = "", producer: int = -1, slot: int = 0) -> int:
         shape = tuple(int(size) for size in tensor.shape)
         filled = _filled(tensor)
         count = int(tensor.element_size() * prod(shape) * filled)
         storage, dtype = self._storages.address(tensor), dtype_name(tensor.dtype)
-        self.trace.values.append(Value(shape, dtype, count, origin, name, producer, storage, filled))
+        self.trace.values.append(
+            Value(shape, dtype, count, origin, name, producer, slot, tensor.requires_grad, storage, filled)
+        )
         return len(self.trace.values) - 1
 
     def _after(self, func: Any, before: tuple[Any, ...], out: Any) -> None:
-        args, ins, task, seq, node, made = before
+        args, kwargs, ins, task, seq, node, made = before
         index = len(self.trace.calls)
         outs: list[int] = []
         items = out if isinstance(out, (list, tuple)) else (out,)
-        for item in items:
+        for slot, item in enumerate(items):
             for tensor in item if isinstance(item, (list, tuple)) else (item,):
                 if isinstance(tensor, torch.Tensor):
-                    value = self._new_value(tensor, "op", producer=index)
+                    value = self._new_value(tensor, "op", producer=index, slot=slot)
                     self._known[self._storages.key(tensor)] = value
                     outs.append(value)
         module, phase = self._where(task)
@@ -318,7 +325,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function = self._functions.running
         twice = phase == "backward" and torch.is_grad_enabled()
         where = (module, phase, seq, task, node, function, twice, made)
-        self.trace.calls.append(Call(index, func, op, args, tuple(ins), tuple(outs), *where))
+        self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where))
 
     def _where(self, task: int) -> tuple[str, str]:
         if task == -1:

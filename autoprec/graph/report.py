@@ -18,7 +18,7 @@ from autoprec.support.plain import shallow
 #: A recorded step of the largest model that was seen is a hundredth of it.
 MAX_GRAPH_BYTES = 256 * 1024 * 1024
 #: Fields of an operator that are lists in JSON.
-_TUPLES = ("dtypes", "out_dtypes", "out_saved", "sources")
+_TUPLES = ("dtypes", "out_dtypes", "inputs", "out_saved", "sources")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class Layer:
 class Operator:
     """One operator of the recorded step; ``cls`` and ``precision`` come from the classifier, with its ``reason``.
 
-    ``shapes`` and ``dtypes`` are those of its tensor inputs, in argument order; ``sources`` are the positions, in
-    ``GraphReport.operators``, of the operators that made them, -1 for a parameter, a buffer or the batch. ``pattern``
-    names the hand-written operator it is part of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ...
-    ``out_saved`` are the bytes of the storages that its outputs brought into being and that autograd saved for backward
-    (0 for a view of an earlier one).
+    ``shapes`` and ``dtypes`` are those of its tensor inputs, in argument order; ``inputs`` are the positions, in
+    ``GraphReport.operators``, of the operators that made them. ``pattern`` names the hand-written operator it is part
+    of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ... ``out_saved`` are the bytes of the storages
+    that its outputs brought into being and that autograd saved for backward (0 for a view of an earlier one);
+    ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch.
     """
 
     name: str
@@ -103,6 +103,7 @@ class Operator:
     role: str = ""
     out_shapes: tuple[tuple[int, ...], ...] = ()
     out_dtypes: tuple[str, ...] = ()
+    inputs: tuple[int, ...] = ()
     pattern: str = ""
     out_saved: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
@@ -196,8 +197,7 @@ class GraphReport:
         )
         operators = []
         for row in document["operators"]:
-            # `inputs` of steps saved until November 2026 says what `sources` says
-            fields = {key: value for key, value in row.items() if key not in ("class", "inputs")}
+            fields = {key: value for key, value in row.items() if key != "class"}
             fields["cls"] = row["class"]
             for name in _TUPLES:
                 fields[name] = tuple(row.get(name, ()))

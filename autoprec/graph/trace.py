@@ -60,13 +60,15 @@ class Value:
     origin: str
     name: str = ""
     producer: int = -1
+    slot: int = 0
+    grad: bool = False
     storage: int = 0
     filled: float = 1.0
 
 
 @dataclass(slots=True)
 class Call:
-    """One operator call; ``args`` are the positional ones, :class:`Ref` in place of tensors; ``ins`` all.
+    """One operator call; ``args`` and ``kwargs`` hold :class:`Ref` in place of tensors.
 
     ``node`` is the autograd node that ran it (backward only); ``function`` the torch function it came from, where that
     is one of those that hide what they do (einsum, scaled_dot_product_attention); ``differentiable`` is true in a
@@ -78,6 +80,7 @@ class Call:
     func: Any
     op: str
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     module: str

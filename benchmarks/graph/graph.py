@@ -78,6 +78,7 @@ def run_zoo(lines: list[str]) -> list[Row]:
             "present",
             "found",
             "false",
+            "linted",
             "ops",
         ),
         0,
@@ -90,7 +91,7 @@ def run_zoo(lines: list[str]) -> list[Row]:
     for name, build in models.items():
         start = time.process_time()
         try:
-            model, _, report, expected = record(build)
+            model, recorder, report, expected = record(build)
         except Exception as error:
             lines.append(f"| {name} | failed: {type(error).__name__} | | | | |")
             continue
@@ -100,7 +101,7 @@ def run_zoo(lines: list[str]) -> list[Row]:
         gemms = [o for o in report.operators if o.phase == "backward" and o.cls in ("gemm", "conv")]
         lost = sum(1 for o in gemms if not o.weight) + sum("could not be mapped" in note for note in report.notes)
         values = (1, len(expected), forward, backward, len(gemms), lost)
-        values += (sum(o.cls == "opaque" for o in report.operators), present, found, wrong)
+        values += (sum(o.cls == "opaque" for o in report.operators), present, found, wrong, _lints(recorder))
         for key, value in zip(totals, (*values, len(report.operators)), strict=True):
             totals[key] += value
         lines.append(
@@ -116,7 +117,13 @@ def run_zoo(lines: list[str]) -> list[Row]:
         (f"operators without a class (of {t['ops']})", str(t["opaque"]), "0"),
         ("hand-written norms and softmaxes found", f"{t['found']} / {t['present']}", "100 %"),
         ("false hits of these", str(t["false"]), "0"),
+        ("torch.fx graphs that lint", f"{t['linted']} / {t['ok']}", "all"),
     ]
+
+
+def _lints(recorder: StepRecorder) -> int:
+    recorder.graph().lint()
+    return 1
 
 
 def run_fake(lines: list[str]) -> list[Row]:

@@ -7,7 +7,7 @@ from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 
 
 def call(index, op, args, ins, outs, phase="forward"):
-    return Call(index, None, op, args, ins, outs, SCRIPT, phase, seq=index, task=-1)
+    return Call(index, None, op, args, {}, ins, outs, SCRIPT, phase, seq=index, task=-1)
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def _operators(
                 role=role,
                 out_shapes=tuple(value.shape for value in outputs),
                 out_dtypes=tuple(value.dtype for value in outputs),
+                inputs=tuple(dict.fromkeys(value.producer for value in inputs if value.producer >= 0)),
                 pattern=pattern,
                 sources=tuple(value.producer for value in inputs),
                 out_saved=tuple(saved.pop(value.storage, 0) for value in outputs),

@@ -174,7 +174,7 @@ def _cudnn(name: str, *, batch_first: bool = False, packed: tuple[int, ...] = ()
     states = [None] * (6 if name.endswith("_backward") else 2)
     about = [2, 32, 0, 1, batch_first, 0.0, True, True, list(packed), None]
     args = (Ref(0), [Ref(index) for index in range(1, 9)], 4, None, *states, *about)
-    call = Call(0, None, f"aten::{name}", args, tuple(range(9)), (), "rnn", "forward", 0, -1)
+    call = Call(0, None, f"aten::{name}", args, {}, tuple(range(9)), (), "rnn", "forward", 0, -1)
     return Trace(values=values, calls=[call]), call
 
 
