@@ -62,7 +62,7 @@ class Lifetimes:
         rows = report.operators
         base: list[Place] = [(index, 0) for index in range(len(rows))]
         direct, unpacked, lasting, last_of = {}, defaultdict(list), set(), {}
-        handed: set[int] = set()  # views by which autograd hands out what it saved
+        detached = [0] * len(rows)  # how many times in a row
         for index, row in enumerate(rows):
             if row.weight:
                 last_of[row.weight] = index
@@ -75,17 +75,18 @@ class Lifetimes:
                 if at == (source, 0):
                     alike = _alike(rows[source], shape, dtype)
                     at = (source, next((slot for slot in alike if (source, slot) not in lasting), alike[0]))
-                from_before = rows[at[0]].phase != "backward" and row.phase == "backward"
-                if source in handed or (from_before and (rows[at[0]].phase == "forward" or at[1])):
+                # autograd detaches what it hands out, and in a block that runs again what it takes in, too
+                before = rows[at[0]].phase == "forward"
+                handed = detached[source] > (0 if before else 1)
+                if handed or (row.phase == "backward" and (before or (at[1] and rows[at[0]].phase == "recompute"))):
                     unpacked[at].append(index)
-                elif not (from_before and row.op == "aten::detach"):
+                elif row.op != "aten::detach":
                     direct[at] = index
                 if row.module == "<accumulate>" and _is_view(row) and row.op == "aten::detach":
                     lasting.add(at)  # else it is added to a gradient that is there already
                 if number == 0 and _is_view(row):
                     base[index] = at
-                    if source in handed or (from_before and row.op == "aten::detach"):
-                        handed.add(index)
+                    detached[index] = detached[source] + (row.op == "aten::detach" and row.phase != "forward")
         begin = next((i for i, row in enumerate(rows) if row.phase == "backward"), len(rows))
         return cls(report, base, direct, dict(unpacked), frozenset(lasting), last_of, begin)
 
@@ -179,16 +180,19 @@ def timeline(
     for index, row in enumerate(report.operators):
         if not row.out_shapes or row.module == "<accumulate>":
             continue
-        if row.phase == "recompute":
+        if row.phase == "recompute" or (row.phase == "backward" and (index, 0) in lifetimes.unpacked):
             walk.cast_weights.discard(row.weight)
             forward(walk, index, row)
+            if (index, 0) in lifetimes.unpacked and (made := walk.made.get(index)) is not None:
+                made.saved = _bytes(row, 0)
         elif row.phase != "forward":
             walk.made[index] = _gradient(walk, lifetimes, index, row)
-        if lifetimes.base[index] == (index, 0):
-            for slot in range(len(row.out_shapes)):
-                _live(walk, lifetimes, events, index, slot)
         if (layer := walk.layer(row)) is not None:
             events.add("backward", _workspace(walk, index, row, layer), index, index)
+    for index, row in enumerate(report.operators):  # what is kept of a result, its last reader says
+        if lifetimes.base[index] == (index, 0) and row.module != "<accumulate>":
+            for slot in range(len(row.out_shapes)):
+                _live(walk, lifetimes, events, index, slot)
     for copy in walk.copies:
         events.add("weight_casts" if copy.cast else "saved", copy.size, copy.at, lifetimes.copy_released(copy))
     if held:
