@@ -9,7 +9,7 @@ from typing import Any
 
 from autoprec.cost.peak import Lifetimes, timeline
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
-from autoprec.cost.saved import saved_bytes
+from autoprec.cost.saved import WIDE, saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
@@ -99,7 +99,7 @@ def memory_estimate(
     shards: int = 1,
     gpu: bool = False,
     script: float | None = None,
-    wide: Collection[str] = ("norm",),
+    wide: Collection[str] = WIDE,
     shared: bool = False,
     lifetimes: Lifetimes | None = None,
     held: float = 0.0,

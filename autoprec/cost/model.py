@@ -16,7 +16,7 @@ from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.peak import Lifetimes, held_bytes
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
-from autoprec.cost.saved import NOT_LISTED, saved_by_rules
+from autoprec.cost.saved import NOT_LISTED, WIDE, saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
@@ -258,6 +258,7 @@ class CostModel:
         activations: str = "keep",
         attention: str = "keep",
         norm: str = "fp32",
+        softmax: str = "fp32",
         optimizer: OptimizerPolicy | None = None,
     ) -> StepEstimate:
         """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype."""
@@ -271,7 +272,8 @@ class CostModel:
         rest = self.rest(activations, attention)
         state = optimizer or OptimizerPolicy()
         update = self._update_seconds(state)
-        wide = tuple(name for name, dtype in (("attention", attention), ("norm", norm)) if dtype == "fp32")
+        kept = {"attention": attention, "norm": norm, "softmax": softmax}
+        wide = tuple(name for name, dtype in kept.items() if dtype == "fp32")
         gaps = 0.0 if self._cpu else rest.kernels * self.rates.launch_us * 1e-6
         others = sum(rest.seconds.values()) + gaps + update
         device = gemm + cast + others
@@ -295,7 +297,7 @@ class CostModel:
         *,
         activations: str = "keep",
         optimizer: OptimizerPolicy | None = None,
-        wide: Collection[str] = ("norm",),
+        wide: Collection[str] = WIDE,
     ) -> MemoryEstimate | None:
         """Return the modelled bytes of one step by purpose; None when the report counted no memory.
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from autoprec.cost.saved import Copy, Value, Walk, codes_bytes, forward, walked
+from autoprec.cost.saved import WIDE, Copy, Value, Walk, codes_bytes, forward, linear, walked
 from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
 
@@ -47,6 +47,8 @@ class Lifetimes:
         lasting: tensors that are the gradients of parameters.
         last_of: weight -> the last operator of its layer.
         begin: the first operator of the backward pass.
+        stopped: first operator of a layer's backward -> its product on what was made again. torch ends a block that
+            runs again once all is there that backward needs, and the record has no product of its last layer.
     """
 
     report: GraphReport
@@ -56,6 +58,7 @@ class Lifetimes:
     lasting: frozenset[Place]
     last_of: dict[str, int]
     begin: int
+    stopped: dict[int, Operator]
 
     @classmethod
     def of(cls, report: GraphReport) -> Lifetimes:
@@ -88,7 +91,8 @@ class Lifetimes:
                     base[index] = at
                     detached[index] = detached[source] + (row.op == "aten::detach" and row.phase != "forward")
         begin = next((i for i, row in enumerate(rows) if row.phase == "backward"), len(rows))
-        return cls(report, base, direct, dict(unpacked), frozenset(lasting), last_of, begin)
+        stopped = _stopped(report, base)
+        return cls(report, base, direct, dict(unpacked), frozenset(lasting), last_of, begin, stopped)
 
     @property
     def end(self) -> int:
@@ -106,6 +110,26 @@ class Lifetimes:
             own = [i for i in readers if self.report.operators[i].weight == copy.weight]
             return max(own, default=self.last_of.get(copy.weight, self.end - 1))
         return max(readers, default=max(copy.at, self.begin))
+
+
+def _stopped(report: GraphReport, base: list[Place]) -> dict[int, Operator]:
+    rows, again = report.operators, {row.module for row in report.operators if row.phase == "recompute"}
+    products = {r.weight: r for r in rows if r.phase == "forward" and r.cls == "gemm" and r.module in again}
+    for row in rows:
+        if row.phase == "recompute" and row.cls == "gemm":
+            products.pop(row.weight, None)
+    first: dict[str, int] = {}
+    out = {}
+    for index, row in enumerate(rows):
+        if row.phase == "backward" and row.weight in products:
+            at = first.setdefault(row.weight, index)
+            made = [s for s in row.sources if s >= 0 and rows[base[s][0]].phase != "forward" and s != base[s][0]]
+            for source in made if row.role == "wgrad" else ():
+                place, shape = base[source][0], rows[source].out_shapes[0]
+                if rows[source].op == "aten::detach":
+                    product = products[row.weight]
+                    out[at] = replace(product, sources=(place,), shapes=(shape,), dtypes=rows[source].out_dtypes)
+    return out
 
 
 def _alike(made: Operator, shape: tuple[int, ...], dtype: str) -> list[int]:
@@ -160,7 +184,7 @@ def timeline(
     activations: str,
     *,
     gpu: bool = False,
-    wide: Collection[str] = ("norm",),
+    wide: Collection[str] = WIDE,
     shared: bool = False,
     grow: Sequence[tuple[float, float]] | None = None,
     held: float = 0.0,
@@ -180,14 +204,18 @@ def timeline(
     for index, row in enumerate(report.operators):
         if not row.out_shapes or row.module == "<accumulate>":
             continue
+        if (product := lifetimes.stopped.get(index)) is not None and (layer := walk.layer(product)) is not None:
+            walk.at = index
+            walk.cast_weights.discard(layer.weight)
+            linear(walk, product, layer)
         if row.phase == "recompute" or (row.phase == "backward" and (index, 0) in lifetimes.unpacked):
             walk.cast_weights.discard(row.weight)
             forward(walk, index, row)
-            if (index, 0) in lifetimes.unpacked and (made := walk.made.get(index)) is not None:
-                made.saved = _bytes(row, 0)
-        elif row.phase != "forward":
+            if (index, 0) in lifetimes.unpacked and (result := walk.made.get(index)) is not None:
+                result.saved = _bytes(row, 0)
+        elif row.phase != "forward" and lifetimes.base[index] != _OUTSIDE:
             walk.made[index] = _gradient(walk, lifetimes, index, row)
-        if (layer := walk.layer(row)) is not None:
+        if (layer := walk.layer(row)) is not None and index in walk.made:
             events.add("backward", _workspace(walk, index, row, layer), index, index)
     for index, row in enumerate(report.operators):  # what is kept of a result, its last reader says
         if lifetimes.base[index] == (index, 0) and row.module != "<accumulate>":
@@ -251,7 +279,7 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> float:
     result = prod(row.out_shapes[0] or (1,))
     inputs, weights, outputs = gemm.m * gemm.k, gemm.k * gemm.n, gemm.m * gemm.n
     if layer.kind == "conv":
-        inputs, weights, outputs = result, layer.parameters, result
+        return _conv_workspace(walk, row, made)
     role = row.role if row.role in ("dgrad", "wgrad") else "fprop"
     recipe = {"fprop": plan.fprop, "dgrad": plan.dgrad, "wgrad": plan.wgrad}[role]
     kept = any(copy.at == index and not copy.cast for copy in walk.copies[-2:])
@@ -267,3 +295,10 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> float:
         return sums + codes + codes_bytes(recipe, weights, 128.0)
     both = 1 if recipe.scaling is not None and recipe.scaling.granularity == "tensor" else 2
     return sums + both * codes_bytes(recipe, outputs, tokens) + codes_bytes(recipe, weights, 128.0) * (role == "dgrad")
+
+
+def _conv_workspace(walk: Walk, row: Operator, width: float) -> float:
+    """Return what a convolution needs while it runs backward: on a CPU oneDNN reorders both of its operands."""
+    if walk.gpu or row.phase != "backward" or len(row.shapes) < 2:
+        return 0.0
+    return width * sum(prod(shape) for shape in row.shapes[:2])

@@ -24,8 +24,13 @@ _SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "_softmax", 
 _SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", "cos", "hardswish")
 _SAVES_BOTH = ("mul", "div")
 _NORMS = ("layer_norm", "batch_norm", "group_norm")
-#: Results that the float32 list of autocast keeps wide.
-_WIDE = ("norm", "softmax", "loss", "embedding", "transcendental", "reduction", "router")
+#: What a policy keeps in float32 under autocast unless it says otherwise.
+WIDE = ("norm", "softmax")
+#: Results that stay wide under autocast whatever a policy says: its float32 list on a GPU, and on a CPU.
+_WIDE_ON_GPU = ("norm", "softmax", "loss", "embedding", "transcendental", "reduction", "router", "pow")
+_WIDE_ON_CPU = ("loss", "embedding", "router")
+#: What else is wide where a policy keeps norms in float32: what they are written with, wherever it stands.
+_WITH_NORMS = ("transcendental", "reduction", "pow")
 _PRODUCTS = ("attention", "gemm", "conv")
 #: Products that autocast leaves in the dtype of their operands.
 _NOT_AUTOCAST = ("_grouped_mm", "_scaled_grouped_mm")
@@ -115,8 +120,7 @@ class Walk:
     at: int = 0
     cast_weights: set[str] = field(default_factory=set)
     wide_products: frozenset[str] = frozenset()
-    wide_attention: bool = False
-    wide_norms: bool = True
+    wide: frozenset[str] = frozenset()
     layer_modules: frozenset[str] = frozenset()
     again: frozenset[str] = frozenset()
     shared: bool = False
@@ -180,7 +184,7 @@ def codes_bytes(recipe: Recipe, size: float, other: float) -> float:
     return size + (4.0 * size / other if granularity == "row" else 4.0)
 
 
-def _linear(walk: Walk, operator: Operator, layer: Layer) -> None:
+def linear(walk: Walk, operator: Operator, layer: Layer) -> None:
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
     weight_size = gemm.k * gemm.n if layer.kind != "conv" else layer.parameters
     reads = walk.reads(operator)
@@ -242,7 +246,7 @@ def _operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> f
         return value.script
     if name in _NOT_AUTOCAST:
         return value.width
-    wide = operator.module in walk.wide_products or (walk.wide_attention and operator.attends)
+    wide = operator.module in walk.wide_products or ("attention" in walk.wide and operator.attends)
     return 4.0 if wide else walk.low
 
 
@@ -255,14 +259,14 @@ def _other(walk: Walk, operator: Operator, name: str) -> None:
                 walk.save(read, _operand_width(walk, operator, name, read.value))
     elif operator.cls == "norm" and any(part in name for part in _NORMS):
         for read in reads[:1]:
-            if walk.wide_norms:
+            if "norm" in walk.wide:
                 walk.save_wide(read)
             elif read.value is not None:
                 read.value.keep()
     elif name in _SAVES_INPUT or (name in _SAVES_BOTH and len(reads) > 1):
         for read in reads:
             # outside the model, whose output a policy returns in fp32
-            if operator.cls == "norm" or operator.module == _SCRIPT or name == "pow":
+            if operator.module == _SCRIPT or not walk.wide.isdisjoint({operator.cls, name} & {"norm", "pow"}):
                 walk.save_wide(read)
             elif read.value is not None:
                 read.value.keep()
@@ -272,7 +276,7 @@ def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Laye
     """Return bytes per value of an operator's result under the policy."""
     if not walk.low:
         return script
-    if walk.wide_attention and operator.attends:
+    if "attention" in walk.wide and operator.attends:
         return max(4.0, script)
     if (layer is not None or operator.cls in _PRODUCTS) and name not in _NOT_AUTOCAST:
         recipe = None if layer is None else walk.plans.get(layer.name, _KEEP).fprop
@@ -280,12 +284,12 @@ def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Laye
     if name == "_to_copy":  # the script asks for this dtype
         return script
     reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
-    if operator.cls == "norm" and not walk.wide_norms and reads and reads[0].value is not None:
+    if operator.cls == "norm" and "norm" not in walk.wide and reads and reads[0].value is not None:
         return reads[0].value.width
     if (
         operator.module == _SCRIPT
-        or operator.cls in _WIDE
-        or name == "pow"
+        or not walk.wide.isdisjoint((operator.cls, name))
+        or name == "_log_softmax"  # of a loss
         or not any(read.value is not None for read in reads)
     ):
         return script if operator.cls == "allocation" else max(4.0, script)
@@ -330,7 +334,7 @@ def forward(walk: Walk, index: int, operator: Operator) -> None:
     """Note what a forward operator makes, and what is saved because of it."""
     walk.at, name, layer = index, operator.op.rpartition("::")[2].rstrip("_"), walk.layer(operator)
     if layer is not None and (name not in _NOT_AUTOCAST or layer.name in walk.plans):
-        _linear(walk, operator, layer)
+        linear(walk, operator, layer)
     elif operator.cls not in ("view", "allocation"):
         _other(walk, operator, name)
     _result(walk, index, operator, layer, name)
@@ -342,15 +346,15 @@ def walked(
     activations: str,
     *,
     gpu: bool = False,
-    wide: Collection[str] = ("norm",),
+    wide: Collection[str] = WIDE,
     shared: bool = False,
 ) -> Walk:
     """Walk the forward pass of a step under a policy: what each operator makes, and what is saved of it.
 
     On a GPU a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
     emulation quantises the weight again where its scales lie along the contraction. ``wide`` names what a policy keeps
-    in float32 under autocast (attention, norm); on a GPU autocast itself keeps norms. Where casts are ``shared``,
-    layers that read one input (q, k and v in a compiled step) save its codes once.
+    in float32 under autocast (attention, norm, softmax); on a GPU autocast itself keeps more. Where casts are
+    ``shared``, layers that read one input (q, k and v in a compiled step) save its codes once.
     """
     # checkpointing runs these modules again in the backward pass: their forward saves nothing
     again = frozenset(row.module for row in report.operators if row.phase == "recompute")
@@ -358,7 +362,7 @@ def walked(
     walk.layers = {layer.name: layer for layer in report.layers} | {layer.weight: layer for layer in report.layers}
     # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
     walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
-    walk.wide_attention, walk.wide_norms = "attention" in wide, gpu or "norm" in wide
+    walk.wide = frozenset((*wide, *(_WITH_NORMS if "norm" in wide else ()), *(_WIDE_ON_GPU if gpu else _WIDE_ON_CPU)))
     walk.layer_modules = frozenset(row.module for row in report.operators if row.cls == "gemm")
     walk.counted = any(any(row.out_saved) for row in report.operators)
     for index, operator in enumerate(report.operators):
@@ -386,7 +390,7 @@ def saved_bytes(
     *,
     gpu: bool = False,
     script: float | None = None,
-    wide: Collection[str] = ("norm",),
+    wide: Collection[str] = WIDE,
     shared: bool = False,
 ) -> tuple[int, int]:
     """Return the modelled bytes saved for backward, and how many of them are copies of weights.

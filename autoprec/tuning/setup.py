@@ -56,6 +56,7 @@ class ModelledSteps:
                 activations=policy.activations,
                 attention=policy.operators.attention,
                 norm=policy.operators.norm,
+                softmax=policy.operators.softmax,
                 optimizer=policy.optimizer,
             )
         return self._known[key]

@@ -16,7 +16,6 @@ process's resident set.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -45,6 +44,7 @@ from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.setup import ModelledSteps
 from benchmarks.cost.cpu_models import MODELS
+from benchmarks.cost.peak import allocator_peak, lasting
 from benchmarks.search.by_hand import FOLDER, make
 
 sys.path.insert(0, str(FOLDER))
@@ -106,24 +106,7 @@ class Script:
         """Return the allocator's peak over a step, what lives from step to step included."""
         with self.under(policy):
             self.step()
-            gc.collect()
-            lasting = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._lasting()}
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-            ) as profiler:
-                self.step()
-            now = most = 0
-            events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-            for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-                now += event.nbytes()
-                most = max(most, now)
-            return sum(lasting.values()) + most
-
-    def _lasting(self) -> list[torch.Tensor]:
-        held = [*self.model.parameters(), *self.model.buffers()]
-        held += [p.grad for p in self.model.parameters() if p.grad is not None]
-        states = self.optimizer.state.values()
-        return held + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+            return allocator_peak(self.step, lasting(self.model, self.optimizer))
 
 
 def drawn(problem: Problem, rng: random.Random) -> dict[str, Any]:

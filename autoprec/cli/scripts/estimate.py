@@ -117,6 +117,7 @@ def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:
         activations=policy.activations,
         attention=policy.operators.attention,
         norm=policy.operators.norm,
+        softmax=policy.operators.softmax,
         optimizer=policy.optimizer,
     )
     refused: dict[str, list[str]] = {}
