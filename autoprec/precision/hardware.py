@@ -9,12 +9,12 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from autoprec.errors import FileError, UnknownNameError, UsageError
 from autoprec.precision.recipes import OPERANDS, Recipe
@@ -109,9 +109,29 @@ class Capability:
         return self.ok
 
 
-@dataclass(frozen=True)
+_PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8")
+_Positive = Annotated[float, Field(gt=0)]
+#: What a file has in GB or GB/s.
+_Giga = Annotated[float, Field(gt=0), AfterValidator(lambda value: value * 1e9)]
+
+
+def _known_peaks(peaks: Mapping[str, float]) -> Mapping[str, float]:
+    if unknown := sorted(peaks.keys() - set(_PEAKS)):
+        raise ValueError(f"no peak is of '{unknown[0]}', only of {', '.join(_PEAKS)}")
+    if "bf16" not in peaks:
+        raise ValueError("bf16 is missing, which every policy is compared with")
+    return peaks
+
+
+def _both_or_none(links: Mapping[str, float]) -> Mapping[str, float]:
+    if links.keys() not in (set(), {"scale_up", "scale_out"}):
+        raise ValueError("give scale_up and scale_out, or neither: links: {}")
+    return links
+
+
+@dataclass(frozen=True, kw_only=True)
 class Target:
-    """One device the cost model knows.
+    """One device the cost model knows, as it is written in a file, whose amounts are in GB.
 
     Attributes:
         peaks: dense TFLOP/s by format (fp32, tf32, bf16, fp16, fp8, mxfp8, nvfp4, int8), FP32 accumulation.
@@ -120,26 +140,27 @@ class Target:
         links: bytes per second, per GPU and direction: ``scale_up`` inside a node, ``scale_out`` between nodes.
         layouts: copies an 8-bit operand needs that is used along both its dimensions (2 where the GEMM takes
             operands contiguous along K only).
-        recipes: family -> :class:`Capability`.
+        recipes: family -> :class:`Capability`; these and ``layouts`` are those of the architecture.
         source, date: where the figures come from, and their date.
     """
 
-    name: str
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    name: str = ""
     title: str
-    vendor: str
+    vendor: Annotated[str, Field(pattern="^(nvidia|amd|other)$")]  # cpu: this machine
     architecture: str
     capability: str
-    peaks: Mapping[str, float]
-    units: int
-    memory_bytes: int
-    bandwidth: float
-    links: Mapping[str, float]
-    layouts: int
-    recipes: Mapping[str, Capability]
+    peaks: Annotated[Mapping[str, _Positive], AfterValidator(_known_peaks)]
+    units: Annotated[int, Field(gt=0)]
+    memory_bytes: Annotated[int, Field(alias="memory", gt=0), BeforeValidator(lambda gb: int(float(gb) * 1e9))]
+    bandwidth: _Giga
+    links: Annotated[Mapping[str, _Giga], AfterValidator(_both_or_none)]
+    layouts: int = 1
+    recipes: Mapping[str, Capability] = field(default_factory=dict)
     match: tuple[str, ...] = ()
-    source: str = ""
-    date: str = ""
-    notes: tuple[str, ...] = field(default=())
+    source: str
+    date: str
+    notes: tuple[str, ...] = ()
 
     @property
     def usable_bytes(self) -> int:
@@ -192,23 +213,12 @@ class Target:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row ``autoprec doctor --targets --json`` prints."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "vendor": self.vendor,
-            "architecture": self.architecture,
-            "capability": self.capability,
-            "peaks_tflops": dict(self.peaks),
-            "units": self.units,
-            "memory_bytes": self.memory_bytes,
-            "bandwidth_bytes_per_s": self.bandwidth,
-            "links_bytes_per_s": dict(self.links),
-            "layouts": self.layouts,
-            "recipes": {name: asdict(c) | {"multiple_of": self.multiple(name)} for name, c in self.recipes.items()},
-            "source": self.source,
-            "date": self.date,
-            "notes": list(self.notes),
-        }
+        row = asdict(self)
+        for name, about in row["recipes"].items():
+            about["multiple_of"] = self.multiple(name)
+        units = {"peaks": "peaks_tflops", "bandwidth": "bandwidth_bytes_per_s", "links": "links_bytes_per_s"}
+        row = {units.get(key, key): value for key, value in row.items() if key != "match"}
+        return row | {"notes": list(self.notes)}
 
 
 class _Strict(BaseModel):
@@ -216,7 +226,6 @@ class _Strict(BaseModel):
 
 
 _Family = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"]
-_Positive = Annotated[float, Field(gt=0)]
 
 
 class _Architecture(_Strict):
@@ -225,41 +234,11 @@ class _Architecture(_Strict):
     recipes: dict[_Family, Capability]
 
 
-class _TargetEntry(_Strict):
-    title: str
-    vendor: Literal["nvidia", "amd", "other"]
-    architecture: str
-    capability: str
-    units: int = Field(gt=0)
-    memory: float = Field(gt=0, description="GB")
-    bandwidth: float = Field(gt=0, description="GB/s")
-    peaks: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"], _Positive]
-    links: dict[Literal["scale_up", "scale_out"], _Positive]
-    match: tuple[str, ...] = ()
-    source: str
-    date: str
-    notes: tuple[str, ...] = ()
-
-    @field_validator("peaks")
-    @classmethod
-    def _has_a_baseline(cls, peaks: dict[str, float]) -> dict[str, float]:
-        if "bf16" not in peaks:
-            raise ValueError("bf16 is missing, which every policy is compared with")
-        return peaks
-
-    @field_validator("links")
-    @classmethod
-    def _both_or_none(cls, links: dict[str, float]) -> dict[str, float]:
-        if len(links) == 1:
-            raise ValueError("give scale_up and scale_out, or neither: links: {}")
-        return links
-
-
 class _Table(_Strict):
     schema_: Literal["autoprec.targets/1"] = Field(alias="schema")
     sources: dict[str, str] = Field(default_factory=dict)
     architectures: dict[str, _Architecture] = Field(default_factory=dict)
-    targets: dict[str, _TargetEntry]
+    targets: dict[str, Target]
 
 
 def _build(table: _Table, architectures: Mapping[str, _Architecture], sources: Mapping[str, str]) -> dict[str, Target]:
@@ -268,15 +247,9 @@ def _build(table: _Table, architectures: Mapping[str, _Architecture], sources: M
         if entry.architecture not in architectures:
             raise UnknownNameError("architecture", entry.architecture, architectures, where=f"targets.{name}")
         family = architectures[entry.architecture]
-        own = entry.model_dump(exclude={"memory"}) | {
-            "memory_bytes": int(entry.memory * 1e9),
-            "bandwidth": entry.bandwidth * 1e9,
-            "links": {key: value * 1e9 for key, value in entry.links.items()},
-            "source": sources.get(entry.source, entry.source),
-        }
-        out[name] = Target(
-            name=name, layouts=family.layouts, recipes={str(key): value for key, value in family.recipes.items()}, **own
-        )
+        recipes = {str(key): value for key, value in family.recipes.items()}
+        source = sources.get(entry.source, entry.source)
+        out[name] = replace(entry, name=name, layouts=family.layouts, recipes=recipes, source=source)
     return out
 
 
