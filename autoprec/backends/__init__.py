@@ -10,9 +10,10 @@ it was found with (:mod:`autoprec.applying.binding`).
 
 from __future__ import annotations
 
-from autoprec.backends.base import Backend, BackendFactory
+import importlib
+
+from autoprec.backends.base import Backend
 from autoprec.backends.emulated import EmulatedBackend
-from autoprec.backends.native import NativeBackend
 from autoprec.errors import UnknownNameError
 from autoprec.numerics.execution import Execution
 from autoprec.precision.hardware import Capability
@@ -20,24 +21,12 @@ from autoprec.precision.hardware import Capability
 __all__ = ["BACKENDS", "Backend", "Capability", "Execution", "choose", "get"]
 
 
-def _torchao() -> Backend:
-    from autoprec.backends.torchao import TorchaoBackend
-
-    return TorchaoBackend()
-
-
-def _transformer_engine() -> Backend:
-    from autoprec.backends.transformer_engine import TransformerEngineBackend
-
-    return TransformerEngineBackend()
-
-
-#: Builders by name; optional packages are imported when a backend is asked for, not here.
-BACKENDS: dict[str, BackendFactory] = {
-    "emulated": EmulatedBackend,
-    "native": NativeBackend,
-    "torchao": _torchao,
-    "transformer_engine": _transformer_engine,
+#: Module and class of each backend, by name; optional packages are imported when a backend is asked for, not here.
+BACKENDS = {
+    "emulated": ("emulated", "EmulatedBackend"),
+    "native": ("native", "NativeBackend"),
+    "torchao": ("torchao", "TorchaoBackend"),
+    "transformer_engine": ("transformer_engine", "TransformerEngineBackend"),
 }
 
 
@@ -47,10 +36,11 @@ def get(name: str) -> Backend:
     Raises:
         UnknownNameError: with the nearest valid name.
     """
-    try:
-        return BACKENDS[name]()
-    except KeyError:
-        raise UnknownNameError("backend", name, [*BACKENDS, "auto"]) from None
+    if name not in BACKENDS:
+        raise UnknownNameError("backend", name, [*BACKENDS, "auto"])
+    module, cls = BACKENDS[name]
+    found: Backend = getattr(importlib.import_module(f"{__name__}.{module}"), cls)()
+    return found
 
 
 def choose(name: str, device: str) -> Backend:

@@ -58,10 +58,6 @@ class Backend(ABC):
         return None
 
 
-#: Builds a backend; kept lazy so that optional packages are imported only when asked for.
-BackendFactory = Callable[[], Backend]
-
-
 def feature_sizes(gemm: Gemm, m: int, k: int, n: int) -> dict[str, int]:
     """Return the sizes of a GEMM that are features of the layer, by label; tokens are padded, so any number will do."""
     sizes = {"M": m, "K": k, "N": n}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.backends.te_state import DelayedMemory
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.plan import DTYPE_NAMES
@@ -28,16 +28,6 @@ def wants_bf16(plan: LayerPlan) -> bool:
     return any((recipe := plan.recipe(gemm)) is not None and recipe.format == "bf16" for gemm in GEMMS)
 
 
-class Memory(Protocol):
-    """What a library remembers of one layer between steps."""
-
-    def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Return tensors whose shapes the plan alone decides."""
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from :meth:`state`."""
-
-
 @dataclass(slots=True)
 class LibraryExecution(Execution):
     """Runs one layer through a library.
@@ -46,13 +36,13 @@ class LibraryExecution(Execution):
         product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable; the weight comes as it is stored.
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
-        memory: what the library remembers between steps, if anything: ``state(device)`` and ``load(state)``.
+        memory: what the library remembers between steps, if anything.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
     labels: dict[str, str]
     rows: int = 1
-    memory: Memory | None = None
+    memory: DelayedMemory | None = None
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
         return {} if self.memory is None else self.memory.state(device)
