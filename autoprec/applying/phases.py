@@ -114,7 +114,7 @@ class Phases:
         """
         if all(ref() is not optimizer for ref in self._optimizers):
             for stage in self.stages:
-                check_optimizer(optimizer, stage)
+                check_optimizer(optimizer, stage, self._model() or self._root())
             self._optimizers.append(weakref.ref(optimizer))
 
     def _trains_this_model(self, optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from autoprec.cost.peak import Lifetimes, timeline
-from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
+from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes, scaled_newton_schulz, second_moments
 from autoprec.cost.saved import WIDE, saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
 from autoprec.graph.report import GraphReport, Operator
@@ -122,10 +122,11 @@ def memory_estimate(
     recorded = float(report.model.get("parameters", 0)) * report.held or parameters
     grown = parameters / recorded / shards
     plain = OptimizerPolicy()
-    stored, before = optimizer_bytes(optimizer)[0], optimizer_bytes(plain)[0]
-    change = (
-        (stored - before) * parameters / shards if seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0) else 0.0
-    )
+    muon = scaled_newton_schulz(report, scale)
+    second = second_moments(muon, parameters)
+    stored, before = optimizer_bytes(optimizer, second)[0], optimizer_bytes(plain, second)[0]
+    known = bool(muon) or seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0)
+    change = (stored - before) * parameters / shards if known else 0.0
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
     gradients = seen.get("gradients", 0) * grown * lean
     how: dict[str, Any] = {"gpu": gpu, "wide": wide, "shared": shared}

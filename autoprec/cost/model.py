@@ -11,11 +11,18 @@ from typing import Any
 from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
 from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import StepEstimate
-from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
+from autoprec.cost.kernels import LayerCost, gemm_seconds, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.peak import Lifetimes, held_bytes
 from autoprec.cost.rates import Rates, default_rates
-from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
+from autoprec.cost.rest import (
+    RestCost,
+    optimizer_bytes,
+    rest_cost,
+    rest_operators,
+    scaled_newton_schulz,
+    second_moments,
+)
 from autoprec.cost.saved import NOT_LISTED, WIDE, saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
@@ -120,6 +127,7 @@ class CostModel:
         self._rest_operators = rest_operators(report)
         self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
+        self._muon = scaled_newton_schulz(report, self.scale)
         self._costs: dict[tuple[str, LayerPlan, str], LayerCost] = {}
         self._saved_as_written: float | None = None
         self._lifetimes: Lifetimes | None = None
@@ -341,9 +349,20 @@ class CostModel:
     def _update_seconds(self, state: OptimizerPolicy) -> float:
         if self._cpu is not None:
             tensors = 3.0 * len(self._layers) * self.scale.depth
-            return self._cpu.update_seconds(self.parameters, tensors, fused=self.report.fused_update)
-        moved = self.parameters / self.shards * optimizer_bytes(state)[1] * (1.0 if self.compiled else 1.6)
-        return moved / (self.target.bandwidth * self.rates.bandwidth)
+            update = self._cpu.update_seconds(self.parameters, tensors, fused=self.report.fused_update)
+            return update + self._newton_schulz_seconds()
+        second = second_moments(self._muon, self.parameters)
+        moved = self.parameters / self.shards * optimizer_bytes(state, second)[1] * (1.0 if self.compiled else 1.6)
+        return moved / (self.target.bandwidth * self.rates.bandwidth) + self._newton_schulz_seconds()
+
+    def _newton_schulz_seconds(self) -> float:
+        """Return the time of what Muon multiplies: in bf16, as it is written, and on one of the shards each."""
+        cpu, total = self._cpu, 0.0
+        for one in self._muon:
+            for m, k, n in one.products:
+                each = cpu.product_seconds(m, k, n) if cpu else gemm_seconds(self.target, self.rates, "bf16", m, k, n)
+                total += one.matrices * one.iterations * each
+        return total / self.shards
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:
         """Return the CPU time that launching a step takes: what small models are bound by."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autoprec.cost.rates import Rates
 from autoprec.cost.scale import CostScale, in_block, short_dtype
-from autoprec.graph.report import GraphReport, Operator
+from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import Target
 
@@ -147,7 +147,30 @@ def rest_cost(
     return RestCost(seconds, kernels, count)
 
 
-def optimizer_bytes(policy: OptimizerPolicy) -> tuple[float, float]:
-    """Return bytes per parameter stored (weights and states) and moved by one Adam step (reads and writes)."""
-    stored = _WEIGHT_BYTES[policy.weights] + _EXP_AVG_BYTES[policy.exp_avg] + _EXP_AVG_SQ_BYTES[policy.exp_avg_sq]
+def optimizer_bytes(policy: OptimizerPolicy, second: float = 1.0) -> tuple[float, float]:
+    """Return bytes per parameter stored (weights and states) and moved by one Adam step (reads and writes).
+
+    ``second``: share of the parameters that have a second moment, see :func:`second_moments`.
+    """
+    stored = _WEIGHT_BYTES[policy.weights] + _EXP_AVG_BYTES[policy.exp_avg]
+    stored += second * _EXP_AVG_SQ_BYTES[policy.exp_avg_sq]
     return stored, 2.0 * stored + GRADIENT_BYTES[policy.gradients]
+
+
+def scaled_newton_schulz(report: GraphReport, scale: CostScale) -> list[NewtonSchulz]:
+    """Return what Muon multiplies at scaled shapes: both sides of its matrices grow, and blocks repeat."""
+    return [
+        replace(
+            one,
+            rows=max(1, round(one.rows * scale.width)),
+            columns=max(1, round(one.columns * scale.width)),
+            matrices=max(1, round(one.matrices * scale.depth)),
+        )
+        for one in report.newton_schulz
+    ]
+
+
+def second_moments(found: Iterable[NewtonSchulz], parameters: float) -> float:
+    """Return the share of the parameters that have a second moment under Adam: those that are not Muon's."""
+    muon = sum(one.rows * one.columns * one.matrices for one in found)
+    return max(0.0, 1.0 - muon / parameters) if parameters else 1.0

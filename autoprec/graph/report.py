@@ -43,6 +43,29 @@ class GemmCall:
 
 
 @dataclass(frozen=True, slots=True)
+class NewtonSchulz:
+    """Matrices of one shape, ``rows`` no more than ``columns``, whose updates Muon makes orthogonal in a step.
+
+    Each of the ``iterations`` multiplies three times (torch/optim/_muon.py), whatever the precision of the layers.
+    """
+
+    rows: int
+    columns: int
+    iterations: int
+    matrices: int = 1
+
+    @property
+    def products(self) -> tuple[tuple[int, int, int], ...]:
+        """``[M, K] x [K, N]`` of one iteration on one matrix X: X X', its square, and their sum times X."""
+        r, c = self.rows, self.columns
+        return (r, c, r), (r, r, r), (r, r, c)
+
+    @property
+    def flops(self) -> int:
+        return self.matrices * self.iterations * sum(2 * m * k * n for m, k, n in self.products)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """A weighted GEMM or convolution of the model, the unit a policy decides about.
 
@@ -134,7 +157,8 @@ class GraphReport:
     bytes of parameters, gradients, optimizer state and tensors saved for backward. ``root_called`` is False where the
     script calls the model's parts, and never the model: what surrounds its forward cannot be changed there. ``held`` is
     the share of the parameters that one rank holds, whose memory this is (FSDP2, tensor parallelism).
-    ``fused_update`` says that an optimizer updates with ``fused=True``.
+    ``fused_update`` says that an optimizer updates with ``fused=True``. ``newton_schulz`` is what Muon
+    multiplies after that.
     """
 
     model: dict[str, Any]
@@ -150,6 +174,7 @@ class GraphReport:
     root_called: bool = True
     held: float = 1.0
     fused_update: bool = False
+    newton_schulz: tuple[NewtonSchulz, ...] = ()
 
     @property
     def tunable(self) -> tuple[Layer, ...]:
@@ -185,6 +210,7 @@ class GraphReport:
             "root_called": self.root_called,
             "held": self.held,
             "fused_update": self.fused_update,
+            "newton_schulz": [shallow(row) for row in self.newton_schulz],
         }
 
     @classmethod
@@ -218,6 +244,7 @@ class GraphReport:
             root_called=document.get("root_called", True),
             held=document.get("held", 1.0),
             fused_update=document.get("fused_update", False),
+            newton_schulz=tuple(NewtonSchulz(**row) for row in document.get("newton_schulz", ())),
         )
 
 

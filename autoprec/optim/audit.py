@@ -32,6 +32,10 @@ def _entry(requested: str, executed: str, reason: str = "") -> dict[str, Any]:
     return {"requested": requested, "executed": executed, "ok": requested == executed, "reason": reason}
 
 
+def _idle(requested: str, reason: str) -> dict[str, Any]:
+    return {"requested": requested, "executed": "-", "ok": True, "reason": reason}
+
+
 def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[Tensor]) -> dict[str, Any]:
     """Audit gradient storage; gradients may have been set to None since they were stored."""
     if runtime is not None and runtime.weights.gradients_stored:
@@ -113,6 +117,7 @@ def audit_optimizer(
     """
     runtime, choice = runtime_of(optimizer), policy.optimizer
     matrices = [p for group in optimizer.param_groups for p in group["params"] if p.dim() >= 2]
+    name = type(optimizer).__name__
     out: dict[str, dict[str, Any]] = {}
     beside = [] if runtime is None else [stored for _, stored in runtime.weights.beside.values()]
     weights = [*(p for p in matrices if isinstance(p, StoredTensor)), *beside]
@@ -120,13 +125,16 @@ def audit_optimizer(
     why = [] if runtime is None else [f"{n} emulated: {text}" for text, n in runtime.weights.emulated.items()]
     out["weights"] = _entry(choice.weights, executed, "; ".join(why))
     out["gradients"] = _gradients(choice.gradients, runtime, matrices)
-    for part, names in _STATE.items():
+    if not matrices:  # another optimizer trains them: what is beside Muon
+        none = f"{name} trains no matrix, and nothing else is stored low"
+        out = {part: _idle(getattr(choice, part), none) for part in (*out, *_STATE)}
+    for part, names in _STATE.items() if matrices else ():
         requested = getattr(choice, part)
         values = [optimizer.state[p].get(name) for p in matrices if p in optimizer.state for name in names]
         found = _held(values, requested)
-        if found == "nothing yet" and requested == "fp32":  # SGD has no second moments, plain SGD has no first
-            none = f"{type(optimizer).__name__} keeps no such state"
-            out[part] = {"requested": requested, "executed": "-", "ok": True, "reason": none}
+        second = runtime is not None and runtime.kind == "muon" and part == "exp_avg_sq"  # of the optimizer beside it
+        if found == "nothing yet" and (requested == "fp32" or second):  # SGD has no second moments, plain SGD no first
+            out[part] = _idle(requested, f"{name} keeps no such state")
             continue
         out[part] = _entry(requested, found)
     scaler = loss_scaler_of(optimizer)
@@ -139,6 +147,6 @@ def audit_optimizer(
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)
         out["communication"] = _entry(policy.communication.gradients, "fp32" if hook is None else hook.name)
-    elif (asked := policy.communication.gradients) != "fp32":
-        out["communication"] = {"requested": asked, "executed": "-", "ok": True, "reason": _ALONE}
+    elif policy.communication.gradients != "fp32":
+        out["communication"] = _idle(policy.communication.gradients, _ALONE)
     return out

@@ -23,34 +23,42 @@ from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.guard import StepGuard
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
-from autoprec.optim.update import adam_update, sgd_update
+from autoprec.optim.update import adam_update, muon_update, sgd_update
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy
 
 _ATTRIBUTE, _SCALER, _GUARD = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_guard"
-_ADAM, _SGD = "adam", "sgd"
+_ADAM, _SGD, _MUON = "adam", "sgd", "muon"
+#: torch's optimizers whose update is known here.
+_BASES: dict[str, Any] = {_ADAM: torch.optim.Adam, _SGD: torch.optim.SGD, _MUON: torch.optim.Muon}
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     """Return which update rule applies.
 
     Raises:
-        UnsupportedError: the optimizer is not Adam, AdamW or SGD, or overrides their ``step``.
+        UnsupportedError: the optimizer is not Adam, AdamW, SGD or Muon of torch, or overrides their ``step``.
     """
-    for base, kind in ((torch.optim.Adam, _ADAM), (torch.optim.SGD, _SGD)):
+    for kind, base in _BASES.items():
         if isinstance(optimizer, base):
-            step = type(optimizer).step  # torch wraps it per class and keeps its names
-            if (step.__module__, step.__qualname__) == (base.__module__, f"{base.__name__}.step"):
+            own, torchs = type(optimizer).step, base.step  # torch wraps it per class and keeps its names
+            if (own.__module__, own.__qualname__) == (torchs.__module__, torchs.__qualname__):
                 return kind
     raise UnsupportedError(
-        f"low-precision state is implemented for Adam, AdamW and SGD, not for {type(optimizer).__name__}",
+        "low-precision state is implemented for torch's Adam, AdamW, SGD and Muon, not for "
+        f"{type(optimizer).__module__}.{type(optimizer).__name__}",
         where="policy.optimizer",
-        fix="use torch.optim.AdamW, or set weights, exp_avg, exp_avg_sq and gradients to fp32",
+        fix="use torch.optim.AdamW or torch.optim.Muon, or set weights, exp_avg, exp_avg_sq and gradients to fp32",
     )
 
 
-def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str) -> None:
-    """Refuse combinations that cannot work, with the reason."""
+def _check(
+    optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str, model: nn.Module | None = None
+) -> None:
+    """Refuse combinations that cannot work, with the reason.
+
+    Muon trains matrices alone, so another optimizer trains the rest of ``model``: second moments are asked of that one.
+    """
     parameters = list(_parameters(optimizer))
     if any(hasattr(p, "to_local") for p in parameters):
         raise UnsupportedError(
@@ -72,9 +80,10 @@ def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str)
                     where="policy.optimizer",
                     fix=f"set {option}=False, or keep the optimizer section at fp32",
                 )
-        if kind == _SGD and choice.exp_avg_sq != "fp32":
+        alone = model is None or not _others(optimizer, model)
+        if choice.exp_avg_sq != "fp32" and (kind == _SGD or (kind == _MUON and alone)):
             raise PolicyMismatchError(
-                f"exp_avg_sq: {choice.exp_avg_sq} asks for a second moment, and SGD has none",
+                f"exp_avg_sq: {choice.exp_avg_sq} asks for a second moment, and {_BASES[kind].__name__} has none",
                 where="policy.optimizer",
                 fix="set exp_avg_sq: fp32",
             )
@@ -148,6 +157,9 @@ class OptimizerRuntime:
             number = self._step_number(state, group)
             moments = {name: self._read(state, name, parameter) for name in ("exp_avg", "exp_avg_sq")}
             adam_update(weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], number, group)
+        elif self.kind == _MUON:
+            number, moments = float(self.steps), {"momentum_buffer": self._read(state, "momentum_buffer", parameter)}
+            muon_update(weight, gradient, moments["momentum_buffer"], group)
         else:
             number = float(self.steps)
             old = state.get("momentum_buffer")
@@ -269,13 +281,27 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+def _others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
+    """Return the parameters of a model that train, and not by this optimizer."""
+    own = {id(parameter) for parameter in _parameters(optimizer)}
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
+
+
+def _has_nothing(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> bool:
+    """Say whether an optimizer has no matrix because another one trains them: AdamW for what Muon leaves."""
+    if model is None or any(p.dim() >= 2 for p in _parameters(optimizer)):
+        return False
+    return any(p.dim() >= 2 for p in _others(optimizer, model))
+
+
 def wrap_optimizer(
     optimizer: torch.optim.Optimizer, policy: Policy | OptimizerPolicy, model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """Store weights, gradients and state as the policy's optimizer section says; return the same object.
 
     Args:
-        optimizer: ``torch.optim`` AdamW, Adam or SGD, before or after its first step.
+        optimizer: ``torch.optim`` AdamW, Adam, SGD or Muon, before or after its first step. One that trains no matrix,
+            where another optimizer does, keeps its state.
         policy: a policy, or its optimizer section alone. All FP32 leaves the optimizer untouched. A whole policy also
             brings its loss scaling, and its gradient communication where the model is distributed.
         model: what it trains; needed to leave embeddings out of stored weights (without it every matrix is stored).
@@ -286,8 +312,10 @@ def wrap_optimizer(
     """
     unwrap_optimizer(optimizer)
     choice = policy.optimizer if isinstance(policy, Policy) else policy
+    if _has_nothing(optimizer, model):
+        choice = OptimizerPolicy()
     if choice != OptimizerPolicy():  # before anything is changed
-        _check(optimizer, choice, _kind(optimizer))
+        _check(optimizer, choice, _kind(optimizer), model)
     if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
         if model is None:
             raise UsageError(
@@ -319,10 +347,10 @@ def wrap_optimizer(
     return optimizer
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module | None = None) -> None:
     """Refuse now what :func:`wrap_optimizer` would refuse; changes nothing."""
-    if policy.optimizer != OptimizerPolicy():
-        _check(optimizer, policy.optimizer, _kind(optimizer))
+    if policy.optimizer != OptimizerPolicy() and not _has_nothing(optimizer, model):
+        _check(optimizer, policy.optimizer, _kind(optimizer), model)
 
 
 def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The update rules of AdamW, Adam and SGD with momentum, on FP32 values of one parameter.
+"""The update rules of AdamW, Adam, SGD with momentum and Muon, on FP32 values of one parameter.
 
 They follow ``torch.optim``'s single-tensor functions operation for operation, so that with lossless storage the
 result is bit-identical to the optimizer that was wrapped.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim._muon import muon
 
 
 def _number(value: Any) -> float:
@@ -60,3 +61,14 @@ def sgd_update(weight: Tensor, gradient: Tensor, momentum: Tensor | None, group:
         gradient = gradient.add(momentum, alpha=factor) if group["nesterov"] else momentum
     weight.add_(gradient, alpha=-lr)
     return momentum
+
+
+def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
+    """Update ``weight`` and ``momentum`` in place (FP32, one matrix), by torch's own function.
+
+    Its Newton-Schulz iterations multiply in bf16 by themselves, which is left as it is: a policy says how the momentum
+    is stored between steps, not how it is made orthogonal (Jordan, kellerjordan.github.io/posts/muon). ``group`` as in
+    ``torch.optim.Muon``.
+    """
+    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+    muon([weight], [gradient], [momentum], has_complex=False, **{name: group[name] for name in names})

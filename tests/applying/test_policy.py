@@ -113,6 +113,19 @@ def test_the_better_recipe_has_the_smaller_gradient_error(model: Model, ids: tor
     assert errors[-1] > 5 * errors[1]
 
 
+def test_a_policy_leaves_what_muon_multiplies_as_it_is(model: Model, ids: torch.Tensor) -> None:
+    plain = copy.deepcopy(model)
+    uniform("fp8_rowwise", activations="bf16").apply(model)
+    optimizers = [torch.optim.Muon([p for p in one.parameters() if p.dim() == 2], lr=0.02) for one in (model, plain)]
+    for _ in range(2):
+        step(model, ids)
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            other.grad = None if own.grad is None else own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_fp32_sums_of_a_heads_weight_gradient_matter_where_a_batch_agrees() -> None:
     """Rows of a gradient that all samples push the same way: what is rounded last is most of bf16's error."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from autoprec.cost import CostModel, CostScale
 from autoprec.cost.calibrate.cpu import FALLBACK
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.cost.rates import default_rates
-from autoprec.graph.report import GemmCall, GraphReport, Layer
+from autoprec.graph.report import GemmCall, GraphReport, Layer, NewtonSchulz
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
@@ -40,6 +40,29 @@ def test_a_recurrent_layer_takes_time() -> None:
         alone = replace(layer, gemms=calls[:1])
         inputs = CostModel(replace(report, layers=(alone,)), target, cpu=FALLBACK if target.is_cpu else None)
         assert model.layer_time_ms("rnn", LayerPlan()) > 1.5 * inputs.layer_time_ms("rnn", LayerPlan()) > 0
+
+
+def test_muons_iterations_are_priced_and_its_momentum_alone_is_stored(large: GraphReport) -> None:
+    """Three products an iteration, in bf16 whatever the layers run in; no second moment is read, written or held."""
+    shape = NewtonSchulz(4096, 14336, 5, 96)
+    muon = replace(large, newton_schulz=(shape,), memory={**large.memory, "optimizer": large.memory["parameters"]})
+    for target in (H100, TARGETS["cpu"]):
+        models = [CostModel(one, target, cpu=FALLBACK if target.is_cpu else None) for one in (large, muon)]
+        plain, found = (model.estimate({}) for model in models)
+        assert found.breakdown["optimizer"] > plain.breakdown["optimizer"]
+        assert found.time_ms - plain.time_ms == pytest.approx(
+            found.breakdown["optimizer"] - plain.breakdown["optimizer"], rel=1e-6
+        )
+    gpu = CostModel(muon, H100)
+    least = shape.flops / (H100.peak("bf16") or 1.0) * 1e3
+    assert least < gpu.estimate({}).breakdown["optimizer"] < 3 * least
+    assert CostModel(muon, H100, shards=8).estimate({}).breakdown["optimizer"] == pytest.approx(
+        gpu.estimate({}).breakdown["optimizer"] / 8
+    )
+    sizes = [gpu.memory({}, optimizer=OptimizerPolicy(exp_avg=how)) for how in ("fp32", "bf16")]
+    assert sizes[0] is not None
+    assert sizes[1] is not None
+    assert sizes[0].optimizer - sizes[1].optimizer == pytest.approx(2.0 * gpu.parameters)
 
 
 def test_layer_times_are_the_additive_part(large: GraphReport, uniform: Uniform) -> None:

@@ -16,9 +16,11 @@ from autoprec.cost.rest import (
     optimizer_bytes,
     rest_cost,
     rest_operators,
+    scaled_newton_schulz,
+    second_moments,
 )
 from autoprec.cost.scale import CostScale
-from autoprec.graph.report import GraphReport, Operator
+from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 
@@ -120,3 +122,15 @@ def test_every_optimizer_policy_has_a_size() -> None:
         stored, moved = optimizer_bytes(OptimizerPolicy(**dict(zip(names, values, strict=True))))
         assert 2 < stored <= 12
         assert 2 * stored < moved <= 2 * stored + 4
+
+
+def test_what_muon_trains_has_no_second_moment() -> None:
+    report = GraphReport({}, (), (), {}, 0, 0.0, newton_schulz=(NewtonSchulz(512, 1024, 5, 4),))
+    (wide,) = scaled_newton_schulz(report, CostScale(width=2.0, depth=3.0))
+    assert wide == NewtonSchulz(1024, 2048, 5, 12)
+    assert second_moments([wide], 2.0 * 12 * 1024 * 2048) == 0.5
+    assert second_moments([wide], 1.0) == 0.0
+    assert second_moments([], 10.0) == 1.0
+    half, all_of_it = (optimizer_bytes(OptimizerPolicy(), share) for share in (0.5, 1.0))
+    assert (half[0], all_of_it[0]) == (10.0, 12.0)
+    assert half[1] < all_of_it[1]

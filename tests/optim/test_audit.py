@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.optim.audit import audit_optimizer, optimizer_hints
+from autoprec.optim.audit import audit_optimizer, audit_optimizers, optimizer_hints
 from autoprec.optim.optimizer import wrap_optimizer
-from autoprec.policy import Policy
+from autoprec.policy import OptimizerPolicy, Policy
 from tests.levels import LEVELS
 
 
@@ -33,6 +33,22 @@ def test_a_level_that_was_not_wrapped_is_a_mismatch(name):
     found = audit_optimizer(policy, optimizer, model)
     assert not all(entry["ok"] for entry in found.values())
     assert {entry["executed"] for entry in found.values()} <= {"fp32", "none", "-"}
+
+
+def test_what_muon_does_not_keep_is_asked_of_the_optimizer_beside_it():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    policy = Policy(optimizer=OptimizerPolicy(exp_avg="bf16", exp_avg_sq="int8_block"))
+    muon = torch.optim.Muon([model[0].weight])
+    adamw, vectors = torch.optim.AdamW([model[1].weight]), torch.optim.AdamW([model[0].bias, model[1].bias])
+    for optimizer in (muon, adamw, vectors):
+        wrap_optimizer(optimizer, policy, model)
+        step(model, optimizer)
+    rows = audit_optimizer(policy, muon, model)
+    assert (rows["exp_avg"]["executed"], rows["exp_avg"]["ok"]) == ("bf16", True)
+    assert (rows["exp_avg_sq"]["executed"], rows["exp_avg_sq"]["ok"]) == ("-", True)
+    assert audit_optimizer(policy, vectors, model)["exp_avg"]["reason"].startswith("AdamW trains no matrix")
+    found = audit_optimizers(policy, (muon, adamw, vectors), model)
+    assert {part: row["ok"] for part, row in found.items()} == {"optimizer.exp_avg": True, "optimizer.exp_avg_sq": True}
 
 
 def test_before_the_first_step_it_says_so():

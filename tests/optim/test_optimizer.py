@@ -270,6 +270,86 @@ def test_combinations_that_cannot_work_are_refused(optimizer, choice, error, mes
     assert type(model[0].weight) is nn.Parameter
 
 
+def muon_pair(model):
+    """Muon for the matrices and AdamW for the rest, as its authors ask for; the head is the rest's."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name != "3.weight"]
+    rest = [p for p in model.parameters() if all(p is not one for one in matrices)]
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)
+
+
+def pair_losses(model, pair, steps=8):
+    found = []
+    for step in range(steps):
+        x, y = batch(step)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_muon_with_nothing_asked_is_the_original_bit_for_bit():
+    plain, wrapped = network(), network()
+    pair = muon_pair(wrapped)
+    for optimizer in pair:
+        wrap_optimizer(optimizer, OptimizerPolicy(), wrapped)
+    assert pair_losses(plain, muon_pair(plain)) == pair_losses(wrapped, pair)
+
+
+def test_muons_momentum_is_stored_low_and_its_products_are_left_as_they_are():
+    plain, stored = network(), network()
+    reference = pair_losses(plain, muon_pair(plain))
+    pair = muon_pair(stored)
+    for optimizer in pair:  # second moments are AdamW's, so Muon is not asked for one
+        wrap_optimizer(optimizer, OptimizerPolicy(exp_avg="bf16", exp_avg_sq="int8_block"), stored)
+    losses = pair_losses(stored, pair)
+    assert losses != reference
+    assert losses == pytest.approx(reference, rel=0.02)
+    held = [value for state in pair[0].state.values() for value in state.values()]
+    assert held
+    assert all(isinstance(value, StoredTensor) and value.codec.name == "bf16" for value in held)
+    saved = pair[0].state_dict()["state"][0]["momentum_buffer"]
+    assert type(saved) is torch.Tensor
+    assert saved.dtype is torch.float32
+    again = network()
+    loaded = wrap_optimizer(muon_pair(again)[0], OptimizerPolicy(exp_avg="bf16"), again)
+    loaded.load_state_dict(pair[0].state_dict())
+    assert torch.equal(loaded.state[loaded.param_groups[0]["params"][0]]["momentum_buffer"].decode(), saved)
+
+
+def test_weights_that_muon_trains_may_be_stored_low():
+    model = network()
+    pair = muon_pair(model)
+    for optimizer in pair:
+        wrap_optimizer(optimizer, OptimizerPolicy(weights="fp16_scaled", exp_avg="e4m3"), model)
+    losses = pair_losses(model, pair, 40)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_muon_alone_has_no_second_moment_and_adamw_beside_it_may_have_no_matrix():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with pytest.raises(PolicyMismatchError, match="a second moment, and Muon has none"):
+        wrap_optimizer(torch.optim.Muon(model.parameters()), OptimizerPolicy(exp_avg_sq="int8_block"), model)
+    both = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    vectors = torch.optim.AdamW([p for p in both.parameters() if p.dim() == 1])
+    wrap_optimizer(vectors, OptimizerPolicy(exp_avg="bf16"), both)
+    both(torch.ones(2, 8)).sum().backward()
+    vectors.step()
+    assert not any(isinstance(v, StoredTensor) for state in vectors.state.values() for v in state.values())
+
+
+def test_another_muon_than_torchs_is_refused_with_its_name():
+    class Muon(torch.optim.SGD):
+        def step(self, closure=None):
+            return None
+
+    model = network()
+    with pytest.raises(UnsupportedError, match=r"torch's Adam, AdamW, SGD and Muon, not for .*Muon"):
+        wrap_optimizer(Muon(model.parameters(), 0.1), OptimizerPolicy(exp_avg="bf16"), model)
+
+
 def test_flattened_and_sharded_parameters_are_refused():
     flat = nn.Parameter(torch.zeros(100))
     with pytest.raises(UnsupportedError, match="no parameter is a matrix"):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.optim.update import adam_update, sgd_update
+from autoprec.optim.update import adam_update, muon_update, sgd_update
 
 FINITE = {"allow_nan": False, "allow_infinity": False}
 
@@ -47,6 +47,21 @@ def test_sgd_is_torchs_bit_for_bit(momentum, dampening, nesterov):
         buffer = sgd_update(weight, parameter.grad, buffer, optimizer.param_groups[0])
     assert torch.equal(weight, parameter)
     assert (buffer is None) == (momentum == 0)
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
+@pytest.mark.parametrize("more", [{}, {"nesterov": False, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}])
+def test_muon_is_torchs_bit_for_bit(shape, more):
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(*shape, generator=generator))
+    optimizer = torch.optim.Muon([parameter], lr=0.02, weight_decay=0.1, **more)
+    weight, buffer = parameter.detach().clone(), torch.zeros(*shape)
+    for _ in range(4):
+        parameter.grad = torch.randn(*shape, generator=generator)
+        optimizer.step()
+        muon_update(weight, parameter.grad.clone(), buffer, optimizer.param_groups[0])
+    assert torch.equal(weight, parameter)
+    assert torch.equal(buffer, optimizer.state[parameter]["momentum_buffer"])
 
 
 def test_the_learning_rate_may_be_a_tensor():

@@ -291,6 +291,11 @@ class CpuCost:
         """Return the time of operators that move nothing."""
         return float(views * self.rates["dispatch"]) * self.in_situ["rest"]
 
+    def product_seconds(self, m: int, k: int, n: int) -> float:
+        """Return the time of one bf16 product that no layer makes."""
+        per_flop, per_byte, fixed = self.rates["gemm"]["bf16"]["fprop"]
+        return float(2.0 * m * k * n * per_flop + 2.0 * (m * k + k * n + m * n) * per_byte + fixed)
+
     def update_seconds(self, parameters: float, tensors: float, *, fused: bool) -> float:
         per_value, per_tensor = self.rates["fused_optimizer" if fused else "optimizer"]
         return float(parameters * per_value + tensors * per_tensor) * self.in_situ["optimizer"]

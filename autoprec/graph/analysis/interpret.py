@@ -10,11 +10,11 @@ from autoprec.graph.analysis.flops import RECURRENT, call_flops
 from autoprec.graph.analysis.groups import merge, named, sibling_pairs
 from autoprec.graph.analysis.layers import build_layers, collect, mark_output, mark_positions
 from autoprec.graph.analysis.linking import Links, link
-from autoprec.graph.analysis.memory import step_memory
+from autoprec.graph.analysis.memory import newton_schulz, step_memory
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.patterns import Pattern, find_patterns
 from autoprec.graph.analysis.rules import Rules
-from autoprec.graph.report import GraphReport, Operator
+from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
 from autoprec.graph.trace import SCRIPT, Call, Trace
 
 
@@ -123,6 +123,15 @@ def _notes(trace: Trace, links: Links) -> list[str]:
     return notes
 
 
+def _of_muon(found: tuple[NewtonSchulz, ...]) -> list[str]:
+    flops, matrices = sum(one.flops for one in found), sum(one.matrices for one in found)
+    said = (
+        f"Muon makes the updates of {matrices} matrices orthogonal: {flops / 1e9:.3g} GFLOP a step of Newton-Schulz "
+        "iterations, in bf16 of its own, which no policy changes; its momentum is stored as optimizer.exp_avg says"
+    )
+    return [said] if found else []
+
+
 def interpret(
     trace: Trace, names: ModelNames, rules: Rules, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> GraphReport:
@@ -139,6 +148,7 @@ def interpret(
     kept = {name: tuple(m for m in members if m in tunable) for name, members in groups.items()}
     total = sum(operator.flops for operator in operators)
     share = sum(layer.total_flops for layer in layers if layer.tunable) / total if total else 0.0
+    orthogonal = newton_schulz(optimizers)
     return GraphReport(
         model=dict(names.identity()),
         layers=layers,
@@ -148,9 +158,10 @@ def interpret(
         tunable_flops_share=share,
         batch=_batch(trace, links),
         memory=step_memory(trace, names, optimizers),
-        notes=tuple(_notes(trace, links)),
+        notes=(*_notes(trace, links), *_of_muon(orthogonal)),
         source=trace.source,
         root_called=bool(trace.calls_of.get("")),
         held=names.held(),
+        newton_schulz=orthogonal,
         fused_update=any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups),
     )

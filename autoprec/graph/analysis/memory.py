@@ -1,4 +1,4 @@
-"""Bytes of a training step on this rank: parameters, gradients, optimizer state and what backward needs."""
+"""What an optimizer adds to a step: bytes of its state beside those of the model, and products of its own (Muon)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoprec.graph.analysis.modules import ModelNames, on_this_rank
+from autoprec.graph.report import NewtonSchulz
 from autoprec.graph.trace import Trace
 
 #: The largest parameter for which an optimizer may be tried out on real zeros.
@@ -92,3 +93,18 @@ def step_memory(trace: Trace, names: ModelNames, optimizers: Iterable[torch.opti
     if counted and len(known) == len(counted):
         out["optimizer"] = sum(known)
     return out
+
+
+def newton_schulz(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[NewtonSchulz, ...]:
+    """Return what Muon makes orthogonal in a step: torch's, or another optimizer of that name.
+
+    Keller Jordan's optimizers mark the groups that are Adam's with ``use_muon: False``, and flatten convolutions.
+    """
+    found: Counter[tuple[int, int, int]] = Counter()
+    for optimizer in optimizers:
+        groups = optimizer.param_groups if "muon" in type(optimizer).__name__.lower() else []
+        for group in (one for one in groups if one.get("use_muon", True)):
+            for p in (p for p in group["params"] if p.requires_grad and p.dim() >= 2):
+                sides = sorted((p.shape[0], p.numel() // max(1, p.shape[0])))
+                found[(sides[0], sides[1], int(group.get("ns_steps", 5)))] += 1
+    return tuple(NewtonSchulz(*shape, count) for shape, count in found.items())

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoprec.graph.analysis.memory import optimizer_bytes
+from autoprec.graph.analysis.memory import newton_schulz, optimizer_bytes
 from autoprec.graph.recorder import record_step
+from autoprec.graph.report import GraphReport, NewtonSchulz
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,29 @@ def test_optimizer_state_is_predicted_exactly(make):
     model(torch.randn(4, 16)).sum().backward()
     optimizer.step()
     assert predicted == optimizer_bytes(optimizer)
+
+
+def test_muons_state_is_predicted_and_its_products_are_counted():
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16), nn.Conv1d(4, 8, 3))
+    muon = torch.optim.Muon([model[0].weight, model[2].weight], ns_steps=3)
+    assert optimizer_bytes(muon) == 2 * 16 * 32 * 4
+    (found,) = newton_schulz([muon, torch.optim.AdamW(model[1].parameters())])
+    assert found == NewtonSchulz(16, 32, 3, 2)
+    assert found.flops == 2 * 3 * 2 * (16 * 32 * 16 + 16 * 16 * 16 + 16 * 16 * 32)
+
+    class MuonWithAuxAdam(torch.optim.SGD):
+        """Keller Jordan's: groups say whose they are, and convolutions are flattened."""
+
+    groups = [{"params": [model[3].weight], "use_muon": True}, {"params": [model[0].weight], "use_muon": False}]
+    assert newton_schulz([MuonWithAuxAdam(groups, lr=0.1)]) == (NewtonSchulz(8, 12, 5, 1),)
+
+
+def test_a_step_that_muon_ends_says_what_it_multiplies():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward(), optimizers=[muon])
+    assert any(note.startswith("Muon makes the updates of 2 matrices orthogonal") for note in report.notes)
+    assert GraphReport.from_json(report.to_json()).newton_schulz == report.newton_schulz != ()
 
 
 def test_an_optimizer_nobody_can_predict_is_left_out():
