@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from autoprec._version import __version__
 from autoprec.support.optional import installed_version
 from autoprec.support.redact import redact, redact_uri
-from autoprec.tracking.log import Logged, end_killed, log_study
+from autoprec.tracking.log import Logged, log_study
 from autoprec.tracking.study import About, TrackedStudy, default_uri, named_uri
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.options import RUNS, SearchOptions
@@ -198,16 +198,12 @@ class TrackingListener:
         """Bring MLflow up to date whenever the study has changed, and once more when the search is over."""
         with contextlib.suppress(OSError):  # the trials are being timed on the same cores
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-        over, first = False, True
+        over = False
         while self._study is not None and not over:
             self._news.wait()
             self._news.clear()
             over = self._over.is_set()
             self._logged = log_study(self._study.path, self._uri, storage=self._storage, running=not over)
-            if self._logged.ok and first and not over:
-                first = False
-                with contextlib.suppress(OSError):  # a folder of others, which may go at any moment
-                    end_killed(self._study.path, self._uri, redact_uri(self._named))
             if not self._logged.ok:
                 self._over.wait(_RETRY_S)
                 self._news.set()

@@ -114,25 +114,6 @@ def log_study(
         return replace(done, reason=why or "it failed")
 
 
-def end_killed(own: Path, tracking_uri: str, named: str) -> None:
-    """End the runs of studies beside one whose search was killed: in MLflow they would be RUNNING for ever.
-
-    Args:
-        own: ``autoprec-runs/<study>`` of the search that looks.
-        tracking_uri: the store.
-        named: what the studies have noted as theirs: it, its login hidden; empty for the folder's own.
-    """
-    for path in sorted(own.parent.glob("*/tracking/study.json")):
-        study = TrackedStudy(path.parents[1])
-        if study.path == own:
-            continue
-        done = study.own / "ended"
-        known = done.exists() and done.stat().st_mtime >= study.changed
-        killed = study.status(running=False) == "KILLED" and study.about().tracking_uri == named
-        if killed and not known and not is_at_work(study.path) and log_study(study.path, tracking_uri).ok:
-            done.touch()
-
-
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Set what MLflow reads, but for what a person has set; a process that goes on has its own settings again."""

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ import pytest
 from autoprec.errors import AutoPrecError
 from autoprec.support.files import file_lock
 from autoprec.tracking import log
-from autoprec.tracking.listener import TrackingListener
-from autoprec.tracking.log import end_killed, log_study, reachable
+from autoprec.tracking.log import log_study, reachable
 from autoprec.tracking.study import TrackedStudy
 from tests.tracking.conftest import make_records, make_study, tracked_runs
-from tests.tracking.test_listener import INFO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -174,42 +171,6 @@ def _trials(folder: Path) -> int:
         return len(TrackedStudy(folder).records())
     except AutoPrecError:
         return 0
-
-
-def test_the_next_search_ends_the_run_of_one_that_was_killed(tmp_path: Path, tracked: dict[str, Any]) -> None:
-    uri = tracked["logged"].tracking_uri
-    killed = make_study(tmp_path / "killed", make_records()[:2], tracking_uri=uri)
-    elsewhere = make_study(tmp_path / "elsewhere", make_records()[:2], tracking_uri="sqlite:////another.db")
-    run_id = log_study(killed.path, uri, running=True).run_id
-    assert tracked["client"].get_run(run_id).info.status == "RUNNING"
-    make_study(tmp_path / "next")
-    listener = TrackingListener(tmp_path, tracking_uri=uri)
-    listener.started(replace(INFO, study="next", study_dir=str(tmp_path / "next")))
-    deadline = time.monotonic() + 60
-    while not (killed.own / "ended").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    listener.close()
-    assert tracked["client"].get_run(run_id).info.status == "KILLED"
-    assert not (elsewhere.own / "ended").exists(), "another store's"
-
-
-def test_a_run_is_ended_once_and_not_while_its_search_is_at_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def logged(path: Path, uri: str) -> log.Logged:
-        asked.append(path.name)
-        return log.Logged(path.name, uri)
-
-    monkeypatch.setattr(log, "log_study", logged)
-    study = make_study(tmp_path / "killed", tracking_uri=NOBODY)
-    with file_lock(study.path / "lock"):
-        end_killed(tmp_path / "next", NOBODY, NOBODY)
-    assert not asked
-    end_killed(tmp_path / "next", NOBODY, NOBODY)
-    end_killed(tmp_path / "next", NOBODY, NOBODY)
-    assert asked == ["killed"]
 
 
 @pytest.mark.slow

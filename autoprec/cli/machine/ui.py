@@ -38,8 +38,8 @@ def ui(runs: Path, port: int, sync: bool) -> int:
     """
     if sync:
         return _sync(runs)
-    from autoprec.tracking.log import log_study
-    from autoprec.tracking.server import free_port, newest_study, serve
+    from autoprec.tracking.log import is_at_work, log_study
+    from autoprec.tracking.server import free_port, newest_study, serve, studies
     from autoprec.tracking.study import store_of
     from autoprec.tracking.view import trials_url
 
@@ -50,6 +50,9 @@ def ui(runs: Path, port: int, sync: bool) -> int:
         logged = log_study(chosen.path)
         if not logged.ok:
             echo(f"MLflow may lack trials of this study: {logged.reason}", err=True)
+        for other in studies(runs):  # MLflow would show one whose search was killed as running for ever
+            if other.path != chosen.path and other.status(running=is_at_work(other.path)) == "KILLED":
+                log_study(other.path)
         phases.begin(f"starting MLflow on {chosen.path.name}")
         with serve(uri, free_port(port)) as base:
             phases.close()

@@ -13,7 +13,7 @@ from autoprec.cli.machine.ui import ui
 from autoprec.errors import FileError
 from autoprec.tracking.log import Logged
 from tests.cli.helpers import autoprec
-from tests.tracking.conftest import make_study
+from tests.tracking.conftest import make_records, make_result, make_study
 
 
 def test_without_a_study_it_says_so(tmp_path: Path) -> None:
@@ -29,6 +29,8 @@ def test_the_address_is_printed_and_opened(
     monkeypatch.setenv("DISPLAY", display)
     if not browser:
         monkeypatch.setenv("BROWSER", "none")
+    make_study(tmp_path / "killed")
+    make_study(tmp_path / "answered", result=make_result(make_records()))
     make_study(tmp_path / "demo")
     logged: list[Path] = []
 
@@ -54,7 +56,7 @@ def test_the_address_is_printed_and_opened(
     done = CliRunner().invoke(ui, [str(tmp_path)])
     assert done.exception is None
     assert done.stdout.startswith("http://127.0.0.1:1/#/experiments/3/")
-    assert logged == [tmp_path / "demo"], "what is missing is sent before anything is shown"
+    assert logged == [tmp_path / "demo", tmp_path / "killed"], "and a search that was killed does not run for ever"
     assert "its server is away" in done.stderr
     assert "starting MLflow on demo" in done.stderr
     assert bool(opened) is (browser and bool(display))
