@@ -46,20 +46,6 @@ def _sqlite_file(uri: str) -> Path | None:
     return Path(unquote(parts.path)[1:]) if parts.scheme.startswith("sqlite") and parts.path else None
 
 
-@contextlib.contextmanager
-def _without_stray_folder(uri: str) -> Iterator[None]:
-    """Remove the empty folder that MLflow makes beside one whose name is quoted in the URL (``a%3Fb`` for ``a?b``)."""
-    written = Path(uri.removeprefix("sqlite:///")).parent
-    quoted = uri.startswith("sqlite:///") and "%" in str(written)
-    missing = [folder for folder in (written, *written.parents) if quoted and not folder.exists()]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            for folder in missing:
-                folder.rmdir()
-
-
 def _digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -96,9 +82,8 @@ class Store:
             file.parent.mkdir(parents=True, exist_ok=True)
             artifacts = (file.resolve().parent / "mlartifacts").as_uri()
         self.uid, self.study, self.run_id = uid, study, ""
-        with _without_stray_folder(uri):
-            self.client = MlflowClient(tracking_uri=uri)
-            self.experiment_id = self._experiment(experiment, artifacts)
+        self.client = MlflowClient(tracking_uri=uri)
+        self.experiment_id = self._experiment(experiment, artifacts)
         self._known: dict[str, Any] = {}  # identity -> run
         self._params: list[dict[str, str]] = []  # of the rows of the table
 

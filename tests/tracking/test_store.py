@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoprec.tracking.log import log_study
-from autoprec.tracking.store import _without_stray_folder, safe_key
+from autoprec.tracking.store import safe_key
 from autoprec.tracking.study import About
 from tests.tracking.conftest import make_records, make_result, make_study, tracked_runs
 
@@ -135,14 +135,3 @@ def test_a_row_that_is_not_the_answer_says_why_and_the_limits_are_parameters(tra
     assert rows["trial 7"]["not_taken"] == "diverged: loss is NaN"
     params = tracked["client"].get_run(tracked["logged"].run_id).data.params
     assert params["limit.divergence"] == "0.0025"
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_the_empty_folder_that_mlflow_makes_of_a_quoted_name_does_not_stay(tmp_path: Path, there: bool) -> None:
-    stray = tmp_path / "q%3Fx" / "autoprec-runs"
-    if there:
-        stray.mkdir(parents=True)
-    with _without_stray_folder(f"sqlite:///{stray}/mlflow.db"):
-        stray.mkdir(parents=True, exist_ok=True)
-    assert stray.exists() == there
-    assert tmp_path.exists()
