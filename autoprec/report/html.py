@@ -159,7 +159,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
         _section("Distance from the reference", "Inside the band a difference means nothing.",
                  _figure(gap_chart(summary))),
         _section("Layer by layer", "The model with the precision of each of its matrix products.",
-                 layer_map(layers, summary.assignment)),
+                 layer_map(layers)),
         _section("Why", _WHY if result.verdict == "adopt" else "What keeps each kind of layer as it is.",
                  _reasons(result)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "

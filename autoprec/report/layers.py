@@ -57,15 +57,10 @@ def layer_rows(result: SearchResult, records: Sequence[Run], graph: GraphReport)
     )
 
 
-def layer_map(rows: Sequence[LayerCell], assignment: Mapping[str, str]) -> str:
-    """Return the HTML of the map, or of the table of groups when no graph was recorded."""
+def layer_map(rows: Sequence[LayerCell]) -> str:
+    """Return the HTML of the map."""
     if not rows:
-        if not assignment:
-            return ""
-        cells = "".join(
-            f"<tr><td><code>{escape(k)}</code></td><td>{escape(v)}</td></tr>" for k, v in assignment.items()
-        )
-        return f'<div class="wide"><table><tr><th>layers</th><th>precision</th></tr>{cells}</table></div>'
+        return ""
     widest = max(row.share for row in rows) or 1.0
     heads = "".join(f'<th title="{_WORDS[gemm]}">{gemm}</th>' for gemm in GEMMS)
     lines = [f'<div class="wide"><table class="map"><tr><th>layer</th>{heads}<th>share of GEMM work</th></tr>']

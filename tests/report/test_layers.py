@@ -41,7 +41,7 @@ def test_equal_gemms_share_one_cell_and_different_ones_have_three() -> None:
     same = dict.fromkeys(("fprop", "dgrad", "wgrad"), ("fp8", "fp8 e4m3"))
     mixed = {**same, "wgrad": ("bf16", "bf16")}
     rows = [LayerCell("a", 0.75, same), LayerCell("<b>", 0.25, mixed), LayerCell("c", 0.0, {})]
-    page = layer_map(rows, {})
+    page = layer_map(rows)
     assert page.count('colspan="3"') == 2  # of a, and of c, which ran no GEMM
     assert page.count('class="f f-fp8" colspan="1"') == 2
     assert page.count('class="f f-bf16" colspan="1"') == 1
@@ -49,8 +49,3 @@ def test_equal_gemms_share_one_cell_and_different_ones_have_three() -> None:
     assert "&lt;b&gt;" in page
     assert "width:33%" in page, "a bar is relative to the widest"
     assert "75.0 %" in page
-
-
-def test_without_a_recorded_graph_the_groups_are_listed() -> None:
-    assert layer_map((), {}) == ""
-    assert "<code>h.*.&lt;x&gt;</code></td><td>fp8</td>" in layer_map((), {"h.*.<x>": "fp8"})

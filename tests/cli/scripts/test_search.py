@@ -49,8 +49,8 @@ def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
     def refuse(*_: Any) -> None:
         raise FileError("the disk is a museum piece")
 
-    monkeypatch.setattr("autoprec.report.write_html", refuse)
-    monkeypatch.setattr("autoprec.report.write_markdown", lambda path, *_: path.write_text("ok"))
+    monkeypatch.setattr("autoprec.report.html.write_html", refuse)
+    monkeypatch.setattr("autoprec.report.markdown.write_markdown", lambda path, *_: path.write_text("ok"))
     engine: Any = SimpleNamespace(records=[], study_dir=tmp_path, graph=None)
     result: Any = SimpleNamespace(to_json=lambda: {"verdict": "stay"})
     assert set(write_reports(engine, result)) == {"result.json", "report.md"}
