@@ -88,15 +88,6 @@ class Phases:
         self._stop = weakref.finalize(unwrap(model), handle.remove)
         ON[unwrap(model)] = self
 
-    def stop(self) -> None:
-        """Count no more; what is on the model stays."""
-        self._stop()
-
-    @property
-    def index(self) -> int:
-        """The number of the stage that runs now; 0 before the first phase."""
-        return self._index
-
     @property
     def current(self) -> Policy:
         """The stage that runs now, without phases."""
@@ -138,9 +129,9 @@ class Phases:
             self.advance()
 
     # ---------------------------------------------------------------- steps
-    def advance(self, steps: int = 1) -> None:
-        """Count optimizer steps; where a phase begins after them, it is put on the model."""
-        self.resume(self.step + steps)
+    def advance(self) -> None:
+        """Count an optimizer step; where a phase begins after it, it is put on the model."""
+        self.resume(self.step + 1)
 
     def resume(self, step: int, *, with_optimizers: bool = True) -> None:
         """Continue as after ``step`` optimizer steps."""
@@ -200,10 +191,10 @@ def phases_of(model: nn.Module) -> Phases | None:
 
 
 def stop_phases(model: nn.Module) -> None:
-    """Carry out no phases on a model any more; a no-op where there are none."""
+    """Carry out no phases on a model any more, on which stays what is; a no-op where there are none."""
     found = ON.pop(unwrap(model), None)
     if found is not None:
-        found.stop()
+        found._stop()
 
 
 def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | None) -> Optimizer:

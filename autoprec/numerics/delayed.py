@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
-from autoprec.numerics.scaling import DelayedScale, learn_together
+from autoprec.numerics.scaling import learn_together
 from autoprec.numerics.sharded import reduced
 
 Slot = tuple[QuantizerState, str, Spec]
@@ -109,7 +109,7 @@ class DelayedReduction:
             return
         if torch.compiler.is_compiling() and not (dist.is_available() and dist.is_initialized()):
             if self.begun:
-                _learn(self.scales)
+                learn_together(self.scales)
             self.begun = True
         else:
             self._eagerly()
@@ -125,22 +125,14 @@ class DelayedReduction:
     def settle(self) -> None:
         """Learn what is pending now: after an optimizer step, so that a checkpoint has the scales of the next one."""
         if not self.pending:
-            _learn([scale for (state, _, _), scale in zip(self.slots, self.scales, strict=True) if state.traced])
+            # compiled layers: from the second step on their graphs take the scale as given
+            learn_together([one for (state, _, _), one in zip(self.slots, self.scales, strict=True) if state.traced])
             return
         self.pending = False
-        self._reduce(self.groups)
-
-    def _reduce(self, groups: list[Any]) -> None:
-        noted = [state.seen(operand, spec) for state, operand, spec in self.slots]
+        noted = [scale.seen for scale in self.scales]
         device = next((amax.device for amax in noted if amax is not None), torch.device("cpu"))
         found = [torch.zeros((), device=device) if amax is None else amax for amax in noted]
-        largest = reduced(torch.stack(found), tuple(group.group_name for group in groups))
-        for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
-            state.learn(operand, spec, amax)
-            state.history(operand, spec).give()
-
-
-def _learn(scales: list[DelayedScale]) -> None:
-    """Learn what compiled layers have noted; from the second step on their graphs take the scale as given."""
-    if scales:
-        learn_together(scales)
+        largest = reduced(torch.stack(found), tuple(group.group_name for group in self.groups))
+        for scale, amax in zip(self.scales, largest.unbind(), strict=True):
+            scale.learn(amax)
+            scale.give()

@@ -172,15 +172,6 @@ class QuantizerState:
         scale = self.last[key] = self.history(*key).step(amax, update=update, shared=self.shared)
         return scale
 
-    def seen(self, operand: str, spec: Spec) -> Tensor | None:
-        """Return the largest amax noted since scales were last computed, or None; float32, 0-d."""
-        found = self.delayed.get((operand, spec))
-        return None if found is None else found.seen
-
-    def learn(self, operand: str, spec: Spec, amax: Tensor) -> None:
-        """Take in an amax that all ranks agree on; zero, which no rank has seen, teaches nothing."""
-        self.history(operand, spec).learn(amax)
-
     def prepare(self, operands: Iterable[tuple[str, Spec]], device: torch.device) -> None:
         """Make the tensors of these delayed operands on ``device``, for a graph to be traced."""
         for operand, spec in operands:

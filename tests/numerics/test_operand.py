@@ -49,12 +49,12 @@ def test_a_recomputed_forward_gets_the_scale_of_the_forward_it_repeats() -> None
 def test_shared_scales_are_noted_and_learnt_only_when_told() -> None:
     state = QuantizerState()
     state.shared = True
-    assert state.seen("input", DELAYED) is None
+    assert state.history("input", DELAYED).seen is None
     for amax in (3.0, 1.0):
         state.delayed_scale("input", DELAYED, torch.tensor(amax), update=True, recompute=False)
-    assert state.seen("input", DELAYED) == 3.0
-    state.learn("input", DELAYED, torch.tensor(7.0))  # another rank saw more
-    assert state.seen("input", DELAYED) == 0.0
+    assert state.history("input", DELAYED).seen == 3.0
+    state.history("input", DELAYED).learn(torch.tensor(7.0))  # another rank saw more
+    assert state.history("input", DELAYED).seen == 0.0
     scale = state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=False, recompute=False)
     assert scale == 64.0
 
