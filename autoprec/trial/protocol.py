@@ -64,7 +64,7 @@ class TrialSpec:
         on_the_clock: a duel's seconds are those on the clock, not its process's own.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: processes that may be at work at once where each probe is a fork of its own (CPU); a duel's
-            contenders have one each where these are enough for all.
+            contenders are forks where there may be more than one.
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).

@@ -5,11 +5,11 @@
     python benchmarks/search/by_hand.py conv --policy policy.yaml
 
 By hand are the script as written, the script under ``torch.autocast("cpu", bfloat16)``, and every layer in bf16. They
-and each policy train in a process of their own, as they do at a user's: copies of one model in one process would share
-its caches and its heap. One process works at a time, in blocks of a few steps in random order; a block's CPU time on
-one thread (which trials have as well) is divided by that of another's block of the same round. The median of these
-ratios has a 95 % interval. Nothing of the product takes part but ``autoprec.load``, ``apply`` and ``wrap_optimizer``,
-which is what a user writes.
+and each policy train in processes of their own, as they do at a user's: copies of one model in one process would share
+its caches and its heap, and by where that lies one process differs from the next. One works at a time, in blocks of a
+few steps in random order; a block's CPU time on one thread (which trials have as well) is divided by that of another's
+block of the same round. The median of these ratios has a 95 % interval. Nothing of the product takes part but
+``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes.
 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script (answers that are in ``--work``
 already are not searched again), and the gain of each answer over the fastest by hand is said. A row is wrong where the
@@ -78,7 +78,7 @@ ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16"
 #: A block has so many steps at least, takes so long at least (s), and so many steps go by before it.
 BLOCK, BLOCK_S, SETTLING = 3, 0.3, 1
 #: Processes that each contender has, one after the other.
-PROCESSES = 2
+PROCESSES = 5
 #: A claim so close to the truth is right, whatever the interval.
 CLOSE = 0.03
 #: Makes one training step and returns its loss.
@@ -184,7 +184,7 @@ def serve(step: Step) -> None:
 def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
     """Return milliseconds of CPU time per step of each contender, one for each round.
 
-    Two processes of one program differ by 2 to 3 %, by where their memory lies: so each contender has several.
+    Processes of one program differ, by where their memory lies (an LSTM's by 12 %): so each contender has several.
     """
     times: dict[str, list[float]] = {who: [] for who in contenders}
     for number in range(PROCESSES):

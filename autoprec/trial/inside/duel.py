@@ -34,9 +34,9 @@ from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
-_BLOCK_S, MOST_STEPS = 0.5, 32
+_BLOCK_S, _MOST_STEPS = 0.5, 32
 #: Steps that go by untimed after an exchange, and the first time that a policy is on.
-SETTLING, SETTLING_FIRST = 1, 2
+_SETTLING, _SETTLING_FIRST = 1, 2
 #: Steps that a policy may go on compiling before it is timed all the same.
 _MOST_SETTLING = 40
 #: Rounds and steps of a block where several ranks must all do the same: none looks at its own clock.
@@ -67,7 +67,7 @@ class Duel:
         self._round: dict[str, float] = {}
         self._order: list[str] = []
         self._lane, self._seen = REFERENCE, {REFERENCE}
-        self._settle, self._since, self._timed = SETTLING_FIRST, 0, 0
+        self._settle, self._since, self._timed = _SETTLING_FIRST, 0, 0
         self._block = _RANKED_STEPS if self._ranked else 0  # 0: not known before a step was timed
         self._random = random.Random(0)
         self._began, self._own = time.monotonic(), time.process_time()
@@ -109,7 +109,7 @@ class Duel:
             step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
             within = math.inf if self._spec.within_s is None else self._spec.within_s
             block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
-            self._block = max(1, min(MOST_STEPS, math.ceil(block_s / step_s)))
+            self._block = max(1, min(_MOST_STEPS, math.ceil(block_s / step_s)))
         elif self._timed < self._block:
             return
         else:
@@ -144,7 +144,7 @@ class Duel:
         lane, self._timed = self._order.pop(), 0
         if lane != self._lane:
             self._lanes[lane].put()
-            self._settle, self._since = SETTLING if lane in self._seen else SETTLING_FIRST, loop.steps
+            self._settle, self._since = _SETTLING if lane in self._seen else _SETTLING_FIRST, loop.steps
             self._seen.add(lane)
         self._lane = lane
 

@@ -168,7 +168,7 @@ class Trial:
         from autoprec.trial.inside.lanes import Lanes
 
         self._begun = time.monotonic()
-        if self._may_fork and self.spec.side_by_side > len(self.spec.probes) and not is_compiled(self.found.root):
+        if self._may_fork and self.spec.side_by_side > 1 and not is_compiled(self.found.root):
             lanes = Lanes(self.spec, self.found, self.hooks, self.on_exit, self._beat)
             payload = lanes.run()
             if payload is not None:  # None in a contender, which goes on into the forward

@@ -37,7 +37,7 @@ _FIRST_S, _EACH_S, _RUNS = 16.0, 8.0, 1.5
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
 _PROCESSES, _STEPS, _WARMUP = 4, 6, 2
-#: Contenders have a process each where they need less than this share of the memory that is free.
+#: Contenders have processes of their own where one needs less than this share of the memory that is free.
 _OF_FREE_MEMORY = 0.5
 #: Policies of one duel: each holds its compiled graphs, or a model.
 MOST_AT_ONCE = 4
@@ -103,7 +103,7 @@ class Duels:
         together = [run for run in wanted if forks or can_be_exchanged(run.policy)]
         rounds, failure = timed_together(
             self._runner.duel,
-            self._runner.spec(self._setup.reference_policy(), side_by_side=len(wanted) + 1 if forks else 1),
+            self._runner.spec(self._setup.reference_policy(), side_by_side=2 if forks else 1),
             {run.name: run.policy for run in together},
             within,
             on_the_clock=self._setup.options.budget_s is not None,
@@ -126,9 +126,9 @@ class Duels:
         return bool(found)
 
     def _can_fork(self, runs: Sequence[Run]) -> bool:
-        """Say whether each contender can have a process: nothing is compiled, and memory holds so many models."""
+        """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
         eager = all(run.policy.get("execution") != "compile" for run in runs)
-        needed = (len(runs) + 1) * self._ledger.reference.memory_bytes
+        needed = self._ledger.reference.memory_bytes
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free
 
@@ -151,12 +151,12 @@ class Duels:
     def _least_s(self, count: int) -> float:
         """Return the seconds on the clock of the fewest rounds of so many policies, the start of the process included.
 
-        A round has a block of each contender, and a step before it that is not timed.
+        A round has a block of each contender, and steps before it that are not timed.
         """
         options, timings = self._setup.options, self._ledger.timings
         step_s = timings.get("reference_run_s", 0.0) / (options.steps + options.warmup)
         start_s = timings.get("start_s_sum", 0.0) / max(1.0, timings.get("starts", 1.0))
-        return start_s + (count + 1) * (FEWEST * (max(step_s, _SHORT_BLOCK_S) + step_s) + _WARMUP * step_s)
+        return start_s + (count + 1) * FEWEST * (max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
 
     def _apart(self, run: Run, within_s: float) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""

@@ -42,17 +42,20 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: An
     assert 0.85 < middle < 1.15
 
 
-def test_each_contender_has_processes_of_its_own_and_after_some_rounds_others(host: Any, tmp_path: Path) -> None:
+def test_each_block_has_a_process_of_its_own(host: Any, tmp_path: Path) -> None:
     found = duel(host, tmp_path, 100_000, EMPTY, precision=0.0).payload["duel"]
-    assert len(found["rounds"]) > FEWEST
-    assert found["processes"] == 2 * -(-len(found["rounds"]) // FEWEST)
+    assert found["processes"] == 2 * len(found["rounds"]) > 2 * FEWEST
 
 
-def test_a_script_that_ends_is_begun_again_for_further_rounds(host: Any, tmp_path: Path) -> None:
-    """Forty steps are a block or two of each contender: not enough for an interval by themselves."""
-    result = duel(host, tmp_path, 80, EMPTY)
-    assert result.ok, result.reason
-    assert len(result.payload["duel"]["rounds"]) >= FEWEST
+def test_a_script_shorter_than_a_block_is_timed_by_the_steps_it_has(host: Any, tmp_path: Path) -> None:
+    found = duel(host, tmp_path, 6, EMPTY).payload["duel"]
+    assert len(found["rounds"]) >= FEWEST
+    assert found["steps"] == 4 * 2 * len(found["rounds"])  # two of six are not timed
+
+
+def test_a_script_without_a_step_to_time_gives_no_round(host: Any, tmp_path: Path) -> None:
+    found = duel(host, tmp_path, 2, EMPTY).payload["duel"]
+    assert not found["rounds"]
 
 
 def test_a_policy_that_cannot_be_applied_is_refused_and_the_others_are_timed(host: Any, tmp_path: Path) -> None:

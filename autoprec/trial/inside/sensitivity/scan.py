@@ -7,17 +7,13 @@ the reference, which lie in memory shared by all forks.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import signal
 import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,13 +21,11 @@ from torch.optim import Optimizer
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.isolate.entropy import fork
-from autoprec.trial.inside.isolate.isolation import add_layer_of_probe, before_forks
+from autoprec.trial.inside.isolate.answering import answer, await_answer, fork_to_answer
+from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_error
-from autoprec.trial.processes import die_with_parent
-from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
 
 #: Mini-batch gradients are compared over this many batches.
@@ -137,9 +131,9 @@ class Scan:
         reference = self._fork(None)
         if reference is None:
             return None
-        answer = self._wait(*reference)
-        if answer.get("failed") or answer.get("batches", 0) < 1:
-            return {"failed": f"the reference step of the scan failed: {answer.get('failed', 'no gradients')}"}
+        first = self._wait(*reference)
+        if first.get("failed") or first.get("batches", 0) < 1:
+            return {"failed": f"the reference step of the scan failed: {first.get('failed', 'no gradients')}"}
         rows: list[dict[str, Any]] = []
         running = deque[tuple[Probe, tuple[int, int]]]()
         for probe in self._spec.probes:
@@ -152,76 +146,53 @@ class Scan:
                 return None
             running.append((probe, child))
         rows += [self._row(*waited) for waited in running]
-        seen = int(answer["batches"])
+        seen = int(first["batches"])
         return {
             "probes": rows,
             "gradient_noise": relative_error(*self._gradients.spread(seen)) if seen > 1 else float("nan"),
             "noise_batches": seen,
             "hardly_moved": hardly_moved(self._found, self._gradients.squares(0)),
-            "reference_loss": answer["loss"],
+            "reference_loss": first["loss"],
         }
 
     # ---------------------------------------------------------------- processes
     def _fork(self, probe: Probe | None) -> tuple[int, int] | None:
-        reader, writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = fork()
+        pid, descriptor = fork_to_answer()
         if pid:
-            os.close(writer)
-            return pid, reader
-        die_with_parent()
-        os.close(reader)
-        add_layer_of_probe()
-        self._run_probe(probe, writer)
+            return pid, descriptor
+        self._run_probe(probe, descriptor)
         return None
 
     def _row(self, probe: Probe, child: tuple[int, int]) -> dict[str, Any]:
         return {"id": probe.id, **self._wait(*child)}
 
     def _wait(self, pid: int, reader: int) -> dict[str, Any]:
-        data = b""
-        timed_out = False
         # sooner than the deadline of the whole scan, so that one probe that hangs does not cost the others
-        deadline = Deadline(0.8 * self._spec.timeout_s, pid)
-        while True:
-            if not deadline.awaits(reader):
-                os.kill(pid, signal.SIGKILL)
-                timed_out = True
-                break
-            chunk = os.read(reader, 65536)
-            if not chunk:
-                break
-            data += chunk
-        os.close(reader)
-        _, status = os.waitpid(pid, 0)
+        found = await_answer(pid, reader, 0.8 * self._spec.timeout_s)
         self._beat()
-        if data.endswith(b"\n"):
-            return dict(json.loads(data))
-        why = "no gradients before the deadline" if timed_out else f"it ended with status {status}"
-        return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": why}
+        if isinstance(found, str):
+            return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": f"no gradients: {found}"}
+        return found
 
     # ---------------------------------------------------------------- in a probe
     def _run_probe(self, probe: Probe | None, writer: int) -> None:
         empty = {"gradient_error": None, "loss": None, "nonfinite": False}
-        sys.excepthook = lambda kind, error, trace: self._answer(
-            writer, {**empty, "failed": _describe(kind, error, trace)}
-        )
-        self._on_exit(lambda: self._answer(writer, {**empty, "failed": "the script ended before the next step"}))
+        sys.excepthook = lambda kind, error, trace: answer(writer, {**empty, "failed": _describe(kind, error, trace)})
+        self._on_exit(lambda: answer(writer, {**empty, "failed": "the script ended before the next step"}))
         if probe is None:
             self._reference(writer, 0)
             return
         try:
             apply_document(probe.policy, self._found, self._spec.backend)
         except AutoPrecError as error:
-            self._answer(writer, {**empty, "failed": str(error)})
+            answer(writer, {**empty, "failed": str(error)})
         self._hooks.events = _Watch(self._found, lambda watch: self._compared(writer, watch))
 
     def _compared(self, writer: int, watch: _Watch) -> None:
         error2, norm2 = self._gradients.compare(0, watch.unclip)
         value = relative_error(error2, norm2)
         finite = math.isfinite(value) and math.isfinite(watch.loss)
-        self._answer(
+        answer(
             writer,
             {
                 "gradient_error": value if finite else None,
@@ -236,16 +207,16 @@ class Scan:
         def done(watch: _Watch) -> None:
             self._gradients.store(batch, watch.unclip)
             loss = watch.loss if batch == 0 else first_loss
-            answer = {"batches": batch + 1, "loss": loss}
+            seen = {"batches": batch + 1, "loss": loss}
             if batch + 1 >= self._batches:
-                self._answer(writer, answer)
+                answer(writer, seen)
             weights = Weights(self._found)
 
             def proceed() -> None:
                 self._reference(writer, batch + 1, loss)
 
-            sys.excepthook = lambda *_: self._answer(writer, answer)  # fewer batches than asked: still an answer
-            self._on_exit(lambda: self._answer(writer, answer))
+            sys.excepthook = lambda *_: answer(writer, seen)  # fewer batches than asked: still an answer
+            self._on_exit(lambda: answer(writer, seen))
 
             def again(*_: Any) -> None:
                 self._hooks.unwatch()
@@ -259,12 +230,6 @@ class Scan:
                 self._hooks.events = _Between(self._hooks, weights.restore, proceed)
 
         self._hooks.events = _Watch(self._found, done)
-
-    @staticmethod
-    def _answer(writer: int, answer: dict[str, Any]) -> NoReturn:
-        with contextlib.suppress(OSError):
-            os.write(writer, json.dumps(answer).encode() + b"\n")
-        os._exit(0)
 
 
 class _Between(Events):
