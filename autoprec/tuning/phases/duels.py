@@ -151,12 +151,12 @@ class Duels:
     def _least_s(self, count: int) -> float:
         """Return the seconds on the clock of the fewest rounds of so many policies, the start of the process included.
 
-        A round has a block of each contender, and steps before it that are not timed.
+        A round has a block of each contender, in a process that starts, and steps before it that are not timed.
         """
         options, timings = self._setup.options, self._ledger.timings
         step_s = timings.get("reference_run_s", 0.0) / (options.steps + options.warmup)
         start_s = timings.get("start_s_sum", 0.0) / max(1.0, timings.get("starts", 1.0))
-        return start_s + (count + 1) * FEWEST * (max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
+        return start_s + (count + 1) * FEWEST * (start_s + max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
 
     def _apart(self, run: Run, within_s: float) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
