@@ -32,7 +32,7 @@ EMPTY, SLOW = Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8
 
 
 def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path) -> None:
-    result = duel(host, tmp_path, 100_000, EMPTY, SLOW)
+    result = duel(host, tmp_path, 100_000, EMPTY, SLOW, within_s=4.0)
     assert result.ok, result.reason
     rounds = result.payload["duel"]["rounds"]
     _, _, slow = median_interval(ratios_of(rounds, "emulated"))
