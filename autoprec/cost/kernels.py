@@ -175,7 +175,7 @@ def kept_family(activations: str, script: str) -> str:
     return script if activations == "keep" else activations
 
 
-def operand_cast_seconds(
+def operand_cast(
     target: Target,
     rates: Rates,
     recipe: Recipe,
@@ -187,8 +187,8 @@ def operand_cast_seconds(
     weight: bool = False,
     eager: bool = False,
     grouped: bool = False,
-) -> float:
-    """Return the time to cast one operand to a recipe's format.
+) -> tuple[float, int]:
+    """Return the seconds to cast one operand to a recipe's format, and how many kernels that takes.
 
     Args:
         uses: which of the operand's two reduction dimensions are used: (0,), (1,) or (0, 1).
@@ -213,22 +213,11 @@ def operand_cast_seconds(
             fixed = max(fixed, kernels * rates.launch_us * 1e-6)
         if fused:
             moved, fixed = moved - source, fixed * (1.0 - 1.0 / kernels)
-        return elements * moved / (target.bandwidth * rates.cast.get(family, 0.5)) + fixed
+        return elements * moved / (target.bandwidth * rates.cast.get(family, 0.5)) + fixed, kernels
     size = operand_bytes(family)
     if size >= source:
-        return 0.0
-    return elements * (source + size) / (target.bandwidth * rates.bandwidth) + rates.launch_us * 1e-6
-
-
-def _cast_kernels(
-    target: Target, recipe: Recipe, uses: tuple[int, ...], work: GemmWork, *, weight: bool, eager: bool
-) -> int:
-    if work.grouped and recipe.scaled:
-        return grouped_traffic(recipe_family(recipe), uses, 2.0, weight=weight, eager=eager)[1]
-    family = recipe_family(recipe)
-    if eager and recipe.scaled:
-        return eager_traffic(family, uses, 2.0)[1]
-    return max(1, cast_traffic(family, uses, 2.0, layouts=target.layouts)[1])
+        return 0.0, 0
+    return elements * (source + size) / (target.bandwidth * rates.bandwidth) + rates.launch_us * 1e-6, 1
 
 
 def layer_cost(
@@ -281,7 +270,7 @@ def layer_cost(
         source = _source_bytes(operand, activations, script)
         share = 1.0 / {"weight": weight_reuse, "input": input_reuse}.get(operand, 1.0)
         for chosen, uses in wanted.items():
-            spent = operand_cast_seconds(
+            spent, launched = operand_cast(
                 target,
                 rates,
                 chosen,
@@ -294,8 +283,7 @@ def layer_cost(
                 grouped=work.grouped,
             )
             cast += spent * share
-            if spent:
-                kernels += share * _cast_kernels(target, chosen, uses, work, weight=operand == "weight", eager=eager)
+            kernels += launched * share
     if work.grouped:  # each product is prepared by a small kernel of its own
         gemm_time += len(work.roles) * rates.launch_us * 1e-6
         kernels += len(work.roles)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from autoprec.cost.kernels import gemm_seconds, layer_cost, operand_cast_seconds
+from autoprec.cost.kernels import gemm_seconds, layer_cost, operand_cast
 from autoprec.cost.model import CostModel
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.scale import GemmWork
@@ -90,8 +90,8 @@ def forward_ms(device: Target, rates: Rates, shape: tuple[int, int, int], family
     if quantise and family != "bf16":
         recipe = _RECIPES[family]
         # the input is written in both layouts (wgrad needs it), the weight in one (the input needs no gradient)
-        seconds += operand_cast_seconds(device, rates, recipe, float(m * k), (0, 1), 2.0)
-        seconds += operand_cast_seconds(device, rates, recipe, float(k * n), (0,), 2.0)
+        seconds += operand_cast(device, rates, recipe, float(m * k), (0, 1), 2.0)[0]
+        seconds += operand_cast(device, rates, recipe, float(k * n), (0,), 2.0)[0]
     return seconds * 1e3
 
 

@@ -14,7 +14,7 @@ from autoprec.cost.kernels import (
     kept_family,
     layer_cost,
     operand_bytes,
-    operand_cast_seconds,
+    operand_cast,
 )
 from autoprec.cost.rates import default_rates
 from autoprec.cost.scale import GemmWork
@@ -173,8 +173,8 @@ def test_operands_are_as_wide_as_their_format() -> None:
 
 
 def test_an_operand_already_in_the_format_is_not_cast() -> None:
-    assert operand_cast_seconds(H100, RATES, R["bf16"], 1e6, (0, 1), 2.0) == 0.0
-    assert operand_cast_seconds(H100, RATES, R["bf16"], 1e6, (0, 1), 4.0) > 0.0
+    assert operand_cast(H100, RATES, R["bf16"], 1e6, (0, 1), 2.0) == (0.0, 0)
+    assert operand_cast(H100, RATES, R["bf16"], 1e6, (0, 1), 4.0) > (0.0, 0)
 
 
 def test_kept_layers_follow_autocast() -> None:
