@@ -239,25 +239,15 @@ class CostModel:
             views = len(self.report.operators) - len(self._rest_operators)
             found.seconds["other"] += self._cpu.overhead_seconds(views * self.scale.depth)
             return found
-        plain = rest_cost(
+        return rest_cost(
             self.target,
             self.rates,
             self._rest_operators,
             self.scale,
             activations=activations,
+            attention=attention,
             compiled=self.compiled,
         )
-        if attention == "keep":
-            return plain
-        other = rest_cost(
-            self.target,
-            self.rates,
-            self._rest_operators,
-            self.scale,
-            activations={"fp32": "keep"}.get(attention, attention),
-            compiled=self.compiled,
-        )
-        return RestCost({**plain.seconds, "attention": other.seconds["attention"]}, plain.kernels, plain.operators)
 
     def estimate(
         self,

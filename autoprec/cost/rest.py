@@ -118,6 +118,7 @@ def rest_cost(
     scale: CostScale,
     *,
     activations: str = "keep",
+    attention: str = "keep",
     compiled: bool = True,
 ) -> RestCost:
     """Return the time of what is not a layer's GEMM, on a GPU."""
@@ -128,16 +129,19 @@ def rest_cost(
         kind = category(operator.cls)
         more_flops, more_bytes = growth(operator, scale)
         moved = operator.bytes * more_bytes
+        around = activations
+        if kind == "attention" and attention != "keep":
+            around = "keep" if attention == "fp32" else attention
         wide = not operator.dtypes or short_dtype(operator.dtypes[0]) == "fp32"
-        if activations != "keep" and wide and kind in ("pointwise", *PRODUCTS) and operator.cls != "softmax":
+        if around != "keep" and wide and kind in ("pointwise", *PRODUCTS) and operator.cls != "softmax":
             moved *= 0.5
         if compiled:
             moved *= _FUSED_TRAFFIC[kind]
         time = exchange_seconds(operator, target) * more_bytes if operator.exchanges else moved / speed
-        if operator.exchanges and activations != "keep" and wide:
+        if operator.exchanges and around != "keep" and wide:
             time *= 0.5
         if kind in PRODUCTS and operator.cls != "softmax":
-            family = "bf16" if activations != "keep" or not wide else "tf32"
+            family = "bf16" if around != "keep" or not wide else "tf32"
             peak = target.peak(family) or target.peak("fp32") or target.peak("bf16")
             time = max(time, operator.flops * more_flops / (peak * rates.attention))
         seconds[kind] += time
