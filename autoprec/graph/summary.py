@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 from autoprec.graph.analysis.flops import FOURIER
 from autoprec.graph.report import GraphReport, Layer
@@ -14,28 +14,8 @@ from autoprec.graph.trace import OTHER_MODEL
 _MULTIPLES = (128, 32, 16, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassShare:
-    """A class of operators: how many calls, and its share of the step's FLOPs and of the bytes it moves."""
-
-    name: str
-    precision: str
-    calls: int
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Remainder:
-    """FLOPs that no policy rule can name, and why."""
-
-    reason: str
-    flops: int
-    names: tuple[str, ...]
-
-
-def class_shares(report: GraphReport) -> tuple[ClassShare, ...]:
-    """Return every class of the step, most FLOPs first, then most bytes."""
+def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
+    """Return name, precision, calls, FLOPs and bytes moved of every class of the step, most FLOPs first, then bytes."""
     rows: dict[str, list[int]] = {}
     precisions: dict[str, str] = {}
     for operator in report.operators:
@@ -43,38 +23,35 @@ def class_shares(report: GraphReport) -> tuple[ClassShare, ...]:
         precisions[operator.cls] = operator.precision
         for index, value in enumerate((1, operator.flops, operator.bytes)):
             row[index] += value
-    shares = [ClassShare(name, precisions[name], *row) for name, row in rows.items()]
-    return tuple(sorted(shares, key=lambda share: (-share.flops, -share.bytes)))
+    shares = [(name, precisions[name], calls, flops, moved) for name, (calls, flops, moved) in rows.items()]
+    return sorted(shares, key=lambda share: (-share[3], -share[4]))
 
 
-def remainders(report: GraphReport) -> tuple[Remainder, ...]:
-    """Return what is not tunable, by reason, most FLOPs first."""
-    found: dict[str, tuple[int, list[str]]] = {}
+def remainders(report: GraphReport) -> dict[str, int]:
+    """Return the FLOPs that no policy rule can name, by why, most first."""
+    found: Counter[str] = Counter()
     for layer in report.layers:
         if not layer.tunable:
-            flops, names = found.setdefault(layer.reason, (0, []))
-            found[layer.reason] = (flops + layer.total_flops, [*names, layer.name])
+            found[layer.reason] += layer.total_flops
     left = report.total_flops - sum(layer.total_flops for layer in report.layers)
-    for reason, (flops, names) in _products_of_activations(report).items():
+    fourier = sum(o.flops for o in report.operators if o.op.partition("::")[2] in FOURIER)
+    others = {
+        **_products_of_activations(report),
+        "Fourier transforms: no policy changes what they run in": fourier,
+        "other operators with FLOPs: follow activations": left,
+    }
+    for reason, flops in others.items():
         taken = min(flops, left)
         if taken > 0:
-            found[reason], left = (taken, names), left - taken
-    fourier = [o for o in report.operators if o.op.partition("::")[2] in FOURIER]
-    if flops := min(sum(o.flops for o in fourier), left):
-        names = list(dict.fromkeys(o.module for o in fourier))
-        found["Fourier transforms: no policy changes what they run in"] = (flops, names)
-        left -= flops
-    if left > 0:
-        found["other operators with FLOPs: follow activations"] = (left, [])
-    rows = [Remainder(reason, flops, tuple(names)) for reason, (flops, names) in found.items()]
-    return tuple(sorted(rows, key=lambda row: -row.flops))
+            found[reason], left = taken, left - taken
+    return dict(found.most_common())
 
 
-def _products_of_activations(report: GraphReport) -> dict[str, tuple[int, list[str]]]:
-    """Return FLOPs and modules of the products without a weight, by what they are; not every one is attention."""
+def _products_of_activations(report: GraphReport) -> dict[str, int]:
+    """Return FLOPs of the products without a weight, by what they are; not every one is attention."""
     rows = [o for o in report.operators if o.cls == "attention" and o.flops]
     attends = {o.module for o in rows if o.attends}
-    out: dict[str, tuple[int, list[str]]] = {}
+    out: Counter[str] = Counter()
     for o in rows:
         if o.module == OTHER_MODEL:
             reason = "products with weights of another model, which the policy is not for"
@@ -84,15 +61,14 @@ def _products_of_activations(report: GraphReport) -> dict[str, tuple[int, list[s
             reason = "backward products whose forward operator was not found"
         else:
             reason = "products of two activations outside attention: follow activations"
-        flops, names = out.setdefault(reason, (0, []))
-        out[reason] = (flops + o.flops, names if o.module in names else [*names, o.module])
+        out[reason] += o.flops
     return out
 
 
 def coverage_line(report: GraphReport) -> str:
     """Return one sentence: what share of the step's FLOPs a policy can decide about, and what the rest is."""
     total = report.total_flops or 1
-    rest = [f"{row.flops / total:.1%} {row.reason}" for row in remainders(report) if row.flops / total >= 0.0005]
+    rest = [f"{flops / total:.1%} {why}" for why, flops in remainders(report).items() if flops / total >= 0.0005]
     tail = f"; not: {'; '.join(rest)}" if rest else ""
     return f"{report.tunable_flops_share:.1%} of the step's {_human(report.total_flops)}FLOP are tunable{tail}"
 

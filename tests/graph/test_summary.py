@@ -13,18 +13,18 @@ def test_shares_add_up():
     model = Decoder()
     report = record_step(model, lambda: decoder_step(model))
     shares = class_shares(report)
-    assert sum(s.flops for s in shares) == report.total_flops
-    assert sum(s.calls for s in shares) == len(report.operators)
-    rest = sum(row.flops for row in remainders(report))
+    assert sum(flops for *_, flops, _ in shares) == report.total_flops
+    assert sum(calls for _, _, calls, *_ in shares) == len(report.operators)
+    rest = sum(remainders(report).values())
     assert rest / report.total_flops == pytest.approx(1 - report.tunable_flops_share)
     assert "attention" in coverage_line(report)
 
 
-def test_reasons_name_their_layers():
+def test_what_is_not_tunable_has_its_reason():
     model = Mixture()
     report = record_step(model, lambda: model(torch.randn(32, 32)).sum().backward())
-    (router,) = [row for row in remainders(report) if "top-k" in row.reason]
-    assert router.names == ("gate",)
+    (router,) = [flops for why, flops in remainders(report).items() if "top-k" in why]
+    assert router == report.layer("gate").total_flops
     assert "top-k" in coverage_line(report)
 
 
@@ -67,14 +67,12 @@ class Bilinear(nn.Module):
 def test_not_every_product_of_activations_is_called_attention():
     model = Bilinear()
     report = record_step(model, lambda: model(torch.randn(16, 8)).sum().backward())
-    (rest,) = [row for row in remainders(report) if not row.names or row.names == ("",)]
-    assert rest.reason == "products of two activations outside attention: follow activations"
+    assert list(remainders(report)) == ["products of two activations outside attention: follow activations"]
     assert "attention's" not in coverage_line(report)
     decoder = Decoder(fused=False)
     found = record_step(decoder, lambda: decoder_step(decoder))
     (attention,) = remainders(found)
-    assert attention.reason.startswith("attention's products")
-    assert attention.names == ("blocks.0.attn", "blocks.1.attn")
+    assert attention.startswith("attention's products")
 
 
 def test_products_with_another_models_weights_are_told_as_such():
@@ -87,6 +85,7 @@ def test_products_with_another_models_weights_are_told_as_such():
         (critic(made).mean() + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
 
     report = record_step(generator, step)
-    (other,) = remainders(report)  # the penalty's own products, of the second backward pass, among them
-    assert other.reason == "products with weights of another model, which the policy is not for"
-    assert other.flops > report.total_flops / 2
+    # the penalty's own products, of the second backward pass, among them
+    ((why, flops),) = remainders(report).items()
+    assert why == "products with weights of another model, which the policy is not for"
+    assert flops > report.total_flops / 2

@@ -54,8 +54,8 @@ def _print_tables(report: GraphReport) -> None:
         echo(f"and {more:,} more layers: --json lists all")
     total, moved = report.total_flops or 1, sum(operator.bytes for operator in report.operators) or 1
     rows = [
-        (share.name, share.precision, str(share.calls), f"{share.flops / total:.1%}", f"{share.bytes / moved:.1%}")
-        for share in class_shares(report)
+        (name, precision, str(calls), f"{flops / total:.1%}", f"{size / moved:.1%}")
+        for name, precision, calls, flops, size in class_shares(report)
     ]
     console.print(plain_table(("class", "precision", "calls", "FLOPs", "bytes"), rows))
     for note in report.notes:
