@@ -185,6 +185,7 @@ def codes_bytes(recipe: Recipe, size: float, other: float) -> float:
 
 
 def linear(walk: Walk, operator: Operator, layer: Layer) -> None:
+    """Note what a layer's forward product saves of its input and of its weight."""
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
     weight_size = gemm.k * gemm.n if layer.kind != "conv" else layer.parameters
     reads = walk.reads(operator)
