@@ -32,67 +32,30 @@ QUANTISED_COMPILE = 5.5
 #: CPU time to compile what torch's cache on disk holds already, over that of the first time (``cached_cpu_s`` over
 #: ``again_cpu_s`` of 2026-11-23_gpu_ready.md). Dynamo traces it again, and the rest is read.
 CACHED_COMPILE = 0.2
-#: The first trials are presets whose blocks are all of one kind. Those after them have so many kinds of blocks each, of
-#: which so many are new: searches of a transformer of 15 blocks (``kinds`` of 2026-11-23_gpu_ready.md).
-ALIKE_TRIALS, KINDS, NEW_KINDS = 6, 4.6, 0.64
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
-
-
-#: What a run on a GPU takes besides its start, compilation and steps, seconds; by reading, never timed. The first is of
-#: each process that compiles (its workers are its own: a fork has none of another's), the second of each that is timed,
-#: the last of the first trial alone.
-WORKERS_S, READINGS_S, CASTS_S = 5.0, 0.6, 15.0
-#: The same in words, with what a timed run has in it already.
-GPU_TERMS = (
-    f"the start of CUDA, Triton's compilation, the start of the compiler's workers ({WORKERS_S:g} s a process that "
-    f"compiles), two readings of the GPU's clocks ({READINGS_S:g} s), and once the first compilation of the casts "
-    f"({CASTS_S:g} s); seconds in brackets are guessed: no GPU has timed them"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
-    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does. The first
-    compilation of a process takes ``first_s`` longer, whatever it compiles, and the first trial ``once_s``.
+    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does.
     """
 
     start_s: float
     step_s: float
     compile_s: float = 0.0
     blocks: int = 1
-    first_s: float = 0.0
-    once_s: float = 0.0
 
-    def run_s(self, steps: int, *, compiled: float = 1.0) -> float:
-        """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached."""
-        return self.start_s + self.first_s + compiled * self.compile_s + steps * self.step_s
+    def run_s(self, steps: int) -> float:
+        """Return the seconds of a run that compiles the whole model with nothing cached."""
+        return self.start_s + self.compile_s + steps * self.step_s
 
-    def trial_s(self, steps: int, *, new: float = 1.0, found: float = 0.0) -> float:
-        """Return the seconds of a run that compiles so many kinds of blocks, and finds others in torch's cache."""
-        return self.run_s(steps, compiled=min(1.0, (new + CACHED_COMPILE * found) / self.blocks))
-
-    def trials_s(self, steps: int, trials: int) -> float:
-        """Return the seconds of so many trials one after the other."""
-        alike = trials if self.blocks == 1 else min(trials, ALIKE_TRIALS)
-        mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS)
-        return alike * self.trial_s(steps) + (trials - alike) * mixed
-
-    def on_gpu(self) -> Pace:
-        """Return the pace of runs on a GPU, where this is what one was seen to take (:data:`GPU_TERMS`).
-
-        The compiler's workers are part of what was seen, but no cache and no smaller part of the model spares them.
-        """
-        workers_s = min(WORKERS_S, self.compile_s)
-        return replace(
-            self,
-            start_s=self.start_s + READINGS_S,
-            compile_s=self.compile_s - workers_s,
-            first_s=self.first_s + workers_s,
-            once_s=CASTS_S,
-        )
+    def trial_s(self, steps: int, *, cached: bool = False) -> float:
+        """Return the seconds of a run that compiles one of the blocks, or finds it in torch's cache."""
+        share = CACHED_COMPILE if cached else 1.0
+        return self.start_s + share * self.compile_s / self.blocks + steps * self.step_s
 
     def of_trials(self, *, measured: bool) -> Pace:
         """Return the pace of runs under a quantised policy, where this is that of the script as written."""
@@ -195,12 +158,11 @@ def schedule(
     if usual and options.sampler == "ours":
         trials, seeds = min(trials, USUAL_TRIALS), min(seeds, USUAL_SEEDS)
     by_block = bool(reference.compile_s) and reference.blocks > 1
-    again = reference.trial_s(steps, new=0.0, found=1.0)
+    again = reference.trial_s(steps, cached=True)
     # the script is run as it is, and, where the others compile one block, once more with nothing of that cached
     first = reference.run_s(steps) + (reference.trial_s(steps) if by_block else 0.0)
     # what a policy's first trial compiled its runs under further seeds find in torch's cache
-    kinds = KINDS if trials > ALIKE_TRIALS and trial.blocks > 1 else 1.0
-    further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, new=0.0, found=kinds))
+    further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, cached=True))
     whole = (1 if usual else CONTENDERS) if by_block else 0
     return Schedule(
         trials=trials,
@@ -208,7 +170,7 @@ def schedule(
         whole=whole,
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=trial.once_s + trial.trials_s(steps, trials) / workers,
+        trials_s=trials * trial.trial_s(steps) / workers,
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.search.planned import PLANNED, TOKENS, TRITON_S, kinds, planned, start_seconds  # noqa: E402
+from benchmarks.search.planned import PLANNED, TOKENS, TRITON_S, planned, start_seconds  # noqa: E402
 
 HOPPER = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block")
 BLACKWELL = ("mxfp8", "nvfp4")
@@ -312,8 +312,6 @@ def _one(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any
         return scan()
     if what == "ragged":
         return ragged()
-    if what == "kinds":
-        return kinds()
     from benchmarks.gpu.fake_cuda import pretend
 
     pretend((int(capability.split(".")[0]), int(capability.split(".")[1])), caches=what == "cached")
@@ -342,7 +340,7 @@ def main() -> int:
     lines = [f"# Ready for a GPU, without one: {time.strftime('%Y-%m-%d')}", "", "`python benchmarks/gpu/ready.py`", ""]
     lines += [f"{versions}; Python {sys.version.split()[0]}; {os.cpu_count()} CPU cores, a pretended card.", ""]
     lines += ["| what | card | backend, recipe | counted |", "|---|---|---|---|"]
-    asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-"), ("kinds", "-", "-", "-")]
+    asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-")]
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("cached", r, "native", "9.0") for r in PLANNED]
     asked += [("experts", r, "native", "9.0") for r in ("bf16", "fp8_rowwise")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 import threading
 import time
@@ -24,9 +23,6 @@ CUDA_S, TRITON_S = 2.5, 0.1
 def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, start_s: float) -> list[str]:
     """Return table rows: seconds of a 30-trial search of gpt2-124M on one H100, by the schedule of a search.
 
-    With what a run on a GPU takes besides, most of it guessed: the start of CUDA and of the compiler's workers,
-    readings of the clocks, and the first compilation of the casts.
-
     Args:
         compiled_s: CPU seconds here, by recipe: the first compilation of one block of this file (half a block of the
             model), one more, and every one more in the same graph; Triton's are in the first.
@@ -36,14 +32,14 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
     from autoprec.cost.transformer import PRESETS, decoder_report
     from autoprec.precision.hardware import TARGETS
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.schedule import CASTS_S, READINGS_S, WORKERS_S, Pace, schedule
+    from autoprec.tuning.schedule import Pace, schedule
 
     report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
     step = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16")
     step_s = step.time_ms / 1e3
-    start_s, setup_s = start_s + CUDA_S + READINGS_S, setup_s + CUDA_S
+    start_s, setup_s = start_s + CUDA_S, setup_s + CUDA_S
     paces = [
-        Pace(start_s, step_s, 24 * each, blocks=12, first_s=max(0.0, first - again) + WORKERS_S, once_s=CASTS_S)
+        Pace(start_s + max(0.0, first - again), step_s, 24 * each, blocks=12)
         for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
     ]
     asked = SearchOptions(command=("train.py",))
@@ -103,30 +99,3 @@ def _waited(runner: Any) -> Iterator[Callable[[float], float]]:
     finally:
         ended.set()
         thread.join()
-
-
-def kinds() -> dict[str, Any]:
-    """Kinds of blocks that a trial has, and those of them that no trial before had: 15 blocks, 30 trials, three runs.
-
-    The runs are those of this search on quality.py's transformer of 15 blocks, as they are stored.
-    """
-    import numpy as np
-
-    from autoprec.tuning.schedule import ALIKE_TRIALS
-    from benchmarks.search.ground_truth import Case
-
-    case = Case.load("deep-b200")
-    first, rest = [], []
-    for run in case.logs["ours"]:
-        seen: set[frozenset[tuple[str, int]]] = set()
-        for trial, row in enumerate(list(run)[:30]):
-            blocks: dict[str, set[tuple[str, int]]] = {}
-            for group, choice in zip(case.problem.groups, np.frombuffer(row, dtype=np.uint8), strict=False):
-                for layer in group.layers:
-                    if block := re.match(r"h\.\d+", layer):
-                        blocks.setdefault(block[0], set()).add((layer[block.end() :], int(choice)))
-            has = {frozenset(layers) for layers in blocks.values()}
-            (first if trial < ALIKE_TRIALS else rest).append((len(has), len(has - seen)))
-            seen |= has
-    names = ("first trials", "their new", "later trials", "their new ones")
-    return dict(zip(names, np.round([*np.mean(first, 0), *np.mean(rest, 0)], 2).tolist(), strict=True))

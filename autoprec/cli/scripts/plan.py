@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.schedule import Pace
 
 #: Options that say what is acceptable, and when a search ends.
 LIMITS = ("max_divergence", "max_gradient_error", "max_memory", "budget_s", "trials", "objective")
@@ -43,8 +42,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> dict[str, Any]:
 
     Times are in seconds, each ``*_s`` an estimate from the runs that were timed. ``total_s`` and its parts are of a
     search that never converges: a search ends when nothing left is worth a trial, and after ``--budget``. ``usual_s``
-    is what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers;
-    ``gpu_terms`` what a run on a GPU takes besides its steps, empty elsewhere.
+    is what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers.
 
     Raises:
         ScriptError: the script failed as it is written.
@@ -54,7 +52,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> dict[str, Any]:
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.checks import check_early
     from autoprec.tuning.decide.presets import presets
-    from autoprec.tuning.schedule import CLOSING_S, GPU_TERMS, schedule
+    from autoprec.tuning.schedule import CLOSING_S, Pace, schedule
     from autoprec.tuning.setup import Setup
     from autoprec.tuning.sixteen_bit import only_sixteen_bit
     from autoprec.tuning.target import calibration_here
@@ -79,8 +77,8 @@ def make_plan(asked: SearchOptions, phases: Phases) -> dict[str, Any]:
         spec = replace(spec, policy=problem.policy(names[last]).to_dict(), backend=backend)
         trial_s = max(reference_s, _timed(runner, spec, label, f"the preset '{last}'"))
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
-    on_gpu = setup.source == "measured" and not setup.target.is_cpu
-    paces = _paces(reference_s, trial_s, asked.steps + asked.warmup, on_gpu=on_gpu)
+    steps = asked.steps + asked.warmup
+    paces = [Pace(0.0, seconds / steps) for seconds in (reference_s, trial_s)]  # all of a run, told per step
     asked = replace(asked, trials=int(min(asked.trials, problem.size())))  # none is run twice
     how: dict[str, Any] = {"setup_s": host.setup_s, "closing_s": CLOSING_S}
     how["passes"] = min(passes, max(60, asked.trials))
@@ -99,7 +97,6 @@ def make_plan(asked: SearchOptions, phases: Phases) -> dict[str, Any]:
         "limited": limited,
         "reference_s": reference_s,
         "trial_s": trial_s,
-        "gpu_terms": GPU_TERMS if on_gpu else "",
         "usual_s": min(usual.total_s, asked.budget_s or usual.total_s),
         "output": asked.output,
         "budget_s": asked.budget_s,
@@ -110,17 +107,6 @@ def make_plan(asked: SearchOptions, phases: Phases) -> dict[str, Any]:
         **{name: getattr(expected, name) for name in parts},
         "total_s": min(expected.total_s, asked.budget_s or math.inf),
     }
-
-
-def _paces(reference_s: float, trial_s: float, steps: int, *, on_gpu: bool) -> tuple[Pace, Pace]:
-    """Return what runs take as written and under a policy, of one of each that was timed from its start.
-
-    All of it is told per step. On a GPU the second has compiled the casts, for all that follow.
-    """
-    from autoprec.tuning.schedule import CASTS_S, Pace
-
-    casts_s = min(CASTS_S, trial_s - reference_s) if on_gpu else 0.0
-    return Pace(0.0, reference_s / steps), Pace(0.0, (trial_s - casts_s) / steps, once_s=casts_s)
 
 
 def _policies(count: float) -> str:
@@ -151,7 +137,6 @@ def _lines(plan: dict[str, Any]) -> list[str]:
         f"presets   {shown}",
         f"trials    at most {plan['trials']}, then {counted(plan['finalist_runs'], 'run')} under further paired seeds",
         f"one run   {times['reference_s']} as written, {times['trial_s']} as a trial (timed just now)",
-        *([f"          with {plan['gpu_terms']}"] if plan["gpu_terms"] else []),
         f"duration  usually about {times['usual_s']}, as a search ends when nothing left is worth a run",
         f"          about {times['total_s']} if nothing converges: reference {times['setup_s']}, "
         f"gradient errors {times['scan_s']}, trials {times['trials_s']}, "

@@ -106,8 +106,6 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     compile_s = timings.get("compile_s", 0.0) if setup.measured else max(0.0, training_s - steps * step_s)
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
     pace = Pace(start_s, step_s, compile_s, blocks)
-    if setup.measured and not setup.target.is_cpu:
-        pace = pace.on_gpu()
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.scripts.plan import _paces, _policies, print_plan
-from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import CASTS_S, GPU_TERMS
+from autoprec.cli.scripts.plan import _policies
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 
@@ -64,27 +62,3 @@ def test_what_a_search_would_not_run_is_not_in_the_plan(tmp_path: Path, monkeypa
 def test_a_person_reads_how_many_policies_there_are() -> None:
     assert [_policies(n) for n in (1, 8190, 3.2e9)] == ["1 policy", "8,190 policies", "3.2e+09 policies"]
     assert "more policies than" in _policies(1e30)
-
-
-@pytest.mark.parametrize("terms", ["", GPU_TERMS])
-def test_what_a_run_on_a_gpu_takes_is_named(
-    terms: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = dict.fromkeys(("target", "source", "launch", "bound", "limited", "output"), "x")
-    names = ("reference", "trial", "usual", "total", "setup", "scan", "trials", "finalists", "closing")
-    made = words | {f"{name}_s": 1.0 for name in names} | {"choices": ("bf16",), "policies": 1.0, "presets": ("bf16",)}
-    limits = {"max_divergence": 0.02, "max_gradient_error": 0.5, "max_memory": None, "objective": "speed"}
-    made |= {"model": {"class": "GPT", "parameters": 1}, "groups": {}, "limits": limits, "budget_s": None}
-    made |= {"trials": 1, "finalist_runs": 1, "gpu_terms": terms}
-    monkeypatch.setattr("autoprec.cli.scripts.plan.make_plan", lambda *_: made)
-    print_plan(SearchOptions(command=("train.py",)), as_json=False, quiet=True)
-    assert (GPU_TERMS in capsys.readouterr().out) is bool(terms)
-
-
-def test_the_run_that_compiles_the_casts_for_all_is_not_counted_as_often_as_there_are_trials() -> None:
-    here = _paces(10.0, 40.0, 20, on_gpu=False)
-    there = _paces(10.0, 40.0, 20, on_gpu=True)
-    assert [pace.run_s(20) for pace in here] == pytest.approx([10.0, 40.0])
-    assert [pace.run_s(20) for pace in there] == pytest.approx([10.0, 25.0])
-    assert there[1].once_s == CASTS_S
-    assert _paces(10.0, 12.0, 20, on_gpu=True)[1].once_s == pytest.approx(2.0), "cached: less than was guessed"
