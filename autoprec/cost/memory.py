@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from autoprec.cost.peak import Lifetimes, timeline
+from autoprec.cost.peak import Lifetimes, Timeline, timeline
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes, scaled_newton_schulz, second_moments
 from autoprec.cost.saved import WIDE, saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
@@ -89,7 +89,38 @@ def _gathered(report: GraphReport) -> float:
     return 2.0 * (sum(blocks) + others) + 6.0 * max((others, *blocks))
 
 
-def memory_estimate(
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What a step needs: what is there all the time, and what comes and goes.
+
+    Attributes:
+        parameters, optimizer, gathered: bytes, see :class:`MemoryEstimate`.
+        alive, grown: see :meth:`autoprec.cost.peak.Timeline.peak`.
+        gradients: of all parameters.
+        update: what the update needs beside these.
+    """
+
+    parameters: float
+    optimizer: float
+    gathered: float
+    alive: Timeline
+    grown: Mapping[str, float]
+    gradients: float
+    update: float
+
+    def at_peak(self) -> MemoryEstimate:
+        held = self.alive.peak(self.grown)
+        if sum(held.values()) < self.gradients + self.update:
+            held = {"saved": 0.0, "weight_casts": 0.0, "gradients": self.gradients, "backward": self.update}
+        return MemoryEstimate(parameters=self.parameters, optimizer=self.optimizer, gathered=self.gathered, **held)
+
+    def most(self, limit: float) -> float:
+        """Return how many times as large the batch can be within a limit of bytes; 0 where nothing fits."""
+        room = limit - self.parameters - self.optimizer - self.gathered
+        return self.alive.most(room, self.grown) if room >= self.gradients + self.update else 0.0
+
+
+def step_memory(
     report: GraphReport,
     scale: CostScale,
     parameters: float,
@@ -103,8 +134,8 @@ def memory_estimate(
     shared: bool = False,
     lifetimes: Lifetimes | None = None,
     held: float = 0.0,
-) -> MemoryEstimate | None:
-    """Return the modelled bytes of one step; None when the report counted no memory.
+) -> StepMemory | None:
+    """Return the modelled memory of one step; None when the report counted no memory.
 
     A step that was written down has no operators of the backward pass: its own figure stands for what that holds.
 
@@ -132,22 +163,23 @@ def memory_estimate(
     how: dict[str, Any] = {"gpu": gpu, "wide": wide, "shared": shared}
     if not any(row.phase == "backward" and row.sources for row in report.operators):
         saved, casts = saved_bytes(report, plans, activations, script=script, **how)
-        held_then = {"saved": max(0.0, saved - casts) * _saved_growth(report, scale), "gradients": gradients}
-        held_then["weight_casts"] = casts * parameters / recorded
+        held_then = {"saved": max(0.0, saved - casts) * _saved_growth(report, scale), "weight_casts": casts}
+        held_then |= {"gradients": float(seen.get("gradients", 0))}
         held_then["backward"] = seen.get("backward", 0) * scale.tokens * scale.width
+        alive, update = Timeline({kind: [size] for kind, size in held_then.items()}), 0.0
     else:
         lifetimes = lifetimes or Lifetimes.of(report)
         grow = None if scale.is_identity else row_growth(report, scale)
         alive = timeline(lifetimes, plans, activations, grow=grow, held=held, **how)
-        held_then = alive.peak({"gradients": grown * lean, "weight_casts": parameters / recorded})
-        update = gradients + _update_bytes(report, parameters / recorded, gpu=gpu)
-        if sum(held_then.values()) < update:
-            held_then = {"saved": 0.0, "weight_casts": 0.0, "gradients": gradients, "backward": update - gradients}
-    return MemoryEstimate(
+        update = _update_bytes(report, grown, gpu=gpu)
+    return StepMemory(
         parameters=(seen.get("parameters", 0) + seen.get("buffers", 0)) * grown,
         optimizer=max(0.0, seen.get("optimizer", 0) * grown + change),
         gathered=_gathered(report) * parameters / recorded if shards > 1 else 0.0,
-        **held_then,
+        alive=alive,
+        grown={"gradients": grown * lean, "weight_casts": parameters / recorded},
+        gradients=gradients,
+        update=update,
     )
 
 

@@ -12,7 +12,7 @@ from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
 from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, gemm_seconds, kept_family, layer_cost
-from autoprec.cost.memory import MemoryEstimate, memory_estimate
+from autoprec.cost.memory import MemoryEstimate, StepMemory, step_memory
 from autoprec.cost.peak import Lifetimes, held_bytes
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import (
@@ -143,6 +143,14 @@ class CostModel:
         return (
             self.rates.label + how + (f", at scale {scaled}" if scaled else "") + (EXCHANGES if self._divided else "")
         )
+
+    def at(self, scale: CostScale) -> CostModel:
+        """Return the same model of another size."""
+        out = copy.copy(self)
+        out.scale, out.parameters, out._other = scale, scaled_parameters(self.report, scale), None
+        out._works = {name: layer_works(layer, scale) for name, layer in self._layers.items()}
+        out._costs, out._memory, out._rests = {}, {}, {}
+        return out
 
     def executed(self, execution: str) -> CostModel:
         """Return the same model under a policy's ``execution``; ``keep`` is this very model."""
@@ -301,6 +309,28 @@ class CostModel:
 
         ``wide``: what stays in float32 under autocast; see :func:`autoprec.cost.saved.walked`.
         """
+        found = self._step_memory(plans, activations, optimizer, wide)
+        return found.at_peak() if found else None
+
+    def most_samples(
+        self,
+        plans: Mapping[str, LayerPlan],
+        limit: float,
+        *,
+        activations: str = "keep",
+        wide: Collection[str] = WIDE,
+    ) -> int | None:
+        """Return how many samples a step may have within a limit of bytes; None where batch or memory are unknown."""
+        found, samples = self._step_memory(plans, activations, wide=wide), self.report.batch.get("samples", 0)
+        return int(samples * self.scale.tokens / self.scale.seq * found.most(limit)) if found and samples else None
+
+    def _step_memory(
+        self,
+        plans: Mapping[str, LayerPlan],
+        activations: str,
+        optimizer: OptimizerPolicy | None = None,
+        wide: Collection[str] = WIDE,
+    ) -> StepMemory | None:
         state = optimizer or OptimizerPolicy()
         gpu = not self.target.is_cpu
         if self.report.source == "analytic":  # in 16 bits as it is: autocast changes no dtype there
@@ -310,7 +340,7 @@ class CostModel:
         elif self._lifetimes is None:
             self._lifetimes = Lifetimes.of(self.report)
             self._held = held_bytes(self._lifetimes)
-        return memory_estimate(
+        return step_memory(
             self.report,
             self.scale,
             self.parameters,

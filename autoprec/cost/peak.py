@@ -9,6 +9,7 @@ operands of a quantised layer, casts of those that are multiplied in 16 bits.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -153,6 +154,16 @@ class Timeline:
         rows = [[grown.get(kind, 1.0) * x for x in self.alive[kind]] for kind in KINDS]
         return dict(zip(KINDS, max(zip(*rows, strict=True), key=sum), strict=True))
 
+    def most(self, room: float, grown: Mapping[str, float]) -> float:
+        """Return how many times as large activations can be within ``room`` bytes; 0 where not even weights fit."""
+        times = math.inf
+        for saved, casts, gradients, backward in zip(*(self.alive[kind] for kind in KINDS), strict=True):
+            left = room - casts * grown.get("weight_casts", 1.0) - gradients * grown.get("gradients", 1.0)
+            if left < 0:
+                return 0.0
+            times = min(times, left / max(saved + backward, 1.0))
+        return times
+
 
 class _Events:
     """Adds up intervals in which something is alive.
@@ -216,7 +227,8 @@ def timeline(
         elif row.phase != "forward" and lifetimes.base[index] != _OUTSIDE:
             walk.made[index] = _gradient(walk, lifetimes, index, row)
         if (layer := walk.layer(row)) is not None and index in walk.made:
-            events.add("backward", _workspace(walk, index, row, layer), index, index)
+            for kind, size in zip(("backward", "weight_casts"), _workspace(walk, index, row, layer), strict=True):
+                events.add(kind, size, index, index)
     for index, row in enumerate(report.operators):  # what is kept of a result, its last reader says
         if lifetimes.base[index] == (index, 0) and row.module != "<accumulate>":
             for slot in range(len(row.out_shapes)):
@@ -271,30 +283,35 @@ def _live(walk: Walk, lifetimes: Lifetimes, events: _Events, index: int, slot: i
     events.add(kind, _bytes(row, slot, width), index, lifetimes.released(place, saved=saved))
 
 
-def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> float:
-    """Return the bytes that a layer's product needs while it runs: codes, casts, and sums before they are narrowed."""
+def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> tuple[float, float]:
+    """Return the bytes that a layer's product needs while it runs: codes, casts, and sums before they are narrowed.
+
+    Those that grow with the batch, and those that have the size of the weight.
+    """
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
     plan = walk.plans.get(layer.name, _KEEP)
     made = walk.made[index].width
     result = prod(row.out_shapes[0] or (1,))
     inputs, weights, outputs = gemm.m * gemm.k, gemm.k * gemm.n, gemm.m * gemm.n
     if layer.kind == "conv":
-        return _conv_workspace(walk, row, made)
+        return _conv_workspace(walk, row, made), 0.0
     role = row.role if row.role in ("dgrad", "wgrad") else "fprop"
     recipe = {"fprop": plan.fprop, "dgrad": plan.dgrad, "wgrad": plan.wgrad}[role]
     kept = any(copy.at == index and not copy.cast for copy in walk.copies[-2:])
     if recipe is None or not recipe.scaled:
         low = walk.low if recipe is None else _FLOATS.get(recipe.format, 4.0)
         if not low or low >= 4.0:
-            return 0.0
+            return 0.0, 0.0
         read = outputs if role != "fprop" else 0 if kept else inputs
-        return low * (read + weights * (role == "fprop") + result * (made != low))
+        own, other = (weights * (made != low), 0.0) if role == "wgrad" else (0.0, result * (made != low))
+        return low * (read + other), low * (weights * (role == "fprop") + own)
     tokens, sums = float(gemm.m), 0.0 if walk.gpu or made >= 4.0 else 4.0 * result
     if role == "fprop":
         codes = 0.0 if kept else codes_bytes(recipe, inputs, tokens)
-        return sums + codes + codes_bytes(recipe, weights, 128.0)
+        return sums + codes, codes_bytes(recipe, weights, 128.0)
     both = 1 if recipe.scaling is not None and recipe.scaling.granularity == "tensor" else 2
-    return sums + both * codes_bytes(recipe, outputs, tokens) + codes_bytes(recipe, weights, 128.0) * (role == "dgrad")
+    codes = both * codes_bytes(recipe, outputs, tokens)
+    return (codes, sums) if role == "wgrad" else (sums + codes, codes_bytes(recipe, weights, 128.0))
 
 
 def _conv_workspace(walk: Walk, row: Operator, width: float) -> float:

@@ -342,6 +342,17 @@ def free_bytes(meminfo: Path | str = "/proc/meminfo", group: Path | str = "/sys/
     return min(known, default=None)
 
 
+def limit_bytes(device: Target, has: int = 0) -> int:
+    """Return the bytes that a step may be modelled or measured to need: the device's, less a margin.
+
+    Args:
+        has: what the device at hand has in all, which may be more or less than the table says; 0 in a rehearsal. Of a
+            CPU it is what the machine has left.
+    """
+    has = free_bytes() or 0 if device.is_cpu else has
+    return int(FITS * (has or device.memory_bytes))
+
+
 def _cpu() -> Target:
     """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.calibrate.cpu`)."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -358,6 +358,9 @@ class Search:
         host, graph = setup.host, setup.graph
         for note in (*host.notes, *setup.space.warnings()):
             self.listener.note(note)
+        asked = {key: value for key, value in asdict(setup.options).items() if key not in ("command", "track")}
+        chosen = self._chosen
+        variant = f"{chosen['name']}: {chosen['arguments']}" if chosen is not None else None
         return SearchInfo(
             study=self.options.study,
             script=self.command.label,
@@ -372,7 +375,7 @@ class Search:
             storage=store.url,
             trials=self.options.trials,
             resume_command=self.options.resume_command(stored=True),
-            options={key: value for key, value in asdict(setup.options).items() if key not in ("command", "track")},
+            options=asked | {"variant": variant, "variants": self.options.variant or None},
             folder=str(self.command.folder),
         )
 

@@ -18,7 +18,7 @@ from autoprec.cost.estimate import ratio_bounds
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import Choice, SearchSpace, default_space, load_space
-from autoprec.precision.hardware import FITS, Target, free_bytes
+from autoprec.precision.hardware import Target, limit_bytes
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import redact_arguments
@@ -101,7 +101,7 @@ class Setup:
         """
         target, here = resolve_target(options.target, host.device)
         if options.max_memory == "auto":
-            options = replace(options, max_memory=_device_limit(target, host if here else None))
+            options = replace(options, max_memory=limit_bytes(target, host.device_bytes if here else 0))
         space = load_space(options.space) if options.space else default_space(target)
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
@@ -185,17 +185,6 @@ class Setup:
             return None
         activations = "bf16" if name == "bf16" else "keep"
         return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
-
-
-def _device_limit(target: Target, host: HostInfo | None) -> int:
-    """Return what ``--max-memory auto`` stands for: the device's memory, or what this machine has left, less a margin.
-
-    Args:
-        host: on the device itself, which may have more or less than the table says; None in a rehearsal.
-    """
-    if target.is_cpu:
-        return min(target.usable_bytes, int(FITS * (free_bytes() or target.memory_bytes)))
-    return int(FITS * host.device_bytes) if host is not None and host.device_bytes else target.usable_bytes
 
 
 def timed_backends(calibration: Mapping[str, Any] | None, backend: str, *, compiled: bool) -> Backends | None:

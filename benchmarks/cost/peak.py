@@ -2,6 +2,8 @@
 
     python benchmarks/cost/peak.py --out benchmarks/results/<date>_peak.md
 
+With ``--batches``: the largest batch that fits into a limit, by the model and by trying.
+
 Twenty small models, each as written, all in bf16, all in INT8 and under a mixture, with and without activation
 checkpointing of its blocks. What is measured is every allocation and release that torch's profiler sees over one step,
 on top of what lives from step to step (weights, buffers, optimizer state), not the process's resident set. What is
@@ -37,7 +39,7 @@ from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy
 from autoprec.policy.space import load_space
-from autoprec.precision.hardware import target
+from autoprec.precision.hardware import FITS, target
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.setup import ModelledSteps
 from benchmarks.cost.cpu_models import Decoder, Encoder
@@ -319,6 +321,74 @@ def cases(names: Sequence[str]) -> Iterator[Row]:
                 yield row | {"measured": script.peak(document), "modelled": found.memory_bytes}
 
 
+class Fits:
+    """Whether a step of so many samples stays within a limit, measured once for each size."""
+
+    def __init__(self, name: str, policy: Policy | None, limit: int) -> None:
+        self.name, self.policy, self.limit = name, policy, limit
+        self.known: dict[int, bool] = {}
+
+    def __call__(self, size: int) -> bool:
+        if size not in self.known:
+            self.known[size] = Script(self.name, recompute=False, size=size).peak(self.policy) <= self.limit
+        return self.known[size]
+
+
+def batches(names: Sequence[str]) -> Iterator[Row]:
+    """Yield the largest batch that is modelled to fit into 2.5 times a script's peak, and the largest that does."""
+    for number, name in enumerate(names):
+        script = Script(name, recompute=False)
+        report, limit = script.report(), int(2.5 * script.peak(None))
+        cost = CostModel(report, target("cpu"))
+        problem = Problem.build(report, load_space("cpu"), cost.can_run)
+        own = points(problem, number)
+        for policy in ("script", "bf16", "int8"):
+            document = problem.policy(own[policy]) if policy in own else None
+            plans = problem.plans(own[policy]) if policy in own else {}
+            activations = document.activations if document else "keep"
+            wide = [
+                kind
+                for kind in ("attention", "norm", "softmax")
+                if document and getattr(document.operators, kind) == "fp32"
+            ]
+            most, usable = (
+                cost.most_samples(plans, share * limit, activations=activations, wide=wide) or 0
+                for share in (1.0, FITS)
+            )
+            fits = Fits(name, document, limit)
+            found = most
+            while fits(found + max(1, found // 50)):
+                found += max(1, found // 50)
+            while not fits(found):
+                found -= max(1, found // 50)
+            row = {"model": name, "policy": policy, "limit": limit, "predicted": most, "found": found}
+            yield row | {"usable": usable, "fits": fits(most), "usable_fits": fits(usable)}
+
+
+def batch_table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| model | policy | limit | predicted | found | | fits | with the margin | fits |",
+        "|---|---|--:|--:|--:|--:|---|--:|---|",
+    ]
+    for row in rows:
+        cells = [
+            row["model"],
+            row["policy"],
+            f"{row['limit'] / 2**20:.0f} MiB",
+            str(row["predicted"]),
+            str(row["found"]),
+        ]
+        cells += [f"{row['predicted'] / row['found'] - 1.0:+.1%}", "yes" if row["fits"] else "NO", str(row["usable"])]
+        lines.append(f"| {' | '.join([*cells, 'yes' if row['usable_fits'] else 'NO'])} |")
+    near = sum(abs(row["predicted"] / row["found"] - 1.0) <= 0.05 for row in rows)
+    fit, usable = (sum(row[key] for row in rows) for key in ("fits", "usable_fits"))
+    return [
+        *lines,
+        "",
+        f"Within 5 %: {near} of {len(rows)}; at the one that is named: {fit} fit, with the margin {usable}.",
+    ]
+
+
 def error(row: Row) -> float:
     return float(row["modelled"] / row["measured"] - 1.0)
 
@@ -347,16 +417,18 @@ def table(rows: Sequence[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--batches", action="store_true", help="the largest batch within a limit of memory, instead")
     parser.add_argument("--rows", type=Path, help="write the rows into this JSON file")
     parser.add_argument("--out", type=Path, help="write the tables into this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = list(cases(args.models))
+    rows = list((batches if args.batches else cases)(args.models))
     if args.rows:
         args.rows.write_text(json.dumps(rows))
     lines = ["# Peak of the allocator, modelled against measured", "", f"`python {' '.join(sys.argv)}`", ""]
     where = f"{cpu_model()}; Python {platform.python_version()}, torch {torch.__version__}; one thread"
-    lines += [f"{where}; {datetime.now():%Y-%m-%d}. A cell is modelled over measured, less one.", "", *table(rows)]
+    lines += [f"{where}; {datetime.now():%Y-%m-%d}. A percentage is modelled over measured, less one.", ""]
+    lines += batch_table(rows) if args.batches else table(rows)
     print("\n".join(lines))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoprec.cost import CostModel, CostScale
-from autoprec.cost.memory import memory_estimate
+from autoprec.cost.memory import MemoryEstimate, step_memory
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
@@ -19,8 +20,14 @@ PLAIN = OptimizerPolicy()
 ONE = CostScale()
 
 
+def parts(report: GraphReport, *how: Any) -> MemoryEstimate:
+    found = step_memory(report, *how)
+    assert found is not None
+    return found.at_peak()
+
+
 def test_parts_add_up_to_the_counts(tiny: GraphReport) -> None:
-    found = memory_estimate(tiny, ONE, float(tiny.model["parameters"]), {}, "keep", PLAIN)
+    found = parts(tiny, ONE, float(tiny.model["parameters"]), {}, "keep", PLAIN)
     assert found is not None
     assert found.parameters == tiny.memory["parameters"]
     assert found.optimizer == tiny.memory["optimizer"]
@@ -32,7 +39,7 @@ def test_parts_add_up_to_the_counts(tiny: GraphReport) -> None:
 def test_cheaper_states_shrink_what_they_store(tiny: GraphReport) -> None:
     size = float(tiny.model["parameters"])
     lean = OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="fp16_scaled", gradients="bf16")
-    found = memory_estimate(tiny, ONE, size, {}, "keep", lean)
+    found = parts(tiny, ONE, size, {}, "keep", lean)
     assert found is not None
     assert found.optimizer == pytest.approx(size * 3, rel=0.01)  # 1 + 2 bytes in place of 8
     assert found.gradients == pytest.approx(size * 2)
@@ -107,12 +114,36 @@ def test_what_is_saved_grows_as_in_the_model_that_is_really_that_large(
     assert found.saved == pytest.approx(recorded(fused, **sizes).memory["saved_for_backward"], rel=0.03)
 
 
-def test_shards_divide_the_state(tiny: GraphReport) -> None:
-    one, eight = (
-        memory_estimate(tiny, ONE, float(tiny.model["parameters"]), {}, "keep", PLAIN, shards) for shards in (1, 8)
+def test_the_largest_batch_is_the_one_whose_step_just_fits() -> None:
+    model = CostModel(recorded(True), TARGETS["h100"])
+    for limit in (1e6, 4e6, 5e7):
+        most = model.most_samples({}, limit)
+        assert most is not None
+        needs = []
+        for samples in (most, most + 1):
+            step = CostModel(recorded(True, batch=max(1, samples)), TARGETS["h100"]).memory({})
+            assert step is not None
+            needs.append(step.total)
+        assert not most or needs[0] <= limit * 1.001
+        assert needs[1] > limit * 0.999
+    assert CostModel(replace(recorded(True), batch={}), TARGETS["h100"]).most_samples({}, 1e9) is None
+
+
+def test_of_a_written_down_step_the_largest_batch_is_the_one_that_fits() -> None:
+    sizes = DecoderConfig(256, 4, 4, 512, 1024)
+    model = CostModel(decoder_report(sizes, batch=2, seq=64), TARGETS["h100"])
+    most = model.most_samples({}, 2e9)
+    assert most is not None
+    fits, more = (
+        CostModel(decoder_report(sizes, batch=b, seq=64), TARGETS["h100"]).memory({}) for b in (most, most + 1)
     )
-    assert one is not None
-    assert eight is not None
+    assert fits is not None
+    assert more is not None
+    assert fits.total <= 2e9 < more.total
+
+
+def test_shards_divide_the_state(tiny: GraphReport) -> None:
+    one, eight = (parts(tiny, ONE, float(tiny.model["parameters"]), {}, "keep", PLAIN, shards) for shards in (1, 8))
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.saved == one.saved
     assert one.gathered == 0 < eight.gathered

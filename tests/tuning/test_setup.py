@@ -45,7 +45,7 @@ def test_another_device_is_a_rehearsal_and_the_same_one_is_timed() -> None:
 def test_memory_that_is_the_devices_has_a_margin(
     monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, str], has: float
 ) -> None:
-    monkeypatch.setattr("autoprec.tuning.setup.free_bytes", lambda: int(3e9))
+    monkeypatch.setattr("autoprec.precision.hardware.free_bytes", lambda: int(3e9))
     made = setup(device, max_memory="auto", device_bytes=int(85e9) if "H100" in device else 0, **changes)
     assert made.options.memory_limit == int(FITS * has)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,44 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     return f"{line}MORE than the {has}: shard, checkpoint, or cut the batch"
 
 
+#: A batch so many times as large is as fast as any larger one.
+_MOST_TIMES = 10_000
+
+
+def _batches(model: Any, verdict: Any, plans: Any, limit: int) -> list[dict[str, Any]]:
+    """Return, for the baseline and each choice, the largest batch that fits within ``limit`` bytes, and its speed.
+
+    The model is asked at that batch; nothing where the record does not say how large its batch is.
+    """
+    samples, tokens = (model.report.batch.get(name, 0) for name in ("samples", "tokens"))
+    rows = []
+    for choice in (verdict.baseline, *(name for name in plans if name != verdict.baseline)):
+        most = model.most_samples(plans.get(choice, {}), limit, activations=verdict.activations)
+        if most is None:
+            return []
+        row = {"choice": choice, "samples": most, "samples_per_s": None, "tokens_per_s": None}
+        if most:
+            taken = min(most, samples * _MOST_TIMES)
+            scale = replace(model.scale, tokens=model.scale.seq * taken / samples)
+            step = model.at(scale).estimate(plans.get(choice, {}), activations=verdict.activations)
+            row["samples_per_s"] = taken / step.time_ms * 1e3
+            row["tokens_per_s"] = row["samples_per_s"] * tokens * model.scale.seq / samples if tokens else None
+        rows.append(row)
+    return rows
+
+
+def _batch_line(rows: list[dict[str, Any]], limit: int) -> str:
+    """Return the text of :func:`_batches`: the baseline, the fastest and the largest."""
+    fits = [row for row in rows if row["samples"]]
+    if not fits:
+        return f"batch     none fits in {memory_text(limit)}"
+    fastest, largest = (max(fits, key=lambda row: row[key]) for key in ("samples_per_s", "samples"))
+    told = {row["choice"]: row for row in (*fits[:1], fastest, largest)}
+    unit = "tokens" if fits[0]["tokens_per_s"] else "samples"
+    listed = [f"{name} {row['samples']:,} ({row[f'{unit}_per_s']:,.4g} {unit}/s)" for name, row in told.items()]
+    return f"batch     samples in a step that fit in {memory_text(limit)}: {', '.join(listed)}"
+
+
 def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:
     """Return what a step would take under a policy, as it begins; nothing where layers of it cannot run on the target.
 
@@ -181,6 +220,7 @@ def estimate(
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.reasons import AS_WRITTEN
     from autoprec.policy.space import default_space, load_space
+    from autoprec.precision.hardware import limit_bytes
     from autoprec.tuning.checks import check_scale
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
@@ -213,7 +253,8 @@ def estimate(
     written = AS_WRITTEN if host or is_saved_step(script[0]) else _CONFIGURED
     verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    memory = _memory(model, verdict, plans)
+    memory, limit = _memory(model, verdict, plans), limit_bytes(found, host.device_bytes if host and here else 0)
+    batches = _batches(model, verdict, plans, limit) if memory["baseline"] else []
     under = _under(bound(policy, lambda: report), model, step.time_ms) if policy else None
     as_compiled = host is not None and not host.compiled and compiled and not found.is_cpu
     if as_json:
@@ -223,7 +264,7 @@ def estimate(
             "cost_scale": cost_scale,
             "verdict": verdict.to_json(),
             "step": step.to_json(),
-            "memory": memory,
+            "memory": memory | {"limit_bytes": limit, "largest": batches},
             "source": "modelled",
             "as_compiled": as_compiled,
             **({"policy": {"name": policy, **under}} if under else {}),
@@ -232,6 +273,7 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict)]
+        head += [_batch_line(batches, limit)] if batches else []
         head += ["modelled  as if compiled, which the script is not"] * as_compiled
         head += [*(_policy_lines(under, str(policy), verdict) if under else []), *_layer_lines(verdict, 12)]
         echo("\n".join(head))

@@ -80,6 +80,11 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
         "MORE than the 64.1 GiB that one device of 74.5 GiB has less a margin: shard, checkpoint, or cut the batch"
         in large.output
     )
+    assert "batch     none fits in 64.1 GiB" in large.output
+    found = json.loads(run("--target", "h100", "--json", graph).output)["memory"]
+    assert f"bf16 {found['largest'][0]['samples']:,} (" in small
+    assert found["largest"][0]["choice"] == "bf16"
+    assert all(row["samples"] > 0 < row["samples_per_s"] for row in found["largest"])
     document = json.loads(run("--target", "h100", "--json", "llama3-70b").output)["memory"]
     assert not document["fits"]
     assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)

@@ -128,6 +128,8 @@ def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here:
     assert [reason["code"] for reason in result.reasons][-1] == "under_variant"
     assert "give the script --half: the search was of the script under this variant (half)" in result.reason
     assert load_policy(here / "policy.yaml").evidence["variant"] == "half: --half"
+    told = made._introduction(made.setup, made._store).options  # what MLflow's parameters are made of
+    assert (told["variant"], told["variants"]) == ("half: --half", VARIANTS)
     _, again = search(simulated, replace(asked, resume=True, trials=8), all_kinds(simulated))
     assert again.variants == result.variants
     with pytest.raises(StudyError, match="variant: was 'half: --half', is None"):
