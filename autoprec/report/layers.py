@@ -25,8 +25,10 @@ class LayerCell:
     gemms: Mapping[str, tuple[str, str]]
 
 
-def _label(recipe: Recipe | None) -> tuple[str, str]:
-    return ("keep", "as written") if recipe is None else (recipe.format, recipe.describe())
+def _label(recipe: Recipe | None, activations: str) -> tuple[str, str]:
+    if recipe is None:
+        return ("keep", "as written") if activations == "keep" else (activations, f"{activations} autocast")
+    return recipe.format, recipe.describe()
 
 
 def best_policy(result: SearchResult, records: Sequence[Run]) -> dict[str, object]:
@@ -43,7 +45,8 @@ def layer_rows(result: SearchResult, records: Sequence[Run], graph: GraphReport)
         return ()
     layers = graph.tunable
     try:
-        plans = resolve(policy_from_dict(document), [layer.name for layer in layers], strict=False)
+        policy = policy_from_dict(document)
+        plans = resolve(policy, [layer.name for layer in layers], strict=False)
     except AutoPrecError:
         return ()
     total = sum(layer.total_flops for layer in layers) or 1
@@ -51,7 +54,7 @@ def layer_rows(result: SearchResult, records: Sequence[Run], graph: GraphReport)
         LayerCell(
             layer.name,
             layer.total_flops / total,
-            {gemm: _label(plans[layer.name].recipe(gemm)) for gemm in GEMMS if gemm in layer.roles()},
+            {g: _label(plans[layer.name].recipe(g), policy.activations) for g in GEMMS if g in layer.roles()},
         )
         for layer in layers
     )

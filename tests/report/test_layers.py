@@ -28,6 +28,14 @@ def test_each_gemm_of_a_layer_has_its_precision_and_its_share_of_the_work(
     assert set(mlp.gemms.values()) == {("keep", "as written")}
 
 
+def test_a_layer_that_is_kept_runs_as_autocast_has_it(
+    result: SearchResult, records: list[Run], graph: GraphReport
+) -> None:
+    under = [replace(r, policy=r.policy | {"activations": "bf16"}) if r.policy else r for r in records]
+    _, mlp = layer_rows(result, under, graph)
+    assert set(mlp.gemms.values()) == {("bf16", "bf16 autocast")}
+
+
 def test_without_a_policy_or_with_a_damaged_one_nothing_is_drawn(
     result: SearchResult, records: list[Run], graph: GraphReport
 ) -> None:

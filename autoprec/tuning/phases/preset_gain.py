@@ -29,8 +29,8 @@ def best_preset(
     """Return the fastest preset that is acceptable, or may be for all that is known: under no seed if it was not run.
 
     One that was measured, and is faster within what a tie leaves, counts as well; one that was not run is predicted to
-    be as fast as the chosen policy at most, or a run of it would have paid. None where there are no presets, or
-    speed is not the objective.
+    be as fast as the chosen policy at most, or a run of it would have paid. A preset that was chosen is the best one.
+    None where there are no presets, or speed is not the objective.
     """
     problem = setup.problem
     offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
@@ -46,7 +46,9 @@ def best_preset(
         known = measured.get(key)
         if known is None and chance >= _MAY_BE_FINE and key not in failed:
             found.append(Standing(name, min(chosen.speedup, math.exp(script - float(cost))), ()))
-        elif known and (known.name == chosen.name or not known.rejection):
+        elif known and known.name == chosen.name:
+            return known
+        elif known and not known.rejection:
             found.append(known)
     return max(found, key=lambda one: (one.speedup, one.name))
 

@@ -62,3 +62,7 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     best = best_preset(made.setup, made.ledger, expectation, [faster], [ran], chosen)
     assert best is not None
     assert best is faster
+    (other, further), *_ = others
+    itself = Standing(other, 1.5, (0.0, 0.0), preset=True, run=Run(3, "preset", other, further, {}, "ok"))
+    best = best_preset(made.setup, made.ledger, expectation, [itself, faster], [ran], itself)
+    assert best is itself, "what was chosen is a preset: it is not said to gain nothing over another"
