@@ -106,7 +106,7 @@ class Operator:
 
     ``shapes`` and ``dtypes`` are those of its tensor inputs, in argument order; ``inputs`` are the positions, in
     ``GraphReport.operators``, of the operators that made them. ``pattern`` names the hand-written operator it is part
-    of: rms_norm, layer_norm, softmax, scores, values, ... ``out_saved`` are the bytes of the storages
+    of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ... ``out_saved`` are the bytes of the storages
     that its outputs brought into being and that autograd saved for backward (0 for a view of an earlier one);
     ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch.
     """

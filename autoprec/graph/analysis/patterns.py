@@ -1,4 +1,4 @@
-"""Norms, softmaxes and attention written by hand, recognised by who feeds whom.
+"""Norms, softmaxes, cross-entropies and attention written by hand, recognised by who feeds whom.
 
 A norm is a reciprocal square root of a mean of squares that scales the very tensor that was squared; a softmax an
 exponential divided by its own sum. The operators between are elementwise and would run in low precision: once
@@ -17,11 +17,13 @@ _SQUARES = frozenset({"pow", "mul", "square"})
 _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
 _SHIFTS = frozenset({"add", "clamp", "clamp_min", "maximum", "mul", "div"})
 _SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "softmax"})
+_SELECTS = frozenset({"gather", "index", "take_along_dim", "index_select", "mul"})
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One hand-written operator: rms_norm, layer_norm, l2_norm, softmax, logsumexp, scores or values.
+    """One hand-written operator: rms_norm, layer_norm, l2_norm, softmax, logsumexp, cross_entropy, scores or
+    values.
 
     ``cls`` is the class its calls take; ``calls`` are their indices, in order.
     """
@@ -129,7 +131,7 @@ class _Finder:
             frontier = following
         return kept
 
-    # -- softmax --------------------------------------------------------------------------------------------------
+    # -- softmax and loss -------------------------------------------------------------------------------------------
 
     def softmaxes(self, call: Call) -> Iterator[Pattern]:
         """``exp(x) / exp(x).sum()`` and ``exp(x).sum().log()``, with or without the maximum taken off first."""
@@ -159,6 +161,32 @@ class _Finder:
                 calls |= {shift.index, top.index}
         return Pattern(kind, "softmax", tuple(sorted(calls)))
 
+    def cross_entropies(self, call: Call, logs: set[int], softmaxes: set[int]) -> Iterator[Pattern]:
+        """A scalar mean or sum over entries picked out of log-probabilities, or over logarithms of picked ones.
+
+        ``logs`` are the calls of hand-written log-probabilities, ``softmaxes`` those of probabilities, which need a
+        logarithm on the way.
+        """
+        scalar = call.outs and self.trace.values[call.outs[0]].shape == ()
+        if call.name not in ("mean", "sum", "div") or not scalar:
+            return
+        path, selected, logged = [call.index], False, False
+        passes = {*_LOSS_PATH, "log"}
+        for above in self.trace.above(call.ins[0], lambda c: self._moves(c) or c.name in passes, depth=10):
+            if above.index in logs or above.name in ("_log_softmax", "logsumexp", "log_softmax"):
+                found = selected
+            elif above.index in softmaxes or above.name in _SOFTMAXES:
+                found = selected and logged
+            else:
+                if above.name in passes or self._moves(above):
+                    path.append(above.index)
+                    selected = selected or above.name in _SELECTS
+                    logged = logged or above.name == "log"
+                continue
+            if found:
+                yield Pattern("cross_entropy", "loss", tuple(sorted(path)))
+            return
+
     # -- attention ----------------------------------------------------------------------------------------------------
 
     def products(self, softmax: set[int]) -> Iterator[Pattern]:
@@ -182,16 +210,38 @@ class _Finder:
                 yield Pattern("scores", "attention", (call.index,))
 
 
+_LOSS_PATH = frozenset(
+    {
+        "gather",
+        "index",
+        "take_along_dim",
+        "index_select",
+        "mul",
+        "neg",
+        "sub",
+        "add",
+        "where",
+        "masked_fill",
+        "div",
+        "sum",
+        "mean",
+    }
+)
+
+
 def find_patterns(trace: Trace, links: Links) -> list[Pattern]:
-    """Return what is recognised, and give the calls of each norm and softmax its class (backward included)."""
+    """Return what is recognised, and give the calls of each norm, softmax and loss its class (backward included)."""
     finder = _Finder(trace, links)
     found: list[Pattern] = []
     for call in trace.in_phase("forward", "recompute"):
         if links.classes[call.index] in ("transcendental", "reduction"):
             found.extend(finder.norms(call))
             found.extend(finder.softmaxes(call))
-    softmaxes = {index for p in found if p.cls == "softmax" for index in p.calls}
-    found.extend(finder.products(softmaxes))
+    logs = {index for p in found if p.kind == "logsumexp" for index in p.calls}
+    softmaxes = {index for p in found if p.kind == "softmax" for index in p.calls}
+    for call in trace.in_phase("forward"):
+        found.extend(finder.cross_entropies(call, logs, softmaxes))
+    found.extend(finder.products(logs | softmaxes))
     _reclassify(links, found)
     return found
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autoprec.graph.recorder import record_step
@@ -79,3 +80,50 @@ def test_softmax_without_maximum_and_logsumexp():
         y.exp().sum(-1).log().sum().backward()
 
     assert kinds(record_step(model, step)) == {"softmax": 1, "logsumexp": 1}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_cross_entropy_by_hand(fused):
+    model = nn.Linear(8, 5)
+    target = torch.tensor([1, 2, 3])
+
+    def step():
+        y = model(torch.randn(3, 8))
+        logp = F.log_softmax(y, -1) if fused else y - y.exp().sum(-1, keepdim=True).log()
+        (-logp.gather(-1, target[:, None])).mean().backward()
+
+    report = record_step(model, step)
+    rows = [o for o in report.operators if o.pattern == "cross_entropy" and o.phase == "forward"]
+    assert {o.op.partition("::")[2] for o in rows} >= {"gather", "mean"}
+    assert {o.cls for o in rows if o.cls != "view"} == {"loss"}
+
+
+def by_hand(y):
+    e = (y - y.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("softmax", [by_hand, lambda y: y.softmax(-1)])
+@pytest.mark.parametrize("log_first", [True, False])
+def test_logarithms_of_a_softmax_are_a_cross_entropy(softmax, log_first):
+    model = nn.Linear(8, 5)
+    target = torch.tensor([[1], [2], [3]])
+
+    def step():
+        p = softmax(model(torch.randn(3, 8)))
+        picked = p.log().gather(-1, target) if log_first else p.gather(-1, target).log()
+        (-picked).mean().backward()
+
+    rows = [o for o in record_step(model, step).operators if o.pattern == "cross_entropy" and o.phase == "forward"]
+    assert {o.op.partition("::")[2] for o in rows} >= {"gather", "log", "neg", "mean"}
+    assert {o.cls for o in rows if o.cls != "view"} == {"loss"}
+
+
+def test_picked_probabilities_without_a_logarithm_are_not_a_cross_entropy():
+    model = nn.Linear(8, 5)
+
+    def step():
+        p = by_hand(model(torch.randn(3, 8)))
+        p.gather(-1, torch.tensor([[1], [2], [3]])).mean().backward()
+
+    assert "cross_entropy" not in {o.pattern for o in record_step(model, step).operators}
