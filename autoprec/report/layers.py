@@ -8,7 +8,7 @@ from html import escape
 
 from autoprec.errors import AutoPrecError
 from autoprec.graph.report import GraphReport
-from autoprec.policy import policy_from_dict, resolve
+from autoprec.policy import Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import GEMMS, Recipe
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
@@ -45,7 +45,7 @@ def layer_rows(result: SearchResult, records: Sequence[Run], graph: GraphReport)
         return ()
     layers = graph.tunable
     try:
-        policy = policy_from_dict(document)
+        policy: Policy = policy_from_dict(document)
         plans = resolve(policy, [layer.name for layer in layers], strict=False)
     except AutoPrecError:
         return ()
