@@ -21,7 +21,7 @@ from autoprec._version import __version__
 from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.support.amounts import LEAST_BYTES
 from autoprec.support.files import canonical_json
-from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
+from autoprec.support.redact import redact_arguments, redact_uri
 from autoprec.trial.command import Variant
 from autoprec.trial.protocol import STEPS
 
@@ -266,10 +266,6 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
     Raises:
         StudyError: naming every field that differs.
     """
-    unknown = {"sources", "versions"} - stored.keys()  # of an AutoPrec that did not look at them
-    asked = {key: value for key, value in asked.items() if key not in unknown}
-    if _same_command(str(stored.get("script")), str(asked.get("script"))):
-        asked = {**asked, "script": stored["script"]}
     if canonical_json(stored) == canonical_json(asked):
         return
     was, now = stored.get("sources", {}), asked.get("sources", {})
@@ -290,15 +286,6 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
         where=where,
         fix="repeat the original options, under the versions of then, or start a new study with --study NAME",
     )
-
-
-def _same_command(stored: str, asked: str) -> bool:
-    """Compare two command lines; what either hides is the same: an earlier version knew other names of secrets."""
-    try:
-        pairs = list(zip(shlex.split(stored), shlex.split(asked), strict=True))
-    except ValueError:
-        return False
-    return all(was == now or HIDDEN in was or HIDDEN in now for was, now in pairs)
 
 
 def fewer_steps(seen: int, warmup: int) -> str:

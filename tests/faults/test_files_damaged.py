@@ -1,6 +1,5 @@
 """Truncated and flipped files of a search: refused with what, where and how to go on, or read as they were written."""
 
-import json
 import sqlite3
 from pathlib import Path
 
@@ -76,24 +75,6 @@ def test_a_row_that_is_gone_or_astray_is_refused(study: Path, statement: str) ->
     with pytest.raises(Exception, match=r"fix:|no setup") as caught:
         read_study(study)
     assert getattr(caught.value, "what", "")
-
-
-def test_a_study_from_before_checksums_is_read(study: Path) -> None:
-    expected = read_study(study)
-    connection = sqlite3.connect(study)
-    connection.execute("update study_user_attributes set value_json = ?", (json.dumps(expected[1]),))
-    wanted = "select trial_user_attribute_id, value_json from trial_user_attributes where key = 'record'"
-    rows = connection.execute(wanted).fetchall()
-    for identity, text in rows:
-        document = json.loads(text)
-        document.pop("checksum")
-        connection.execute(
-            "update trial_user_attributes set value_json = ? where trial_user_attribute_id = ?",
-            (json.dumps(document), identity),
-        )
-    connection.commit()
-    connection.close()
-    assert read_study(study) == expected
 
 
 def test_one_record_that_lost_its_checksum_is_refused(study: Path) -> None:

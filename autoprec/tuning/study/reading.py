@@ -38,7 +38,7 @@ def stored_records(url: str, name: str) -> list[Run]:
         raise StudyError(what, where=without_password(url), fix="is its server running?") from error
     found = [document for document in documents if isinstance(document, dict)]
     try:
-        return [Run.from_stored(document) if "checksum" in document else Run.from_json(document) for document in found]
+        return [Run.from_stored(document) for document in found]
     except (FileError, TypeError, ValueError) as error:
         what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
         raise StudyError(what, where=f"{without_password(url)}, study {name}", fix="put an intact copy back") from error

@@ -148,16 +148,13 @@ class StudyStore:
     def _load(self) -> list[Run]:
         """Return every stored run, or none: a study with a damaged trial would go on from what was never measured."""
         trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))
-        documents = [trial.user_attrs.get("record") for trial in trials]
-        # studies of AutoPrec before checksums have none at all; one record without, among others with, is damage
-        self._checked = any(isinstance(document, dict) and "checksum" in document for document in documents)
         out = []
-        for number, (trial, document) in enumerate(zip(trials, documents, strict=True)):
-            where = f"{self.url}, study {self.name}, trial {trial.number}"
+        for number, trial in enumerate(trials):
+            document, where = trial.user_attrs.get("record"), f"{self.url}, study {self.name}, trial {trial.number}"
             try:
                 if trial.number != number or not trial.state.is_finished() or not isinstance(document, dict):
                     raise FileError("is damaged: its record is missing", where=where)
-                out.append(Run.from_stored(document) if self._checked else Run.from_json(document))
+                out.append(Run.from_stored(document))
             except (FileError, TypeError, ValueError) as error:
                 what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
                 raise StudyError(what, where=where, fix=REPAIR) from error
@@ -172,8 +169,8 @@ class StudyStore:
             StudyError: it is damaged.
         """
         found = self._guarded(lambda: self._rdb.user_attrs).get("signature")
-        if not isinstance(found, dict) or not (self._checked or "checksum" in found):
-            return found if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return None
         where = f"{self.url}, study {self.name}, setup"
         try:
             return without_checksum(found, where=where)
