@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import hashlib
-import json
 import os
 import resource
 import socket
@@ -16,8 +14,6 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy
-from optuna.storages._rdb.models import MAX_INDEXED_STRING_LENGTH, TrialParamModel, TrialUserAttributeModel
-from optuna.trial import FrozenTrial
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 
@@ -59,46 +55,16 @@ def sqlite_file(url: str) -> Path | None:
     return Path(name) if parsed.get_backend_name() == "sqlite" and name not in ("", ":memory:") else None
 
 
-class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[misc]
-    """Optuna's RDB, which stores a finished trial's parameters and attributes in one statement each.
-
-    Both belong to the trial's own transaction. Optuna looks the earlier distribution of every parameter up in a query
-    of its own, and the trial before every attribute, which takes longer than all else that the driver does; a study of
-    ours has one distribution per parameter from the beginning.
-    """
+class _Storage(optuna.storages.RDBStorage):  # type: ignore[misc]
+    """Optuna's RDB; of a database that cannot be read the connection is closed all the same."""
 
     def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
         try:
             super().__init__(url, engine_kwargs=engine_kwargs)
         except BaseException:
-            if hasattr(self, "engine"):  # a database that cannot be read: its connection is closed all the same
+            if hasattr(self, "engine"):
                 self.engine.dispose()
             raise
-
-    def _get_prepared_new_trial(self, study_id: int, template_trial: FrozenTrial | None, session: Any) -> Any:
-        if template_trial is None:
-            return super()._get_prepared_new_trial(study_id, template_trial, session)
-        bare = copy.copy(template_trial)
-        bare.params, bare.distributions, bare.user_attrs = {}, {}, {}
-        trial = super()._get_prepared_new_trial(study_id, bare, session)
-        params = [
-            {
-                "trial_id": trial.trial_id,
-                "param_name": name,
-                "param_value": distribution.to_internal_repr(template_trial.params[name]),
-                "distribution_json": optuna.distributions.distribution_to_json(distribution),
-            }
-            for name, distribution in template_trial.distributions.items()
-            if len(name) <= MAX_INDEXED_STRING_LENGTH
-        ]
-        attributes = [
-            {"trial_id": trial.trial_id, "key": key, "value_json": json.dumps(value)}
-            for key, value in template_trial.user_attrs.items()
-        ]
-        for model, rows in ((TrialParamModel, params), (TrialUserAttributeModel, attributes)):
-            if rows:
-                session.execute(sqlalchemy.insert(model), rows)
-        return trial
 
 
 def open_storage(url: str) -> optuna.storages.RDBStorage:
@@ -109,7 +75,7 @@ def open_storage(url: str) -> optuna.storages.RDBStorage:
         settings = {"pool_pre_ping": True}
         if driver in ("psycopg2", "psycopg"):
             settings["connect_args"] = dict(_LIBPQ)
-    return TrialStorage(url, engine_kwargs=settings)
+    return _Storage(url, engine_kwargs=settings)
 
 
 def patiently(action: Callable[[], R], url: str, tell: Callable[[str], None], *, patience_s: float = PATIENCE_S) -> R:

@@ -1,11 +1,10 @@
 """The durable study: an in-memory Optuna study that is asked, and an RDB that holds every finished trial.
 
-Optuna's RDB costs one transaction per suggested parameter; a trial is written here as one finished
-``FrozenTrial`` instead, with all its parameters and figures (:class:`~.storage.TrialStorage`), so that a crash at any
-moment leaves only whole trials behind: none half-told, none RUNNING for ever. On resume the finished trials are
-replayed into a fresh in-memory study. Optuna's own plots, tables and dashboard read the database as any other's: a
-``COMPLETE`` trial is one that the sampler learned from; finalists lie beside as ``PRUNED``, references, which decide
-nothing, as ``FAIL`` (their ``status`` says ok).
+Optuna's RDB costs one transaction per suggested parameter; a trial is written here as one finished ``FrozenTrial``
+instead, with all its parameters and figures, so that a crash at any moment leaves only whole trials behind: none
+half-told, none RUNNING for ever. On resume the finished trials are replayed into a fresh in-memory study. Optuna's own
+plots, tables and dashboard read the database as any other's: a ``COMPLETE`` trial is one that the sampler learned from;
+finalists lie beside as ``PRUNED``, references, which decide nothing, as ``FAIL`` (their ``status`` says ok).
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ R = TypeVar("R")
 _FULL = ("disk is full", "No space left", "could not extend file")
 _GONE = ("unable to open database file", "readonly database", "disk I/O error")
 
+#: Characters of a parameter's name that Optuna's tables have room for; the record beside it has them all.
+_LONGEST_NAME = 512
 #: Kinds of records that the sampler learns from; references and finalists are stored beside them.
 LEARNED = ("preset", "search")
 
@@ -276,6 +277,8 @@ class StudyStore:
     def _frozen(self, record: Run, *, store: bool = False) -> FrozenTrial:
         known = getattr(self, "_distributions", {})
         params = {key: value for key, value in record.params.items() if key in known}
+        if store:
+            params = {key: value for key, value in params.items() if len(key) <= _LONGEST_NAME}
         values = self._values(record)
         state = TrialState.COMPLETE
         if values is None:
