@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from autoprec.export.base import Losses, Request
+from autoprec.export.naming import TORCH_DTYPES
 
 OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
 #: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
@@ -23,6 +24,8 @@ AUTOCAST = {
 IN_FORWARD = "the exported module, inside the model's forward"
 SCALER = "use torch.amp.GradScaler in the training loop"
 LOOKUP = {"embedding": "a lookup returns the weights' own precision"}
+#: Where the script is what runs the model under autocast.
+CAST_LOGITS = {"output": "the autocast dtype: cast the logits in the script"}
 _UNTOUCHED = "nothing is run in less than the script's own precision"
 _NONE: Mapping[str, str] = {}
 
@@ -37,6 +40,7 @@ def report_settings(
     lost: Mapping[str, str] = _NONE,
     autocast: bool = True,
     own: Collection[str] = (),
+    activations: str = "",
 ) -> None:
     """Say of everything that the policy says beside its layers who sees to it, or what happens instead.
 
@@ -47,8 +51,11 @@ def report_settings(
         lost: field -> what the target does instead, where it is not what stands there.
         autocast: the model runs under ``torch.autocast``, which keeps most operators in FP32.
         own: fields that the exporter reports itself.
+        activations: what the target has instead of the policy's activations, where it may be something else.
     """
     policy = request.policy
+    if activations and not activations.startswith(policy.activations):
+        losses.add(f"activations: {policy.activations}", activations)
     if (policy.loss_scaling == "dynamic") != scales:
         losses.add(f"loss_scaling: {policy.loss_scaling}", f"{'dynamic' if scales else 'none'}: {scaler}")
     if policy.operators.attention == policy.activations:
@@ -63,6 +70,12 @@ def report_settings(
             losses.kept[f"layers '{match}': {what}" if match else what] = by
         else:
             losses.add(what, lost.get(field, instead), match)
+
+
+def by_script(request: Request) -> str:
+    """Return whose the activations are where the exported files cannot set them."""
+    dtype = TORCH_DTYPES.get(request.policy.activations)
+    return f"as the script runs it: call torch.autocast('cuda', {dtype})" if dtype else ""
 
 
 def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 
-from autoprec.export.base import Losses, Request, RulePlan
+from autoprec.export.base import Losses, Request
 from autoprec.policy import LayerPlan, first_match
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe, Scaling
 
 
 def main_plan(request: Request) -> LayerPlan | None:
@@ -17,34 +17,31 @@ def main_plan(request: Request) -> LayerPlan | None:
     return max(scaled, key=lambda plan: counts[plan], default=None)
 
 
-def other_dtype(plan: LayerPlan, *dtypes: str) -> bool:
-    """Say whether some product of a layer asks for a plain format beside these."""
-    return any(recipe is not None and not recipe.scaled and recipe.format not in dtypes for recipe in plan.recipes)
-
-
 def current_scaling(scaling: Scaling) -> Scaling:
     """Return the scaling with the scale of each tensor's own amax instead of a delayed one."""
     plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
     return scaling.model_copy(update=plain)
 
 
-def lose_rule(losses: Losses, rule: RulePlan, instead: str) -> None:
-    """List a rule that a target runs differently."""
-    losses.add(rule.plan.describe(), instead, rule.match)
+def lose(losses: Losses, request: Request, lost: Callable[[LayerPlan, str], str], why: str = "") -> None:
+    """List what layers run instead of their plans: by rule what most of its layers run, the others by name.
 
-
-def lose_layers(losses: Losses, request: Request, lost: Mapping[str, str]) -> None:
-    """List what layers run instead of their plans (empty: the same): by rule, where all of its layers run the same."""
+    Args:
+        lost: (a plan, the name of its layer or "") -> what runs instead, in words; empty where it is the same.
+        why: the reason, behind the words.
+    """
     plans = request.plans()
-    decided: dict[str, dict[str, str]] = {}
+    decided: dict[str, dict[str, str]] = {rule.match: {} for rule in request.rules()}
     for name in plans:
         rule = first_match(request.policy.layers, name)
-        decided.setdefault(rule.match if rule else "*", {})[name] = lost.get(name, "")
+        decided[rule.match if rule else "*"][name] = lost(plans[name], name)
+    found = [] if plans else [(rule.plan, lost(rule.plan, ""), rule.match) for rule in request.rules()]
     for match, words in decided.items():
-        one = len(set(words.values())) == 1
-        for name, instead in list(words.items())[: 1 if one else None]:
-            if instead:
-                losses.add(plans[name].describe(), instead, match if one else name)
+        most = max(words.values(), key=[*words.values()].count, default="")
+        found += [(plans[name], words[name], match if words[name] == most else name) for name in words]
+    for plan, instead, match in found:
+        if instead:
+            losses.add(plan.describe(), f"{instead}: {why}" if why else instead, match)
 
 
 def fast_forward(recipe: Recipe) -> LayerPlan:
@@ -59,12 +56,19 @@ def fast_forward(recipe: Recipe) -> LayerPlan:
     return LayerPlan(fprop=recipe.model_copy(update={"accumulation": "fast"}) if fast else full, dgrad=full, wgrad=full)
 
 
-def changes(plan: LayerPlan, runs: LayerPlan) -> str:
-    """Return in words what a layer that should run ``plan`` runs instead; empty where it is the same."""
+def changes(plan: LayerPlan, runs: LayerPlan, dtype: str, asked: str = "") -> str:
+    """Return in words what a layer runs instead of its plan; empty where it is the same.
+
+    Args:
+        runs: what it runs; a product without a recipe is in high precision.
+        dtype: what high precision is there.
+        asked: the policy's activations, where the target has others and that is listed already.
+    """
     words: dict[str, list[str]] = {}
     for gemm, want, got in zip(GEMMS, plan.recipes, runs.recipes, strict=True):
-        for word in _changes(want, got, gemm):
-            words.setdefault(word, []).append(gemm)
+        plain = want is not None and want.format in (dtype, asked) and (gemm == "fprop" or want.output == "keep")
+        for word in _changes(None if got is None and plain else want, got, gemm):
+            words.setdefault(word or ("as the script wrote it" if dtype == KEEP else dtype), []).append(gemm)
     everywhere = [word for word, gemms in words.items() if len(gemms) == len(GEMMS)]
     some = [f"{word} in {' and '.join(gemms)}" for word, gemms in words.items() if len(gemms) < len(GEMMS)]
     return ", ".join(everywhere + some)
@@ -86,10 +90,11 @@ _FLAGS: tuple[tuple[str, str, tuple[Gemm, ...]], ...] = (
 
 
 def _changes(want: Recipe | None, got: Recipe | None, gemm: Gemm) -> list[str]:
+    """Return what differs, in words; the empty one is high precision."""
     if want == got:
         return []
     if want is None or got is None or want.format != got.format:
-        return ["the dtype of the activations" if got is None else got.describe().removesuffix(" fast")]
+        return ["" if got is None else got.describe().removesuffix(" fast")]
     a, b, words = want.canonical().scaling, got.canonical().scaling, []
     if a is not None and b is not None:
         if (a.granularity, a.scale) != (b.granularity, b.scale):

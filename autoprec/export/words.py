@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoprec.export.summary import changes, distance, other_dtype
+from autoprec.export.summary import changes, distance
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 
@@ -43,18 +43,9 @@ class Words:
             dtype: what products in high precision run in there.
             asked: the policy's activations, where the target has others and that is listed already.
         """
-        if not word:
-            high = "as the script wrote it" if dtype == KEEP else dtype
-            return high if plan.scaled or other_dtype(plan, dtype, asked or dtype) else ""
-        runs = self.plans[word]
-        same: dict[str, Any] = {g: None for g in GEMMS if runs.recipe(g) is None and _plain(plan.recipe(g), dtype)}
-        found = [changes(plan.model_copy(update=same), runs), self.besides.get(word, "")]
-        listed = ", ".join(filter(None, found))
-        return f"{self.said.format(word)}: {listed}" if listed else ""
-
-
-def _plain(recipe: Recipe | None, dtype: str) -> bool:
-    return recipe is not None and recipe.format == dtype and recipe.output == "keep"
+        found = changes(plan, self.plans.get(word, LayerPlan()), dtype, asked)
+        listed = ", ".join(filter(None, (found, self.besides.get(word, ""))))
+        return f"{self.said.format(word)}: {listed}" if word and listed else listed
 
 
 def as_rule(match: str, plan: LayerPlan, recipes: dict[str, Any]) -> dict[str, Any]:

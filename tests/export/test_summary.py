@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoprec.export import Request
-from autoprec.export.base import Loss, Losses, RulePlan
-from autoprec.export.summary import changes, distance, fast_forward, lose_layers, lose_rule, main_plan, other_dtype
+from autoprec.export.base import Losses
+from autoprec.export.summary import changes, distance, fast_forward, lose, main_plan
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.conformance.exporters import MODELS, POLICIES
@@ -25,11 +25,13 @@ def test_without_layers_rules_are_counted() -> None:
     assert main_plan(Request(policy)) == LayerPlan.uniform(policy.recipes["fp8_rowwise"])
 
 
-def test_a_product_in_another_dtype_is_found() -> None:
+def test_high_precision_is_the_dtype_of_the_target() -> None:
     fp8, bf16 = BUILTIN_RECIPES["fp8_tensorwise"], BUILTIN_RECIPES["bf16"]
-    assert not other_dtype(LayerPlan(fprop=fp8, wgrad=bf16), "bf16")
-    assert other_dtype(LayerPlan(fprop=fp8, wgrad=bf16), "fp16")
-    assert not other_dtype(LayerPlan(), "fp16"), "nothing is asked for"
+    plan, runs = LayerPlan(fprop=fp8, dgrad=fp8, wgrad=bf16), LayerPlan(fprop=fp8, dgrad=fp8)
+    assert changes(plan, runs, "bf16") == changes(plan, runs, "fp16", asked="bf16") == ""
+    assert changes(plan, runs, "fp16") == "fp16 in wgrad"
+    assert changes(plan, LayerPlan(), "keep") == "as the script wrote it"
+    assert changes(LayerPlan(), LayerPlan(), "fp16") == "", "nothing is asked for"
 
 
 def test_only_fprop_accumulates_fast_and_never_blocks() -> None:
@@ -49,28 +51,25 @@ def test_only_fprop_accumulates_fast_and_never_blocks() -> None:
 )
 def test_what_changed_is_said_in_words(want: str, got: str, words: str) -> None:
     plans = [LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in (want, got)]
-    assert changes(*plans) == words
+    assert changes(*plans, "bf16") == words
 
 
 def test_a_change_of_one_product_names_it() -> None:
     fp8 = BUILTIN_RECIPES["fp8_tensorwise"]
-    assert changes(LayerPlan.uniform(fp8), fast_forward(fp8)) == "fast accumulation in fprop"
+    assert changes(LayerPlan.uniform(fp8), fast_forward(fp8), "bf16") == "fast accumulation in fprop"
 
 
-def test_a_lost_rule_says_what_it_was() -> None:
-    losses = Losses()
-    lose_rule(losses, RulePlan("*head", LayerPlan(fprop=BUILTIN_RECIPES["bf16"])), "fp32")
-    assert losses.found == [Loss("fprop: bf16, dgrad: keep, wgrad: keep", "fp32", "*head")]
-
-
-def test_layers_lose_by_their_rule_where_all_of_them_lose_the_same() -> None:
+def test_layers_lose_by_their_rule_what_most_of_them_lose() -> None:
     request = Request(POLICIES["rowwise but the ends"], MODELS["vit"])
     losses = Losses()
-    lose_layers(losses, request, {name: "bf16" for name in MODELS["vit"] if "blocks" in name})
-    assert [(loss.match, loss.instead) for loss in losses.found] == [("*", "bf16")]
+    lose(losses, request, lambda _, name: "bf16" if "blocks" in name else "", "no words")
+    assert [(loss.match, loss.instead) for loss in losses.found] == [("*", "bf16: no words")]
     losses = Losses()
-    lose_layers(losses, request, {"blocks.0.qkv": "bf16", "head": "fp16"})
+    lose(losses, request, lambda _, name: {"blocks.0.qkv": "bf16", "head": "fp16"}.get(name, ""))
     assert {loss.match: loss.instead for loss in losses.found} == {"blocks.0.qkv": "bf16", "*head": "fp16"}
+    losses = Losses()
+    lose(losses, Request(request.policy), lambda plan, name: name or plan.describe())
+    assert [loss.match for loss in losses.found] == ["*head", "*embed", "0", "*"], "no layers are known: all rules"
 
 
 def test_a_product_that_is_scaled_in_one_plan_alone_is_further_than_any_other_difference() -> None:

@@ -42,10 +42,10 @@ def test_what_differs_is_said_and_what_does_not_is_not() -> None:
     )
     held = NAMED.plans["rowwise_with_gw_hp"].model_copy(update={"wgrad": BF16})
     assert "one scale per tensor for dgrad's weight" in NAMED.lost(held, "rowwise_with_gw_hp", "bf16")
-    assert "activations" not in NAMED.lost(held, "rowwise_with_gw_hp", "bf16"), "bf16 is what they are"
-    assert "dtype of the activations in wgrad" in NAMED.lost(held, "rowwise_with_gw_hp", "fp16")
+    assert "bf16" not in NAMED.lost(held, "rowwise_with_gw_hp", "bf16"), "bf16 is what it asks for"
+    assert "fp16 in wgrad" in NAMED.lost(held, "rowwise_with_gw_hp", "fp16")
     wide = held.model_copy(update={"wgrad": BUILTIN_RECIPES["bf16_fp32_output"]})
-    assert "dtype of the activations in wgrad" in NAMED.lost(wide, "rowwise_with_gw_hp", "bf16"), "FP32 sums are lost"
+    assert "bf16 in wgrad" in NAMED.lost(wide, "rowwise_with_gw_hp", "bf16"), "FP32 sums are lost"
 
 
 def test_without_a_word_a_layer_is_in_high_precision() -> None:

@@ -16,7 +16,7 @@ from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import IN_FORWARD, report_settings
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
 from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
-from autoprec.export.summary import changes, lose_rule, main_plan
+from autoprec.export.summary import changes, lose, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import GEMMS
 
@@ -75,11 +75,8 @@ def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, A
     """Return the fp8_config of the Transformer Engine backend, which converts every linear layer."""
     recipe = plan.scaled[0]
     runs = builtin_plan(recipe)
-    for rule in request.rules():
-        if rule.plan.scaled and (words := changes(rule.plan, runs)):
-            lose_rule(losses, rule, f"{words}: Transformer Engine's own")
-        elif not rule.plan.scaled and request.runs(rule.plan):
-            lose_rule(losses, rule, f"{recipe.describe()}: this backend converts every linear layer")
+    why = "the Transformer Engine backend runs its own recipe in every linear layer"
+    lose(losses, request, lambda plan, _: changes(plan, runs, "bf16", request.policy.activations), why)
     return {
         "backend": "TE",
         "fp8_format": fp8_format(recipe),
@@ -98,9 +95,9 @@ def write(request: Request, losses: Losses) -> Written:
     converts = main is not None and len(nearest_float8(main, policy.activations).plan.scaled) == len(GEMMS)
     fp16 = policy.activations == "fp16" and not (delayed or converts)
     kept = {"output": "accelerate casts the model's output to fp32", "attention": "" if delayed else IN_FORWARD}
-    report_settings(request, losses, "accelerate scales the loss under fp16, and only there", scales=fp16, kept=kept)
-    if (delayed or converts) and policy.activations != "bf16":
-        losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
+    eight = "bf16: accelerate's FP8 runs under bf16 autocast" if delayed or converts else ""
+    said = "accelerate scales the loss under fp16, and only there"
+    report_settings(request, losses, said, scales=fp16, kept=kept, activations=eight)
     if main is not None and delayed:
         if "operators.norm: fp32" in losses.kept:
             losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"

@@ -20,7 +20,7 @@ from autoprec.export.naming import header, substrings
 from autoprec.export.settings import report_settings
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.stacks.transformer_engine import builtin_plan
-from autoprec.export.summary import lose_layers, lose_rule, main_plan
+from autoprec.export.summary import lose, main_plan
 from autoprec.export.words import Words, as_rule
 from autoprec.policy import LayerPlan, dump_yaml, escape, glob_matches
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -103,15 +103,11 @@ def write(request: Request, losses: Losses) -> Written:
         return low, sum(bool(lost(plan, *setup.of(name))) for name, plan in plans.items())
 
     best = min(_setups(plans), key=cost)
-    lose_layers(losses, request, {name: lost(plan, *best.of(name)) for name, plan in plans.items()})
-    for rule in () if request.layers else request.rules():
-        if main is not None and rule.plan != main:
-            lose_rule(losses, rule, f"{main.describe()} (parts of names need layer names: pass --layers)")
-        elif words := lost(rule.plan, *best.of("")):
-            lose_rule(losses, rule, words)
-    if asked != "bf16":
-        losses.add(f"activations: {asked}", "bf16 (FSDP2's mixed precision)")
-    report_settings(request, losses, "Automodel scales no loss", kept=_KEPT, lost=_LOST, autocast=False)
+    why = "" if request.layers else "parts of names need layer names, pass --layers"
+    lose(losses, request, lambda plan, name: lost(plan, *best.of(name)), why)
+    mixed = "bf16 (FSDP2's mixed precision)"
+    said = "Automodel scales no loss"
+    report_settings(request, losses, said, kept=_KEPT, lost=_LOST, autocast=False, activations=mixed)
     document = {**best.sections, "model": {"torch_dtype": "float32", **best.sections.get("model", {})}}
     notes = ["merge the sections into your recipe; names of layers must be those of Automodel's model"]
     notes += [_SIXTEEN] if document.get("fp8", {}).get("enabled") else []

@@ -13,8 +13,8 @@ from autoprec.export.base import Loss, Losses, Request, Written
 from autoprec.export.naming import header
 from autoprec.export.settings import report_settings
 from autoprec.export.stacks.torchao import NAMED
-from autoprec.export.summary import lose_rule, main_plan, other_dtype
-from autoprec.policy import dump_yaml
+from autoprec.export.summary import lose, main_plan
+from autoprec.policy import LayerPlan, dump_yaml
 
 _ROUTERS = {"gate", "router"}
 _ENDS = "bf16: axolotl leaves the first and the last linear layer and routers out of FP8"
@@ -35,11 +35,17 @@ def write(request: Request, losses: Losses) -> Written:
     dtype = policy.activations
     if recipe:
         config |= {"fp8": True, "fp8_config": {"recipe": recipe}, "fp8_enable_fsdp_float8_all_gather": False}
-        if dtype != "bf16":
-            losses.add(f"activations: {dtype}", "bf16")
         dtype = "bf16"
     config |= {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
-    _rules(request, losses, recipe, dtype)
+    kept = left_out(request.layers) if recipe else []
+
+    def lost(plan: LayerPlan, name: str) -> str:
+        words = NAMED.lost(plan, "" if name in kept else recipe, dtype, policy.activations)
+        return _ENDS if words and name in kept else words
+
+    lose(losses, request, lost)
+    if recipe and not request.layers:
+        losses.add("FP8 in the first and the last linear layer", f"{_ENDS} (pass --layers to have them named)")
     if policy.execution != "keep":
         config["torch_compile"] = policy.execution == "compile"
     report_settings(
@@ -49,6 +55,7 @@ def write(request: Request, losses: Losses) -> Written:
         scales=dtype == "fp16",
         kept={"output": "accelerate casts the model's output to fp32", "execution": "torch_compile"},
         own=("optimizer", "gradients"),
+        activations=dtype,
     )
     _state(request, losses, dtype)
     notes = ["axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy"]
@@ -57,24 +64,6 @@ def write(request: Request, losses: Losses) -> Written:
         if policy.execution == "keep":
             notes.append("FP8 that is not compiled is often slower than bf16: consider torch_compile: true")
     return {"axolotl_precision.yaml": header(request, "axolotl") + dump_yaml(config)}, notes
-
-
-def _rules(request: Request, losses: Losses, recipe: str, dtype: str) -> None:
-    high = dtype.replace("keep", "the dtype that the script wrote")
-    kept = left_out(request.layers) if recipe else []
-    plans = request.plans()
-    for rule in request.rules():
-        if recipe and (not request.layers or any(plans[n] == rule.plan for n in plans if n not in kept)):
-            words = NAMED.lost(rule.plan, recipe, dtype)
-            if words:
-                lose_rule(losses, rule, words)
-        elif not recipe and (rule.plan.scaled or other_dtype(rule.plan, dtype)):
-            lose_rule(losses, rule, high)
-    for name in kept:
-        if plans[name].scaled or other_dtype(plans[name], dtype, request.policy.activations):
-            losses.add(plans[name].describe(), _ENDS, name)
-    if recipe and not request.layers:
-        losses.add("FP8 in the first and the last linear layer", f"{_ENDS} (pass --layers to have them named)")
 
 
 def _state(request: Request, losses: Losses, dtype: str) -> None:

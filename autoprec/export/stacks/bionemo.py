@@ -18,7 +18,7 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header
 from autoprec.export.settings import report_settings
 from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
-from autoprec.export.summary import lose_layers, lose_rule, other_dtype
+from autoprec.export.summary import lose
 from autoprec.export.words import Words, as_rule
 from autoprec.policy import LayerPlan, Policy, dump_yaml, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
@@ -79,15 +79,11 @@ def write(request: Request, losses: Losses) -> Written:
     for name, plan in plans.items():
         blocks.setdefault(_block(name), []).append(table.nearest(plan))
     words = {block: Counter(found).most_common(1)[0][0] for block, found in blocks.items() if block >= 0}
-    lose_layers(
-        losses, request, {n: table.lost(plan, words.get(_block(n), ""), "bf16", asked) for n, plan in plans.items()}
-    )
-    for rule in () if request.layers else request.rules():
-        if rule.plan.scaled or other_dtype(rule.plan, "bf16", asked):
-            lose_rule(losses, rule, "bf16 (layer_precision counts blocks: pass --layers)")
-    if asked != "bf16":
-        losses.add(f"activations: {asked}", "bf16: BioNeMo's Transformer Engine models train in bf16 as a whole")
-    report_settings(request, losses, "BioNeMo scales no loss", kept=_KEPT, lost=_LOST, autocast=False)
+    why = "" if request.layers else "layer_precision counts blocks, pass --layers"
+    lose(losses, request, lambda plan, name: table.lost(plan, words.get(_block(name), ""), "bf16", asked), why)
+    whole = "bf16: BioNeMo's Transformer Engine models train in bf16 as a whole"
+    said = "BioNeMo scales no loss"
+    report_settings(request, losses, said, kept=_KEPT, lost=_LOST, autocast=False, activations=whole)
     used = set(words.values())
     document: dict[str, Any] = {f"{word}_config": _config(word, table.plans[word].scaled[0])
                                 for word in table.plans if word in used}  # fmt: skip

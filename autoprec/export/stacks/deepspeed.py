@@ -11,7 +11,8 @@ from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.settings import report_settings
-from autoprec.export.summary import lose_rule, other_dtype
+from autoprec.export.summary import changes, lose
+from autoprec.policy import LayerPlan
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -32,12 +33,8 @@ def write(request: Request, losses: Losses) -> Written:
             "dtype": _DTYPES[dtype],
             "lower_precision_safe_modules": [] if gradients == "fp32" else _LINEAR,
         }
-    runs = dtype if dtype != "keep" else "as the script wrote it"
-    for rule in request.rules():
-        if rule.plan.scaled:
-            lose_rule(losses, rule, f"{runs} (DeepSpeed has no FP8 key)")
-        elif other_dtype(rule.plan, dtype):
-            lose_rule(losses, rule, f"{runs} (DeepSpeed's JSON knows no layers)")
+    lose(losses, request, lambda plan, _: changes(plan, LayerPlan(), dtype), "DeepSpeed's JSON knows no layers, no FP8")
+    layered = bool(losses.found)
     if gradients != "fp32":
         sent = dtype if dtype in _DTYPES else "bf16"
         if dtype not in _DTYPES:
@@ -53,6 +50,6 @@ def write(request: Request, losses: Losses) -> Written:
         own=("gradients",),
     )
     notes = ["merge into your DeepSpeed configuration; leave its bf16 and fp16 sections off"]
-    if any(not rule.plan.scaled and other_dtype(rule.plan, dtype) for rule in request.rules()):
+    if layered:
         notes.append("per-layer precision: call autoprec.load(policy).apply(model) before deepspeed.initialize")
     return {"ds_config.json": json.dumps(config, indent=2) + "\n"}, notes

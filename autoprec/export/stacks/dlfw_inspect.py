@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import TORCH_DTYPES, header, literal
-from autoprec.export.settings import SCALER, report_settings
+from autoprec.export.naming import header, literal
+from autoprec.export.settings import CAST_LOGITS, SCALER, by_script, report_settings
 from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
-from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
+from autoprec.export.summary import changes, lose, main_plan
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
 from autoprec.precision.recipes import GEMMS, Recipe
 
@@ -55,7 +55,7 @@ def _builtin(recipe: Recipe) -> str:
 def _switched(runs: LayerPlan, plan: LayerPlan) -> LayerPlan:
     """Return what a layer runs under a recipe with its own products switched off as the plan says."""
     pairs = zip(GEMMS, plan.recipes, runs.recipes, strict=True)
-    return LayerPlan(**{gemm: other if own is not None and own.scaled else own for gemm, own, other in pairs})
+    return LayerPlan(**{gemm: other for gemm, own, other in pairs if own is not None and own.scaled})
 
 
 def write(request: Request, losses: Losses) -> Written:
@@ -67,10 +67,6 @@ def write(request: Request, losses: Losses) -> Written:
     sections: dict[str, Any] = {}
     earlier: list[str] = []
     for index, rule in enumerate(rules):
-        if rule.plan.scaled and (words := changes(rule.plan, _switched(runs, rule.plan))):
-            lose_rule(losses, rule, f"{words}: one recipe per run, Transformer Engine's own")
-        if other_dtype(rule.plan, dtype):
-            lose_rule(losses, rule, "the dtype of the activations where FP8 is switched off")
         features = _features(rule.plan)
         if features:
             pattern = section_pattern(rule.match, earlier)
@@ -80,11 +76,9 @@ def write(request: Request, losses: Losses) -> Written:
                 "transformer_engine": features,
             }
         earlier.append(rule.match)
-    if dtype != "keep":
-        losses.add(
-            f"activations: {dtype}", f"as the script runs it: call torch.autocast('cuda', {TORCH_DTYPES[dtype]})"
-        )
-    report_settings(request, losses, SCALER, lost={"output": "the autocast dtype: cast the logits in the script"})
+    why = "one recipe per run, Transformer Engine's own"
+    lose(losses, request, lambda plan, _: changes(plan, _switched(runs, plan), dtype), why)
+    report_settings(request, losses, SCALER, lost=CAST_LOGITS, activations=by_script(request))
     notes = [
         "debug_api.initialize(config_file='dlfw_inspect.yaml', feature_dirs=[...]) before the first TE module, "
         "then debug_api.infer_and_assign_layer_names(model)",

@@ -13,7 +13,7 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import report_settings
 from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
-from autoprec.export.summary import changes, current_scaling, lose_rule, other_dtype
+from autoprec.export.summary import changes, current_scaling, lose
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
 
@@ -115,9 +115,9 @@ def write(request: Request, losses: Losses) -> Written:
     configs: dict[str, Any] = {}
     matchers: dict[str, Any] = {}
     flags = ["--fp16" if request.policy.activations == "fp16" else "--bf16"]
-    if request.policy.activations == "keep":
-        losses.add("activations: keep", "bf16: Megatron trains in bf16 or fp16 as a whole")
+    dtype = flags[0].removeprefix("--")
     delayed: Recipe | None = None
+    ran: dict[LayerPlan, LayerPlan] = {}
     for index, rule in enumerate(rules):
         runs = LayerPlan()
         if rule.plan.scaled:
@@ -126,10 +126,7 @@ def write(request: Request, losses: Losses) -> Written:
             if any(r.scaling is not None and r.scaling.scale == "delayed" for r in runs.scaled) and delayed is None:
                 delayed = first
                 flags += _delayed_flags(runs.scaled[0])
-            if words := changes(rule.plan, runs):
-                lose_rule(losses, rule, f"{words}: Megatron has one built-in recipe per layer, one delayed per run")
-        elif other_dtype(rule.plan, flags[0].removeprefix("--"), request.policy.activations):
-            lose_rule(losses, rule, flags[0].removeprefix("--"))
+        ran[rule.plan] = runs
         recipe = _training_recipe(runs)
         configs[names[rule.plan]] = {
             "transformer_engine_config_type": "TEQuantizationParams",
@@ -139,6 +136,12 @@ def write(request: Request, losses: Losses) -> Written:
         key = f"rule_{index:02d}" if index < len(rules) - 1 else "default"
         pattern = rule.match
         matchers[key] = {"config": names[rule.plan], "type": "glob", "pattern": pattern, "enabled": True}
+    lose(
+        losses,
+        request,
+        lambda plan, _: changes(plan, ran[plan], dtype, request.policy.activations),
+        "Megatron has one built-in recipe per layer, one delayed per run",
+    )
     flags += _operator_flags(request)
     flags += _state_flags(request, losses)
     flags.append("--te-precision-config-file te_precision_config.yaml")
@@ -146,11 +149,12 @@ def write(request: Request, losses: Losses) -> Written:
         request,
         losses,
         "Megatron scales the loss under --fp16, and only there",
-        scales=flags[0] == "--fp16",
+        scales=dtype == "fp16",
         kept=_KEPT,
         lost={"attention": "attention as Megatron runs it"},
         autocast=False,
         own=("optimizer", "gradients"),
+        activations=f"{dtype}: Megatron trains in bf16 or fp16 as a whole",
     )
     files = {
         "te_precision_config.yaml": header(request, "Megatron") + dump_yaml({"configs": configs, "matchers": matchers}),

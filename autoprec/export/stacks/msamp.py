@@ -12,7 +12,8 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.settings import SCALER, report_settings
 from autoprec.export.snippets import fill, shared
-from autoprec.export.summary import changes, fast_forward, lose_rule, other_dtype
+from autoprec.export.summary import fast_forward, lose
+from autoprec.export.words import Words
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.library import published
 
@@ -67,19 +68,13 @@ def write(request: Request, losses: Losses) -> Written:
         losses.add(f"communication.gradients: {policy.communication.gradients}", f"fp8 (MS-AMP {name})")
     rules = request.rules()
     names = name_plans(policy, rules)
-    own = fast_forward(published("msamp-o1").recipes["fp8_msamp"])
-    eight = []
-    for rule in rules:
-        if rule.plan.scaled:
-            eight.append(names[rule.plan])
-            if words := changes(rule.plan, own):
-                lose_rule(losses, rule, f"MS-AMP's own recipe: {words}")
-        elif other_dtype(rule.plan, policy.activations):
-            lose_rule(losses, rule, "the dtype of the activations")
+    own = Words("MS-AMP's own recipe", {"fp8": fast_forward(published("msamp-o1").recipes["fp8_msamp"])})
+    lose(losses, request, lambda plan, _: own.lost(plan, "fp8" if plan.scaled else "", policy.activations))
+    eight = {names[rule.plan] for rule in rules if rule.plan.scaled}
     wide = {"output": "the autocast dtype: cast the logits in the script"}
     report_settings(request, losses, SCALER, lost=wide, own=("optimizer", "gradients"))
     own_level = "O2" if name == "O3" else name
-    source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=own_level)
+    source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(eight)), LEVEL=own_level)
     source = fill(source, **shared(request))
     te = _runs_te([rule.plan for rule in rules])
     section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}

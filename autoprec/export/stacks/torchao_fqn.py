@@ -17,10 +17,10 @@ from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import TORCH_DTYPES, header
-from autoprec.export.settings import SCALER, report_settings
+from autoprec.export.naming import header
+from autoprec.export.settings import CAST_LOGITS, SCALER, by_script, report_settings
 from autoprec.export.stacks.torchao import NAMED
-from autoprec.export.summary import lose_rule
+from autoprec.export.summary import lose
 from autoprec.export.words import Words, as_rule
 from autoprec.policy import LayerPlan, escape, glob_regex
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
@@ -83,22 +83,17 @@ def write(request: Request, losses: Losses) -> Written:
     """Return ``fqn_to_config.json`` and ``precision_torchao_fqn.py``."""
     dtype = request.policy.activations
     found: dict[str, str] = {}
-    for rule in request.rules():
-        word, key = WORDS.nearest(rule.plan), "_default" if rule.match == "*" else f"re:{glob_regex(rule.match)}"
-        if words := WORDS.lost(rule.plan, word, dtype):
-            lose_rule(losses, rule, words)
-        elif word and key != "_default" and not request.layers:
-            lose_rule(losses, rule, "also what is inside of modules whose name the glob matches (pass --layers)")
-        if not request.layers:
-            found.setdefault(key, word)
     for name, plan in request.plans().items():
         found[name] = WORDS.nearest(plan) if request.kinds.get(name, "linear") == "linear" else ""
+    lose(losses, request, lambda plan, name: WORDS.lost(plan, found[name] if name else WORDS.nearest(plan), dtype))
+    for rule in () if request.layers else request.rules():
+        key = "_default" if rule.match == "*" else f"re:{glob_regex(rule.match)}"
+        word = found.setdefault(key, WORDS.nearest(rule.plan))
+        if word and key != "_default":
+            inside = "also what is inside of modules whose name the glob matches (pass --layers)"
+            losses.add(rule.plan.describe(), inside, rule.match)
     configs = {key: _config(word) for key, word in found.items() if word or key != "_default"}
-    if dtype != "keep":
-        losses.add(
-            f"activations: {dtype}", f"as the script runs it: call torch.autocast('cuda', {TORCH_DTYPES[dtype]})"
-        )
-    report_settings(request, losses, SCALER, lost={"output": "the autocast dtype: cast the logits in the script"})
+    report_settings(request, losses, SCALER, lost=CAST_LOGITS, activations=by_script(request))
     document = {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}
     files = {"fqn_to_config.json": json.dumps(document, indent=1) + "\n"}
     files["precision_torchao_fqn.py"] = header(request, "torchao FqnToConfig") + _BODY

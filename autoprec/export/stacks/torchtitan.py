@@ -13,9 +13,9 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import expert, header, literal, substrings
 from autoprec.export.settings import report_settings
 from autoprec.export.stacks.torchao import NAMED
-from autoprec.export.summary import lose_rule, main_plan, other_dtype
+from autoprec.export.summary import lose, main_plan
 from autoprec.export.words import Words
-from autoprec.policy import LayerPlan, glob_matches
+from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 #: Recipe names of torchtitan's Float8LinearConverter; the other converters have one recipe each.
@@ -65,13 +65,15 @@ _LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 
 def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_torchtitan.py``."""
-    made = _with_layers(request, losses) if request.layers else _without_layers(request, losses)
-    for rule in request.rules():
-        if not rule.plan.scaled and other_dtype(rule.plan, "bf16", request.policy.activations):
-            lose_rule(losses, rule, "bf16")
-    if request.policy.activations != "bf16":
-        losses.add(f"activations: {request.policy.activations}", "bf16 (torchtitan's mixed precision)")
-    report_settings(request, losses, "torchtitan scales no loss", kept=_KEPT, lost=_LOST, autocast=False)
+    policy = request.policy
+    plans = request.plans() or {"": main_plan(request) or LayerPlan()}
+    recipes = {name: nearest_converter(plan, name) for name, plan in plans.items()}
+    made = _converters(recipes)
+    why = "" if request.layers else "substrings need layer names, pass --layers"
+    lose(losses, request, lambda plan, name: _WORDS.lost(plan, recipes[name], "bf16", policy.activations), why)
+    mixed = "bf16 (torchtitan's mixed precision)"
+    said = "torchtitan scales no loss"
+    report_settings(request, losses, said, kept=_KEPT, lost=_LOST, autocast=False, activations=mixed)
     body = _NOTHING
     if made:
         imports = ", ".join(dict.fromkeys(cls for cls, _ in made))
@@ -84,20 +86,15 @@ def write(request: Request, losses: Losses) -> Written:
     return {"precision_torchtitan.py": header(request, "torchtitan") + body}, notes
 
 
-def _words(plan: LayerPlan, recipe: str) -> str:
-    return _WORDS.lost(plan, recipe, "bf16") if recipe or plan.scaled else ""
-
-
-def _with_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
-    plans = request.plans()
-    recipes = {name: nearest_converter(plan, name) for name, plan in plans.items()}
-    experts = [name for name in plans if expert(name)]
+def _converters(recipes: dict[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the converters for layers' recipes, which are changed to what layers get; a name "" is every layer."""
+    experts = [name for name in recipes if expert(name)]
     grouped = max(sorted({recipes[n] for n in experts}), key=[recipes[n] for n in experts].count) if experts else ""
     recipes |= dict.fromkeys(experts, grouped)
     made: list[tuple[str, dict[str, Any]]] = []
     for recipe in [*_FLOAT8, *_LINEAR]:
-        taken = [name for name in plans if recipes[name] == recipe and not expert(name)]
-        others = [name for name in plans if recipes[name] != recipe and not expert(name)]
+        taken = [name for name in recipes if recipes[name] == recipe and not expert(name)]
+        others = [name for name in recipes if recipes[name] != recipe and not expert(name)]
         if taken and recipe in _FLOAT8:
             skipped, stuck = substrings(others, taken)
             made.append(("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": skipped}))
@@ -106,30 +103,9 @@ def _with_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, 
         elif taken:
             listed, stuck = substrings(taken, others)
             if listed:
-                made.append((_LINEAR[recipe], {"fqns": listed}))
+                made.append((_LINEAR[recipe], {"fqns": [part for part in listed if part]}))
             recipes |= dict.fromkeys(stuck, "")
-    if grouped:
-        made.append((_EXPERTS[grouped], {}))
-    for name, plan in plans.items():
-        words = _words(plan, recipes[name])
-        if words and recipes[name] == nearest_converter(plan, name):
-            lose_rule(losses, next(r for r in request.rules() if glob_matches(r.match, name)), words)
-        elif words:
-            losses.add(plan.describe(), words, name)
-    return made
-
-
-def _without_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
-    main = main_plan(request)
-    recipe = nearest_converter(main) if main is not None else ""
-    for rule in request.rules():
-        if rule.plan == main and (words := _words(rule.plan, recipe)):
-            lose_rule(losses, rule, words)
-        elif main is not None and rule.plan != main:
-            lose_rule(losses, rule, f"{main.describe()} (substrings need layer names: pass --layers)")
-    if recipe in _FLOAT8:
-        return [("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": []})]
-    return [(_LINEAR[recipe], {"fqns": []})] if recipe else []
+    return [*made, (_EXPERTS[grouped], {})] if grouped else made
 
 
 def _call(cls: str, fields: dict[str, Any]) -> str:
