@@ -42,7 +42,7 @@ ROLES: dict[str, str] = {
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 #: Words of the path that say which half of a block a layer is in.
 _ATTENTION = re.compile(r"attn|attention|\bmha\b|\bsa\b")
-_CROSS = re.compile(r"encoder_attn|cross_?att|encdecatt|multihead_attn|\bca\b")
+_CROSS = re.compile(r"encoder_attn|cross_?att|encdecatt|multihead_attn|\bca\b|\bcross\b")
 _MIXER = re.compile(r"\b(mixer|ssm|mamba2?|linear_attn|delta_net)\b")
 _MLP = re.compile(r"\b(mlp|ffn?|feed_?forward|densereludense|intermediate|block_sparse_moe|moe)\b")
 _EXPERT, _SHARED = re.compile(r"\bexperts?\b"), re.compile(r"\bshared_experts?\b")

@@ -44,6 +44,7 @@ FAMILIES = {
         "layer.2.DenseReluDense.wi_0": "mlp.in",
         "layer.2.DenseReluDense.wo": "mlp.out",
     },
+    "cross": {"cross.q": "cross_attention.qkv", "cross.proj": "cross_attention.out"},
     "bart": {"encoder_attn.k_proj": "cross_attention.qkv", "fc1": "mlp.in", "fc2": "mlp.out"},
     "rwkv": {"attention.receptance": "attention.qkv", "feed_forward.value": "mlp.out"},
     "mamba": {"mixer.in_proj": "mixer.in", "mixer.x_proj": "mixer.inner", "mixer.out_proj": "mixer.out"},

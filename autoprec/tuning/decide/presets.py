@@ -7,7 +7,6 @@ layer size), and what was published for the family of the model. A study that en
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -18,12 +17,8 @@ from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
 from autoprec.tuning.decide.published import in_blocks, published_presets
 
-_MLP = re.compile(
-    r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)"
-)
-_ATTENTION = re.compile(
-    r"(^|[._])(attn|attention|self_attn|qkv|c_attn|[qkvo]_proj|in_proj|out_proj|query|key|value)([._]|$)"
-)
+#: First words of roles (:data:`autoprec.graph.roles.ROLES`): of layers that do attention, and of MLPs.
+_ATTENTION, _MLP = {"attention", "cross_attention"}, {"mlp", "expert", "shared_expert"}
 
 
 def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
@@ -87,14 +82,22 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    label, groups = _label(choice), problem.groups
-    edges, layers = _edge_blocks(problem), {layer.name: layer for layer in problem.report.layers}
-    other = _without(problem)
+    label, groups, other = _label(choice), problem.groups, _without(problem)
+    layers, found = {layer.name: layer for layer in problem.report.layers}, places(problem.report.layers)
+
+    def roles(group: GroupVariable) -> set[str]:
+        return {found[name].role.partition(".")[0] for name in group.layers}
+
+    def at_an_edge(group: GroupVariable) -> bool:
+        here = [found[name] for name in group.layers]
+        outside = any(flag in group.flags for flag in ("first", "head"))
+        return outside or any(place.blocks > 2 and place.block in (0, place.blocks - 1) for place in here)
+
     parts = {
         f"head {other}": [g for g in groups if "head" not in g.flags],
-        f"first and last block {other}": [g for g in groups if not _inside(g, edges)],
-        f"attention {other}": [g for g in groups if not _matches(g, _ATTENTION)],
-        "MLP only": [g for g in groups if _matches(g, _MLP)],
+        f"first and last block {other}": [g for g in groups if not at_an_edge(g)],
+        f"attention {other}": [g for g in groups if not roles(g) & _ATTENTION],
+        "MLP only": [g for g in groups if roles(g) & _MLP],
         "torchao filter": [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)],
     }
     parameters = {"execution": execution} if execution else {}
@@ -145,34 +148,6 @@ def _uniform(problem: Problem, choice: str, groups: Any, **parameters: Any) -> d
 def _label(choice: str) -> str:
     parsed = Choice.parse(choice)
     return parsed.recipe + "".join(f", {gemm} {recipe}" for gemm, recipe in parsed.gemms.items())
-
-
-def _matches(group: GroupVariable, pattern: re.Pattern[str]) -> bool:
-    return any(pattern.search(name) for name in group.layers)
-
-
-def _block(name: str) -> tuple[str, int] | None:
-    """Return (prefix, number) of the repeated block a layer lies in: its first numbered ancestor."""
-    parts = name.split(".")
-    for index, part in enumerate(parts[:-1]):
-        if part.isdigit():
-            return ".".join(parts[:index]), int(part)
-    return None
-
-
-def _edge_blocks(problem: Problem) -> set[tuple[str, int]]:
-    """Return the first and last block of every stack that has three blocks or more."""
-    stacks: dict[str, set[int]] = {}
-    for layer in problem.report.layers:
-        block = _block(layer.name)
-        if block:
-            stacks.setdefault(block[0], set()).add(block[1])
-    return {(p, n) for p, numbers in stacks.items() if len(numbers) > 2 for n in (min(numbers), max(numbers))}
-
-
-def _inside(group: GroupVariable, blocks: set[tuple[str, int]]) -> bool:
-    edge = any(flag in group.flags for flag in ("first", "head"))
-    return edge or any(_block(name) in blocks for name in group.layers)
 
 
 def torchao_filter(layer: Layer) -> bool:
