@@ -17,13 +17,14 @@ from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
-from autoprec.policy.space import Choice, SearchSpace, default_space, load_space
+from autoprec.policy.space import SearchSpace, default_space, load_space
 from autoprec.precision.hardware import Target, limit_bytes
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import Backends, Problem
+from autoprec.tuning.decide.rules import recipes_in
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
 
@@ -170,8 +171,7 @@ class Setup:
         """Return who runs the recipes of the space and why, for people; empty where nobody timed that."""
         if self.problem.backends is None or calibration is None:
             return ""
-        choices = [Choice.parse(name) for name in self.problem.choice_names]
-        used = {name for choice in choices for name in (choice.recipe, *choice.gemms.values())}
+        used = recipes_in(self.problem.choice_names)
         recipes = {name: recipe for name, recipe in self.space.all_recipes.items() if name in used}
         reasons = dict.fromkeys(row["reason"] for row in self.problem.backends(recipes, "keep").values())
         how = "compiled" if self.cost.compiled else "eager"

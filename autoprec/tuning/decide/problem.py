@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, StabilityPolicy, glob_matches
+from autoprec.policy import LayerPlan, ModelInfo, Policy, StabilityPolicy, glob_matches
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import KEEP, Recipe
-from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.decide.rules import GlobTable, layer_rules
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
@@ -333,14 +333,9 @@ class Problem:
         """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
         if not self._globs:
             self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
-        rules = []
         # what is 16 bit throughout is torch.autocast itself: what a person gets by writing it around the model
         assignment = {} if self.is_autocast(params) else self.assignment(params)
-        for glob, name in compact_rules(self._globs[0], assignment, KEEP) if assignment else ():
-            choice = Choice.parse(name)
-            # a rule that only exempts what no policy reaches (a recurrent kernel) matches nothing where it is applied
-            spare = not any(glob_matches(glob, name) for name in self.layer_names)
-            rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms), optional=spare))
+        rules = layer_rules(self._globs[0], assignment, self.layer_names) if assignment else []
         recipes = self.space.recipes_with(params)
         used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
         activations = params["activations"]

@@ -15,7 +15,7 @@ from typing import Any
 from autoprec.errors import AutoPrecError, PolicyMismatchError
 from autoprec.graph.report import GraphReport
 from autoprec.graph.roles import Place, places, shown
-from autoprec.policy import LayerRule, Policy, glob_matches
+from autoprec.policy import Policy
 from autoprec.policy.library import (
     PREFIX,
     SCALED,
@@ -26,10 +26,9 @@ from autoprec.policy.library import (
     published_names,
 )
 from autoprec.policy.space import Blocks, Choice
-from autoprec.precision.recipes import KEEP
 from autoprec.support.units import counted
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
-from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 
 #: Published policies that a search measures beside its other presets: each is a trial.
 MOST_PRESETS = 2
@@ -126,9 +125,7 @@ class _Matcher:
 
 
 def _low(entry: Published, choice: str) -> bool:
-    parsed = Choice.parse(choice)
-    names = {parsed.recipe, *parsed.gemms.values()} - {KEEP}
-    return any(entry.all_recipes[name].scaled for name in names)
+    return any(entry.all_recipes[name].scaled for name in recipes_in([choice]))
 
 
 def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str]) -> None:
@@ -186,25 +183,14 @@ def _rendered(entry: Published, report: GraphReport, choices: Mapping[str, str],
     """Return the policy in as few globs as say it exactly."""
     document = entry.around().to_dict() | {"model": dict(report.model), "evidence": dict(facts)}
     table, used, low = GlobTable([layer.name for layer in report.layers]), set(choices.values()), entry.use
-    document["layers"] = _rules(table, choices)
+    document["layers"] = layer_rules(table, choices, choices)
     if entry.tail is not None:
         late = Choice.parse(low).model_copy(update={"gemms": {**Choice.parse(low).gemms, **entry.tail.gemms}}).name
         changed = {name: late if choice == low else choice for name, choice in choices.items()}
-        document["phases"] = [{"from": entry.tail.start, "layers": _rules(table, changed)}]
+        document["phases"] = [{"from": entry.tail.start, "layers": layer_rules(table, changed, changed)}]
         used.add(late)
-    parts = [Choice.parse(choice) for choice in used]
-    recipes = {name for part in parts for name in (part.recipe, *part.gemms.values())} - {KEEP}
-    document["recipes"] = {name: entry.all_recipes[name].to_dict() for name in sorted(recipes)}
+    document["recipes"] = {name: entry.all_recipes[name].to_dict() for name in sorted(recipes_in(used))}
     return Policy.model_validate(document)
-
-
-def _rules(table: GlobTable, choices: Mapping[str, str]) -> list[LayerRule]:
-    """Return ordered rules; one that only exempts what no policy reaches may match nothing where it is applied."""
-    rules = []
-    for glob, name in compact_rules(table, choices, KEEP):
-        choice, spare = Choice.parse(name), not any(glob_matches(glob, layer) for layer in choices)
-        rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms), optional=spare))
-    return rules
 
 
 def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:

@@ -8,12 +8,14 @@ decided: a layer that no rule could name by a pattern gets a rule with its own n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.policy import escape, glob_matches
+from autoprec.policy import LayerRule, escape, glob_matches
+from autoprec.policy.space import Choice
+from autoprec.precision.recipes import KEEP
 
 
 def _candidates(name: str) -> set[str]:
@@ -87,6 +89,26 @@ def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str)
         rules.insert(0, (table.globs[tops[code]], choices[code]))
         current[table.matches[tops[code]] > 0] = code
     return _without_idle(table, rules, default)
+
+
+def layer_rules(table: GlobTable, choices: Mapping[str, str], reached: Collection[str]) -> list[LayerRule]:
+    """Return the rules of a policy that give every layer its choice by name, ``keep`` to those without one.
+
+    Args:
+        reached: layers that a policy reaches; a rule that only exempts others (a recurrent kernel) may match nothing
+            where the policy is applied.
+    """
+    rules = []
+    for glob, name in compact_rules(table, choices, KEEP):
+        choice, spare = Choice.parse(name), not any(glob_matches(glob, layer) for layer in reached)
+        rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms), optional=spare))
+    return rules
+
+
+def recipes_in(choices: Iterable[str]) -> set[str]:
+    """Return the names of the recipes that choices use, ``keep`` left out."""
+    parsed = [Choice.parse(choice) for choice in set(choices)]
+    return {name for one in parsed for name in (one.recipe, *one.gemms.values())} - {KEEP}
 
 
 def _without_idle(table: GlobTable, rules: list[tuple[str, str]], default: str) -> list[tuple[str, str]]:

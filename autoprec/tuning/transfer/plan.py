@@ -21,12 +21,12 @@ from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.roles import Place, places
-from autoprec.policy import LayerPlan, LayerRule, Policy
+from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.solver import IntVector, solve
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
 from autoprec.tuning.decide.problem import GroupVariable, Problem
-from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.counterparts import Counterparts, counterparts, refuse_unknown
 from autoprec.tuning.transfer.forecast import Forecast, Prediction
@@ -148,13 +148,9 @@ def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], r
         choices: layer -> choice name.
         recipes: by the names that the choices use.
     """
-    rules = []
-    for glob, name in compact_rules(GlobTable(names), choices, KEEP):
-        choice = Choice.parse(name)
-        rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms)))
-    used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
+    used = recipes_in(choices.values())
     document = policy.model_dump(by_alias=True) | {
-        "layers": tuple(rules),
+        "layers": tuple(layer_rules(GlobTable(names), choices, names)),
         "recipes": {name: recipes[name] for name in recipes if name in used},
         "default": KEEP,
         "phases": (),
@@ -186,7 +182,7 @@ class _Job:
         """The groups of the big model, and of the choices the proxy knows those that it can run."""
         table = self.proxy.table
         names = dict.fromkeys([*(table.choices if table is not None else ()), *self.proxy.choices.values(), KEEP])
-        known = [name for name in names if {*_recipes_in(name)} <= {*self.recipes, KEEP}]
+        known = [name for name in names if recipes_in([name]) <= {*self.recipes}]
         baseline = "bf16" if "bf16" in known else KEEP
         space = SearchSpace.model_validate(
             {
@@ -357,8 +353,3 @@ class _Job:
             baseline=self._estimate(plain),
             step=self._estimate(choices),
         )
-
-
-def _recipes_in(choice: str) -> tuple[str, ...]:
-    parsed = Choice.parse(choice)
-    return tuple(dict.fromkeys([parsed.recipe, *parsed.gemms.values()]))

@@ -14,12 +14,12 @@ from typing import Any
 from autoprec.graph.report import GraphReport
 from autoprec.graph.roles import places
 from autoprec.policy import OptimizerPolicy, Policy, first_match
-from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.forecast import segment_of
 from autoprec.tuning.transfer.plan import rendered
+from autoprec.tuning.transfer.proxy import choice_of_rule
 
 WHOLE = "whole policy"
 #: Measured over predicted gradient error from which on a prediction is called off.
@@ -113,7 +113,7 @@ def segments(policy: Policy, report: GraphReport) -> list[Segment]:
     choices: dict[str, str] = {}
     for group, layers in grouped.items():
         rule = first_match(policy.layers, layers[0])
-        choice = policy.default if rule is None else Choice(recipe=rule.recipe, gemms=dict(rule.gemms)).name
+        choice = choice_of_rule(policy, -1 if rule is None else policy.layers.index(rule))
         if choice != KEEP:
             name = segment_of(group, there, layers, choice)
             found.setdefault(name, []).extend(layers)

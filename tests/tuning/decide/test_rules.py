@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.policy import glob_matches
-from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.decide.rules import GlobTable, compact_rules, layer_rules, recipes_in
 
 NAMES = [f"h.{b}.{leaf}" for b in range(12) for leaf in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")] + ["lm_head"]
 TABLE = GlobTable(NAMES)
@@ -46,3 +46,12 @@ def test_names_with_glob_characters_are_taken_literally() -> None:
     assignment = {"a[0]": "x", "a0": "y", "b*c": "x", "bxc": "y"}
     rules = compact_rules(GlobTable(names), assignment, "keep")
     assert {name: outcome(rules, name, "keep") for name in names} == assignment
+
+
+def test_a_rule_that_exempts_what_no_policy_reaches_may_match_nothing() -> None:
+    choices = {name: "fp8/wgrad=bf16" for name in NAMES if name != "h.3.mlp.up"}
+    exempt, general = layer_rules(TABLE, choices, list(choices))
+    assert (exempt.match, exempt.recipe, exempt.optional) == ("h.3.mlp.up", "keep", True)
+    assert (general.recipe, general.gemms, general.optional) == ("fp8", {"wgrad": "bf16"}, False)
+    assert recipes_in([*choices.values(), "keep"]) == {"fp8", "bf16"}
+    assert not any(rule.optional for rule in layer_rules(TABLE, choices, NAMES))
