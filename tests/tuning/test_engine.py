@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from autoprec.cost.calibrate.cpu import FALLBACK
 from autoprec.errors import FileError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
@@ -194,7 +195,9 @@ def test_too_small_for_the_target_stays_without_a_single_trial(here: Path) -> No
     assert policy.default == "keep"
 
 
-def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path) -> None:
+def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rates of no machine: one that was measured beside a load may promise a gain on a step of microseconds."""
+    monkeypatch.setattr("autoprec.cost.calibrate.cpu._load", lambda *_: (FALLBACK, "modelled"))
     simulated = script(device="cpu", graph=simulated_graph(1, width=16, tokens=16))
     _, result = search(simulated, options(target="cpu", force=False))
     assert (result.verdict, trained(simulated)) == ("stay", [])

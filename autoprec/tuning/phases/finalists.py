@@ -331,11 +331,11 @@ class Race:
         """Make the next run that a decision still takes; false where it takes none.
 
         That is the gradient error of what is adopted (of those that are tied the safest was taken, by predicted ones),
-        a duel of what decides, a further seed of what a duel shows to be faster, and the safety pass.
+        a duel of what decides, a further seed of what a duel shows to be faster, the safety pass, and a second duel.
         """
         if decision.run is not None and self._measure_error(decision.run):
             return True
-        steps = (self._time_what_decides, self._seed_of_what_is_faster, self._take_back)
+        steps = (self._time_what_decides, self._seed_of_what_is_faster, self._take_back, self._time_again)
         return any(step(decision) for step in steps)
 
     def _why_nothing(self) -> Reason:
@@ -377,6 +377,13 @@ class Race:
             if best is not None and preset is not None and decision.chosen.speedup <= best.speedup * (1.0 + noise):
                 asked = [decision.run, preset, *asked]
         if not self.duels.time(asked):
+            return False
+        self.update()
+        return True
+
+    def _time_again(self, decision: Decision) -> bool:
+        """Time what would be adopted once more: it was picked as the fastest of those that were timed."""
+        if decision.run is None or not self.duels.time_again(decision.run):
             return False
         self.update()
         return True

@@ -138,3 +138,33 @@ def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
     assert "left no time to time beside" in result.cut_short
     assert made.ledger is not None
     assert made.ledger.elapsed() + 5.0 <= 1.25 * 80.0 + 0.5
+
+
+def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lucky duel of several makes what it favours 12 % faster than it is; a duel of that alone does not."""
+    real = SimulatedRunner._duel
+    spread = [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1]
+
+    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+        rounds = real(runner, spec).payload["duel"]["rounds"]
+        luck = 1.12 if len(spec.probes) > 1 else 1.0
+        noisy = [
+            {who: ms / (scale * luck if who else 1.0) for who, ms in r.items()}
+            for r, scale in zip(rounds, spread, strict=True)
+        ]
+        return TrialResult("ok", payload={"duel": {"rounds": noisy, "steps": 8, "refused": {}}})
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", duel)
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    assert result.verdict == "adopt"
+    first, second = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
+    assert 1.04 < first["speedup"] / second["speedup"] < 1.08, "half of the luck is gone"
+    assert result.best["speedup"] == pytest.approx(second["speedup"])
+
+
+def test_what_is_known_well_is_not_timed_again(here: Path) -> None:  # noqa: F811
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) == 1
