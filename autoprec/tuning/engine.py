@@ -41,7 +41,6 @@ from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import (
     emitted_policy,
-    explained,
     save_front,
     search_result,
     settled,
@@ -382,7 +381,7 @@ class Search:
     def _finish(
         self, setup: Setup, ledger: Ledger, answer: Decision, bound_speedup: float, *, one_worker: bool
     ) -> SearchResult:
-        path, answer = "", explained(setup, ledger, answer)
+        path = ""
         if answer.verdict != "undecided":
             policy = emitted_policy(setup, ledger, answer)
             path = self._emit(policy)

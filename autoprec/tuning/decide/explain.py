@@ -1,9 +1,9 @@
 """Why each kind of layer got its precision: facts from the tables and the trials.
 
-Nothing here decides; it reads what the decision used, as the finished trials left it. Facts are rows with a sentence
-each; equal layers of all blocks that got the same choice are one row. Errors are relative gradient errors, in units of
-the mini-batch gradient noise where that is known; times are of the target, measured or modelled as the tables are.
-Which decisions moved time and divergence most is a question for Optuna's own importances, of the study that it has.
+Nothing here decides; it reads what the decision used, times as they were fitted to the runs. Facts are rows with a
+sentence each; equal layers of all blocks that got the same choice are one row. Errors are relative gradient errors, in
+units of the mini-batch gradient noise where that is known; times are of the target, measured or modelled as the tables
+are. Which decisions moved time and divergence most is a question for Optuna's own importances of the study.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autoprec.policy.solver import FloatTable
-from autoprec.policy.space import Choice
 from autoprec.tuning.decide.problem import Params, Problem
-from autoprec.tuning.decide.sampler.posterior import LinearModel
-from autoprec.tuning.decide.sampler.prior import LayerTime, features_of, points_of
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.study.run import Run, error_text
+from autoprec.tuning.study.run import error_text
 
 #: What a choice has to gain of a group's time to be called faster: as much as the fit leaves of one run's time.
 _FASTER = 0.01
@@ -101,35 +97,18 @@ def _amount(error: float, noise: float | None) -> str:
 
 
 def explanation(
-    problem: Problem,
-    layer_time_ms: LayerTime,
-    table: SensitivityTable,
-    trials: Sequence[Run],
-    params: Params,
-    whole_ms: float | None = None,
+    problem: Problem, time_ms: FloatTable, table: SensitivityTable, params: Params, whole_ms: float | None = None
 ) -> dict[str, Any]:
     """Return the reasons behind a point as plain data.
 
     Args:
-        layer_time_ms: modelled milliseconds of a layer (by name) under a plan and an autocast dtype.
-        trials: what was tried, failures included.
-        whole_ms: what it saves of a step against the baseline, measured; None where times are modelled.
+        time_ms, whole_ms: as in :func:`explain_layers`.
 
     Returns:
         ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
         ``gradient_error``, ``error_share``, ``text``), those that save most first.
     """
-    times = _fitted_times(problem, _modelled_times(problem, layer_time_ms), table, trials)
-    return {"layers": merged(explain_layers(problem, params, times, table, whole_ms))[:MOST_REASONS]}
-
-
-def _fitted_times(problem: Problem, time_ms: FloatTable, table: SensitivityTable, trials: Sequence[Run]) -> FloatTable:
-    """Return ``[G, C]`` milliseconds by the sampler's model of times, which starts from a table, after the trials."""
-    time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
-    done = [run for run in trials if run.ok and math.isfinite(run["step_time_ms"])]
-    points = points_of(problem, [run.params for run in done], partial(table.parameter_error2, problem))
-    time.fit(points, np.array([run["step_time_ms"] for run in done], dtype=np.float64))
-    return time.mean()[0]
+    return {"layers": merged(explain_layers(problem, params, time_ms, table, whole_ms))[:MOST_REASONS]}
 
 
 def _kind(name: str) -> str:
@@ -168,13 +147,3 @@ def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:
         share = f"; together {row['saved_ms']:.3g} ms and {row['error_share']:.0%} of the error"
         why[name] = row["text"] + (share if row["layers"].endswith(")") and row["saved_ms"] else "")
     return {"why": why} if why else {}
-
-
-def _modelled_times(problem: Problem, layer_time_ms: LayerTime) -> FloatTable:
-    """Return ``[G, C]`` milliseconds by the cost model."""
-    recipes = problem.space.all_recipes
-    activations = str(problem.value(problem.params_of(problem.baseline), "activations"))
-    plans = {name: Choice.parse(name).plan(recipes) for name in problem.choice_names}
-    return np.asarray(
-        problem.table(lambda g, c: sum(layer_time_ms(layer, plans[c], activations) for layer in g.layers))
-    )

@@ -13,6 +13,7 @@ from typing import Any
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, save_policy
 from autoprec.policy.known_layers import known_layers
+from autoprec.policy.solver import FloatTable
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
@@ -20,6 +21,7 @@ from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import versions
 from autoprec.tuning.phases.measuring import with_gain
@@ -44,7 +46,7 @@ def settled(decision: Decision, ledger: Ledger) -> Decision:
         return decision
     cut = Reason("cut_short", {"what": list(ledger.cut_short)})
     if decision.verdict == "stay":
-        return replace(decision, verdict="undecided", reasons=(*decision.reasons, cut))
+        return replace(decision, verdict="undecided", reasons=(*decision.reasons, cut), explanation={})
     adopted, *others = decision.reasons
     so_far = replace(adopted, data=adopted.data | {"so_far": True})
     return replace(decision, reasons=(so_far, *others, cut))
@@ -175,15 +177,18 @@ def guard_for(policy: Policy) -> Guard:
     return Guard(metrics=tuple(GUARD_METRICS), thresholds=dict(GUARD_METRICS), fallback=fallback)
 
 
-def explained(setup: Setup, ledger: Ledger, decision: Decision) -> Decision:
-    """Return the decision with why each kind of layer got its precision, or keeps its own, as far as that is known."""
-    if ledger.table is None or decision.verdict == "undecided":
-        return decision
+def explained(
+    setup: Setup, ledger: Ledger, decision: Decision, table: SensitivityTable, time_ms: FloatTable
+) -> Decision:
+    """Return the decision with why each kind of layer got its precision, or keeps its own.
+
+    Args:
+        table, time_ms: gradient errors, and milliseconds ``[G, C]`` as they were fitted to the runs.
+    """
     problem = setup.problem
     params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
     whole_ms = _measured_saving(setup, ledger, decision) if setup.measured and decision.run is not None else None
-    why = explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params, whole_ms)
-    return replace(decision, explanation=why)
+    return replace(decision, explanation=explanation(problem, time_ms, table, params, whole_ms))
 
 
 def _measured_saving(setup: Setup, ledger: Ledger, decision: Decision) -> float:

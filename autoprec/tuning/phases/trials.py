@@ -25,6 +25,7 @@ from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, m
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.phases.answer import explained
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.setup import Setup
@@ -242,7 +243,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
         if (loop.expected() <= 0 or race.seedless) and not race.measured_whole():
             break
     loop.conclude()
-    return race.answer()
+    return explained(setup, ledger, race.answer(), table, expectation.time.mean()[0])
 
 
 def _sampler(
