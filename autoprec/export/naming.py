@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from autoprec.export.base import Losses, Request, RulePlan
+from autoprec.export.base import Request, RulePlan
 from autoprec.policy import LayerPlan, Policy, glob_regex
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
 
@@ -38,10 +38,8 @@ def name_plans(policy: Policy, rules: Iterable[RulePlan]) -> dict[LayerPlan, str
     return names
 
 
-def plain_dtype(rule: RulePlan, recipe: Recipe, losses: Losses) -> str:
+def plain_dtype(recipe: Recipe) -> str:
     """Return the source of the torch dtype in which a layer without a quantised product computes."""
-    if recipe.format == "tf32":
-        losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
     return TORCH_DTYPES.get(recipe.format, "torch.float32")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autoprec.export.base import Losses, Request
 from autoprec.policy import LayerPlan, first_match
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe, Scaling
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe, Scaling
 
 
 def main_plan(request: Request) -> LayerPlan | None:
@@ -42,6 +42,22 @@ def lose(losses: Losses, request: Request, lost: Callable[[LayerPlan, str], str]
     for plan, instead, match in found:
         if instead:
             losses.add(plan.describe(), f"{instead}: {why}" if why else instead, match)
+
+
+def fitted(plan: LayerPlan, near: Callable[[Recipe], Recipe], activations: str) -> LayerPlan:
+    """Return the nearest plan of a stack that has a recipe for each product of a layer, or one dtype for all of them.
+
+    Args:
+        near: a scaled recipe -> the nearest that the stack runs.
+        activations: the dtype of products in high precision, in a layer that has others.
+    """
+    recipes = [near(r) if r is not None and r.scaled else r for r in plan.recipes]
+    recipes = [BUILTIN_RECIPES["fp32"] if r is not None and r.format == "tf32" else r for r in recipes]
+    if any(r is not None and r.scaled for r in recipes):
+        recipes = [r if r is not None and r.scaled else None for r in recipes]
+    elif len({r.format if r else activations for r in recipes}) > 1:
+        recipes = [recipes[0]] * len(GEMMS)
+    return LayerPlan(**dict(zip(GEMMS, recipes, strict=True)))
 
 
 def fast_forward(recipe: Recipe) -> LayerPlan:

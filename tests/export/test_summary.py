@@ -6,7 +6,7 @@ import pytest
 
 from autoprec.export import Request
 from autoprec.export.base import Losses
-from autoprec.export.summary import changes, distance, fast_forward, lose, main_plan
+from autoprec.export.summary import changes, distance, fast_forward, fitted, lose, main_plan
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.conformance.exporters import MODELS, POLICIES
@@ -32,6 +32,14 @@ def test_high_precision_is_the_dtype_of_the_target() -> None:
     assert changes(plan, runs, "fp16") == "fp16 in wgrad"
     assert changes(plan, LayerPlan(), "keep") == "as the script wrote it"
     assert changes(LayerPlan(), LayerPlan(), "fp16") == "", "nothing is asked for"
+
+
+def test_a_layer_with_a_scaled_product_has_the_others_in_the_dtype_of_the_activations() -> None:
+    row, bf16, fp32, tf32 = (BUILTIN_RECIPES[name] for name in ("fp8_rowwise", "bf16", "fp32", "tf32"))
+    assert fitted(LayerPlan(fprop=row, dgrad=fp32), lambda _: row, "bf16") == LayerPlan(fprop=row)
+    assert fitted(LayerPlan(fprop=row, dgrad=fp32), lambda _: bf16, "bf16") == LayerPlan.uniform(bf16), "of its fprop"
+    assert fitted(LayerPlan(fprop=bf16), lambda _: row, "bf16") == LayerPlan(fprop=bf16), "all are the activations'"
+    assert fitted(LayerPlan.uniform(tf32), lambda _: row, "bf16") == LayerPlan.uniform(fp32)
 
 
 def test_only_fprop_accumulates_fast_and_never_blocks() -> None:

@@ -92,7 +92,7 @@ def write(request: Request, losses: Losses) -> Written:
     main = main_plan(request)
     delayed = main is not None and _delayed_everywhere(request, main)
     files: dict[str, str] = {}
-    converts = main is not None and len(nearest_float8(main, policy.activations).plan.scaled) == len(GEMMS)
+    converts = main is not None and len(nearest_float8(main, policy.activations).scaled) == len(GEMMS)
     fp16 = policy.activations == "fp16" and not (delayed or converts)
     kept = {"output": "accelerate casts the model's output to fp32", "attention": "" if delayed else IN_FORWARD}
     eight = "bf16: accelerate's FP8 runs under bf16 autocast" if delayed or converts else ""

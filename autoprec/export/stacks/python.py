@@ -11,36 +11,42 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.settings import IN_FORWARD, LOOKUP, SCALER, report_settings
+from autoprec.export.summary import changes, lose
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import GEMMS, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 
 _START = "# --- the policy ---"
 _END = "# --- the mechanics ---"
 _PLAIN = {"fp32", "bf16", "fp16"}
 
 
-def _recipe(recipe: Recipe | None, losses: Losses, match: str) -> dict[str, Any] | None:
+def _nearest_recipe(recipe: Recipe | None) -> Recipe | None:
+    if recipe is None or recipe.format in (*_PLAIN, "fp8"):
+        return recipe
+    return BUILTIN_RECIPES["fp32" if recipe.format == "tf32" else "bf16"]
+
+
+def _recipe(recipe: Recipe | None) -> dict[str, Any] | None:
+    """Return a recipe as the module reads it."""
     if recipe is None:
         return None
-    if recipe.format in _PLAIN:
+    if recipe.scaling is None or recipe.operands is None:
         return {"format": recipe.format} | ({"output": "fp32"} if recipe.output == "fp32" else {})
-    if recipe.format == "fp8" and recipe.scaling is not None and recipe.operands is not None:
-        out: dict[str, Any] = {"format": "fp8", **recipe.operands.model_dump()}
-        out |= {k: v for k, v in recipe.scaling.model_dump().items() if k in recipe.to_dict()["scaling"]}
-        return out | ({"accumulation": "fast"} if recipe.accumulation == "fast" else {})
-    instead = "fp32" if recipe.format == "tf32" else "bf16"
-    losses.add(f"recipe {recipe.describe()}", f"{instead} (the module knows fp32, bf16, fp16 and fp8)", match)
-    return {"format": instead}
+    out: dict[str, Any] = {"format": "fp8", **recipe.operands.model_dump()}
+    out |= {k: v for k, v in recipe.scaling.model_dump().items() if k in recipe.to_dict()["scaling"]}
+    return out | ({"accumulation": "fast"} if recipe.accumulation == "fast" else {})
 
 
 def standalone_source(request: Request, losses: Losses) -> str:
     """Return the module's text: the mechanics of :mod:`.standalone` with this policy's tables."""
     rules = request.rules()
     names = name_plans(request.policy, rules)
-    plans: dict[str, Any] = {}
-    for rule in rules:
-        if not rule.plan.keeps:
-            plans[names[rule.plan]] = _plan(rule.plan, losses, rule.match)
+    runs = {rule.plan: LayerPlan(**{gemm: _nearest_recipe(rule.plan.recipe(gemm)) for gemm in GEMMS}) for rule in rules}
+    why = "the module knows fp32, bf16, fp16 and fp8"
+    lose(losses, request, lambda plan, _: changes(plan, runs[plan], request.policy.activations), why)
+    plans = {
+        names[plan]: {gemm: _recipe(one.recipe(gemm)) for gemm in GEMMS} for plan, one in runs.items() if not plan.keeps
+    }
     own = resources.files("autoprec.export").joinpath("standalone.py").read_text(encoding="utf-8")
     before, rest = own.split(_START, 1)
     ruler, after = rest.split(_END, 1)[0].split("\n", 1)[0], rest.split(_END, 1)[1]
@@ -58,10 +64,6 @@ def standalone_source(request: Request, losses: Losses) -> str:
         f"PROTECTED: tuple[str, ...] = {protected}  # computed in fp32 under autocast: softmax, norm, loss, output\n"
     )
     return header(request, "Plain PyTorch") + before + table + _END + after
-
-
-def _plan(plan: LayerPlan, losses: Losses, match: str) -> dict[str, Any]:
-    return {gemm: _recipe(recipe, losses, match) for gemm, recipe in zip(GEMMS, plan.recipes, strict=True)}
 
 
 def write(request: Request, losses: Losses) -> Written:

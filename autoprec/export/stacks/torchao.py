@@ -7,13 +7,13 @@ torchao fills in its dtype in place, so every one is written out with an explici
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans, plain_dtype, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
-from autoprec.export.summary import current_scaling, fast_forward
+from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
 from autoprec.export.words import Words
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
@@ -40,52 +40,25 @@ NAMED = Words(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What torchao can run of a plan: the plan, and what had to change."""
+def nearest_float8(plan: LayerPlan, activations: str = "bf16") -> LayerPlan:
+    """Return the nearest plan that torchao runs under such activations: of one dtype for each operand."""
+    near = fitted(plan, _nearest_recipe, activations)
+    first = next(iter(near.scaled), None)
+    alike: dict[str, Any] = {
+        gemm: recipe.model_copy(update={"operands": first.operands, "scaling": first.scaling})
+        for gemm, recipe in zip(GEMMS, near.recipes, strict=True)
+        if recipe in near.scaled and first is not None and not _agrees(recipe, first)
+    }
+    return near.model_copy(update=alike)
 
-    plan: LayerPlan
-    changes: tuple[str, ...] = ()
 
-
-def _nearest_recipe(recipe: Recipe | None) -> tuple[Recipe | None, str]:
-    if recipe is None or not recipe.scaled:
-        return recipe, ""
+def _nearest_recipe(recipe: Recipe) -> Recipe:
     if recipe.format != "fp8" or recipe.scaling is None:
-        return BUILTIN_RECIPES["bf16"], "bf16"
-    if recipe.scaling.granularity == "block":
-        near = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"granularity": "row"})})
-        return near, near.describe()
-    if recipe.scaling.scale == "delayed":
-        near = recipe.model_copy(update={"scaling": current_scaling(recipe.scaling)})
-        return near, f"{near.describe()} with current scaling"
-    return recipe, ""
-
-
-def nearest_float8(plan: LayerPlan, activations: str = "bf16") -> Fit:
-    """Return the nearest plan that torchao runs under such activations."""
-    recipes, changed = [], []
-    for gemm, recipe in zip(GEMMS, plan.recipes, strict=True):
-        near, change = _nearest_recipe(recipe)
-        recipes.append(near)
-        if change:
-            changed.append(f"{gemm} in {change}")
-    if len(changed) == len(GEMMS) and len(set(recipes)) == 1:
-        changed = [changed[0].removeprefix("fprop in ")]
-    scaled = [r for r in recipes if r is not None and r.scaled]
-    if not scaled:
-        if len({r.format if r else activations for r in recipes}) > 1:
-            changed.append("the whole layer in the precision of its fprop")
-            recipes = [recipes[0]] * 3
-        return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changed))
-    if any(r is not None and not r.scaled and r.format != activations for r in plan.recipes):
-        changed.append("products in high precision run in the dtype of the activations")
-    first = scaled[0]
-    for index, recipe in enumerate(recipes):
-        if recipe in scaled and recipe is not None and not _agrees(recipe, first):
-            recipes[index] = recipe.model_copy(update={"operands": first.operands, "scaling": first.scaling})
-            changed.append(f"{GEMMS[index]} in {first.describe()}")
-    return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changed))
+        return BUILTIN_RECIPES["bf16"]
+    scaling = current_scaling(recipe.scaling).model_copy(update={"amax_epsilon": 0.0})
+    if scaling.granularity == "block":
+        scaling = scaling.model_copy(update={"granularity": "row"})
+    return recipe.model_copy(update={"scaling": scaling})
 
 
 def _agrees(a: Recipe, b: Recipe) -> bool:
@@ -134,19 +107,11 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
     """Return (FP8 plan name -> config source, plain plan name -> torch dtype, rule table); fill in the losses."""
     rules = request.rules()
     names = name_plans(request.policy, rules)
-    eight: dict[str, str] = {}
-    plain: dict[str, str] = {}
-    for rule in rules:
-        fit = nearest_float8(rule.plan, request.policy.activations)
-        for change in fit.changes:
-            losses.add(rule.plan.describe(), change, rule.match)
-        for recipe in fit.plan.recipes:
-            if recipe is not None and recipe.scaling is not None and recipe.scaling.amax_epsilon:
-                losses.add("amax_epsilon", "torchao's own 1e-12", rule.match)
-        if fit.plan.scaled:
-            eight[names[rule.plan]] = float8_config(fit.plan)
-        elif fit.plan.fprop is not None:
-            plain[names[rule.plan]] = plain_dtype(rule, fit.plan.fprop, losses)
+    activations = request.policy.activations
+    runs = {rule.plan: nearest_float8(rule.plan, activations) for rule in rules}
+    lose(losses, request, lambda plan, _: changes(plan, runs[plan], activations))
+    eight = {names[plan]: float8_config(one) for plan, one in runs.items() if one.scaled}
+    plain = {names[plan]: plain_dtype(one.fprop) for plan, one in runs.items() if not one.scaled and one.fprop}
     return eight, plain, rule_table(rules, names)
 
 

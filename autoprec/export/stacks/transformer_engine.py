@@ -6,14 +6,14 @@ around the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal, name_plans, plain_dtype, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
-from autoprec.export.summary import current_scaling, fast_forward
+from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
 
@@ -21,57 +21,28 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Ge
 _OLDEST = "2.19"
 
 
-def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, str]:
-    """Return what TE runs instead of a recipe, and in words what changed."""
-    if recipe is None or not recipe.scaled:
-        return recipe, ""
+def _nearest_recipe(recipe: Recipe, mixed: bool = False) -> Recipe:
+    """Return what TE runs instead of a scaled recipe; delayed scaling is not offered in a layer of ``mixed`` ones."""
     if recipe.format == "int8":
-        return BUILTIN_RECIPES["bf16"], "bf16"
+        return BUILTIN_RECIPES["bf16"]
     if recipe.format != "fp8" or recipe.scaling is None or recipe.operands is None:
-        return recipe, ""
-    scaling, changes = recipe.scaling, []
-    if scaling.granularity == "row":
-        scaling = scaling.model_copy(update={"granularity": "tensor"})
-        changes.append("one scale per tensor (Transformer Engine has none per row)")
-    if scaling.scale == "delayed":
+        return recipe
+    change: dict[str, Any] = {"granularity": "tensor"} if recipe.scaling.granularity == "row" else {}
+    if recipe.scaling.scale == "delayed":
         pair = (recipe.operands.input, recipe.operands.weight, recipe.operands.grad_output)
         if mixed or pair not in (("e4m3", "e4m3", "e4m3"), ("e4m3", "e4m3", "e5m2")):
-            why = "inside a layer of mixed precision" if mixed else "for this mix of formats"
-            scaling = current_scaling(scaling)
-            changes.append(f"current scaling ({why} delayed scaling is not offered)")
-        elif scaling.power_of_2:
-            scaling = scaling.model_copy(update={"power_of_2": False})
-            changes.append("scales that are not powers of two")
-        if scaling.scale == "delayed" and scaling.amax_epsilon:
-            scaling = scaling.model_copy(update={"amax_epsilon": 0.0})
-            changes.append("no amax_epsilon")
-    if scaling.granularity == "block" and recipe.accumulation == "fast":
-        recipe = recipe.model_copy(update={"accumulation": "full"})
-        changes.append("full accumulation")
-    return recipe.model_copy(update={"scaling": scaling}), " and ".join(changes)
+            return recipe.model_copy(update={"scaling": current_scaling(recipe.scaling)})
+        change |= {"power_of_2": False, "amax_epsilon": 0.0}
+    near = {"scaling": recipe.scaling.model_copy(update=change)}
+    full = {"accumulation": "full"} if recipe.scaling.granularity == "block" else {}
+    return recipe.model_copy(update=near | full)
 
 
-def _kinds(plan: LayerPlan) -> set[Recipe | None]:
-    """Return the recipes of a layer but for their accumulators, which are not a part of how an operand is quantised."""
-    return {recipe and recipe.model_copy(update={"accumulation": "full"}) for recipe in plan.recipes}
-
-
-def nearest_te(plan: LayerPlan, activations: str = "bf16") -> tuple[LayerPlan, tuple[str, ...]]:
-    """Return the nearest plan that the factory expresses under such activations, and what changed."""
-    mixed = len(_kinds(plan)) > 1
-    recipes, changes = [], []
-    for recipe in plan.recipes:
-        near, change = _nearest_recipe(recipe, mixed)
-        recipes.append(near)
-        if change:
-            changes.append(change)
-    if any(r is not None and r.scaled for r in recipes):
-        if any(r is not None and not r.scaled and r.format != activations for r in plan.recipes):
-            changes.append("products in high precision run in the dtype of the activations")
-    elif len({r.format if r else activations for r in recipes}) > 1:
-        recipes = [recipes[0]] * 3
-        changes.append("the whole layer in the precision of its fprop")
-    return LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(dict.fromkeys(changes))
+def nearest_te(plan: LayerPlan, activations: str = "bf16") -> LayerPlan:
+    """Return the nearest plan that the factory expresses under such activations."""
+    # accumulators are not a part of how an operand is quantised
+    kinds = {recipe and recipe.model_copy(update={"accumulation": "full"}) for recipe in plan.recipes}
+    return fitted(plan, lambda recipe: _nearest_recipe(recipe, len(kinds) > 1), activations)
 
 
 def builtin_plan(recipe: Recipe) -> LayerPlan:
@@ -79,8 +50,8 @@ def builtin_plan(recipe: Recipe) -> LayerPlan:
 
     What it has no recipe for runs in bf16.
     """
-    near, _ = _nearest_recipe(recipe, False)
-    if near is None or near.format not in ("fp8", "mxfp8", "nvfp4"):
+    near = _nearest_recipe(recipe) if recipe.scaled else recipe
+    if not near.scaled:
         return LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
     if near.operands is None:
         return LayerPlan.uniform(near)
@@ -92,20 +63,19 @@ def builtin_plan(recipe: Recipe) -> LayerPlan:
     return fast_forward(near)
 
 
-def _accumulates(plan: LayerPlan) -> dict[str, bool]:
-    """Return GEMM -> full accumulation, for those whose accumulator is a choice."""
-    return {
-        gemm: recipe.accumulation == "full"
-        for gemm, recipe in zip(GEMMS, plan.recipes, strict=True)
-        if recipe is not None and recipe.format == "fp8"
+def _accumulators(plans: Collection[LayerPlan]) -> dict[Gemm, bool]:
+    """Return GEMM -> full accumulation, of which one recipe object has one word: in full where layers differ."""
+    found = {
+        gemm: [r for plan in plans if (r := plan.recipe(gemm)) is not None and r.format == "fp8"] for gemm in GEMMS
     }
+    return {gemm: not used or any(r.accumulation == "full" for r in used) for gemm, used in found.items()}
 
 
-def _accumulators(plans: Iterable[LayerPlan]) -> dict[str, bool]:
-    """Return what one recipe object accumulates in, which has one word per GEMM: in full where layers differ."""
-    wanted = [_accumulates(plan) for plan in plans]
-    return {gemm: any(one.get(gemm, False) for one in wanted) or not any(gemm in one for one in wanted)
-            for gemm in GEMMS}  # fmt: skip
+def _accumulating(plan: LayerPlan, full: Mapping[Gemm, bool]) -> LayerPlan:
+    pairs = zip(GEMMS, plan.recipes, strict=True)
+    return plan.model_copy(
+        update={gemm: r.model_copy(update={"accumulation": "full"}) for gemm, r in pairs if r and full[gemm]}
+    )
 
 
 def delayed_words(recipe: Recipe) -> dict[str, Any]:
@@ -291,26 +261,17 @@ def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_te.py``."""
     rules = request.rules()
     names = name_plans(request.policy, rules)
-    near = {rule.plan: nearest_te(rule.plan, request.policy.activations) for rule in rules}
-    full = _accumulators(plan for plan, _ in near.values())
-    specs: dict[str, Any] = {}
-    plain: dict[str, str] = {}
+    activations = request.policy.activations
+    near = {rule.plan: nearest_te(rule.plan, activations) for rule in rules}
+    full = _accumulators(near.values())
+    runs = {plan: _accumulating(one, full) for plan, one in near.items()}
+    lose(losses, request, lambda plan, _: changes(plan, runs[plan], activations))
+    specs = {names[plan]: slot_specs(one) for plan, one in runs.items() if one.scaled}
+    plain = {names[plan]: plain_dtype(one.fprop) for plan, one in runs.items() if not one.scaled and one.fprop}
     notes = [
         "precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ...",
         f"precision_te.py needs Transformer Engine {_OLDEST} or newer",
     ]
-    for rule in rules:
-        plan, changes = near[rule.plan]
-        for change in changes:
-            losses.add(rule.plan.describe(), change, rule.match)
-        name = names[rule.plan]
-        if plan.scaled:
-            specs[name] = slot_specs(plan)
-            for gemm, wanted in _accumulates(plan).items():
-                if wanted != full[gemm]:
-                    losses.add(rule.plan.describe(), f"full accumulation in {gemm}: one choice per run", rule.match)
-        elif plan.fprop is not None:
-            plain[name] = plain_dtype(rule, plan.fprop, losses)
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
     common = {**shared(request), "RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP}
     top = header(request, "Transformer Engine")

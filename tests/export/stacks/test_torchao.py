@@ -96,17 +96,14 @@ def test_a_product_in_high_precision_trains_and_agrees_with_apply(high: tuple[st
 
 def test_the_nearest_plan_has_one_dtype_per_operand_and_current_scales() -> None:
     row, tensor, bf16 = (BUILTIN_RECIPES[name] for name in ("fp8_rowwise", "fp8_tensorwise", "bf16"))
-    assert nearest_float8(LayerPlan.uniform(row)).changes == ()
+    assert nearest_float8(LayerPlan.uniform(row)) == LayerPlan.uniform(row)
     blocks = nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["fp8_block"]))
-    assert [r.scaling.granularity for r in blocks.plan.scaled if r.scaling] == ["row"] * 3
+    assert [r.scaling.granularity for r in blocks.scaled if r.scaling] == ["row"] * 3
     delayed = nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
-    assert {r.scaling.scale for r in delayed.plan.scaled if r.scaling} == {"current"}
-    assert delayed.changes[0].endswith("with current scaling")
+    assert {r.scaling.scale for r in delayed.scaled if r.scaling} == {"current"}
     mixed = nearest_float8(LayerPlan(fprop=row, dgrad=tensor, wgrad=bf16))
-    assert mixed.plan.dgrad is not None
-    assert mixed.plan.dgrad.operands == row.operands
-    assert mixed.changes == (f"dgrad in {row.describe()}",)
-    assert nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["nvfp4"])).plan == LayerPlan.uniform(bf16)
+    assert mixed == LayerPlan(fprop=row, dgrad=row, wgrad=None), "in the dtype of the activations"
+    assert nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["nvfp4"])) == LayerPlan.uniform(bf16)
 
 
 NAMES = ("fp8_tensorwise", "bf16")
