@@ -17,6 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from autoprec.errors import FileError
+from autoprec.export.stacks.megatron import NAMES
+from autoprec.export.stacks.transformer_engine import read_recipe
 from autoprec.policy import Policy, escape, policy_from_dict
 from autoprec.policy.library import published
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
@@ -171,30 +173,14 @@ def _bool(value: Any, where: str) -> bool:
     raise FileError(f"{where} is {value!r}, not true or false", fix="write a YAML list: [false, false, true]")
 
 
-def _int(value: Any, where: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise FileError(f"{where} is {value!r}, not an integer")
-
-
 def _te_recipe(keys: Mapping[str, Any], notes: list[str], history: int, algo: str) -> dict[str, Any]:
     """Return (the body of) a policy from TE's DelayedScaling keys; defaults are the reading library's own."""
     if keys.get("use_mxfp8_block_scaling"):
-        return {"recipes": {"mxfp8": {"format": "mxfp8"}}, "default": "mxfp8", "activations": "bf16"}
-    form = str(keys.get("fp8_format", "HYBRID")).upper()
-    if form not in ("HYBRID", "E4M3"):
-        raise FileError(f"fp8_format {form} is not trainable", fix="use HYBRID or E4M3")
+        return {"recipes": {"mxfp8": read_recipe("mxfp8", "E4M3")}, "default": "mxfp8", "activations": "bf16"}
     if keys.get("interval", 1) != 1:
         notes.append(f"interval {keys['interval']}: Transformer Engine ignores it since 1.8; left out")
-    scaling = {
-        "granularity": "tensor",
-        "scale": "delayed",
-        "margin": _int(keys.get("margin", 0), "margin"),
-        "amax_history_len": _int(keys.get("amax_history_len", history), "amax_history_len"),
-        "amax_compute_algo": str(keys.get("amax_compute_algo", algo)).lower(),
-    }
-    operands = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2" if form == "HYBRID" else "e4m3"}
-    recipe = {"format": "fp8", "scaling": scaling, "operands": operands}
+    given = {"amax_history_len": history, **keys, "amax_compute_algo": str(keys.get("amax_compute_algo", algo)).lower()}
+    recipe = read_recipe("delayed", str(keys.get("fp8_format", "HYBRID")), given)
     body: dict[str, Any] = {"recipes": {"fp8_delayed": recipe}, "default": "fp8_delayed", "activations": "bf16"}
     override = keys.get("override_linear_precision", [False] * 3)
     if isinstance(override, str):  # a tuple, which accelerate's own examples write: to YAML it is text
@@ -368,14 +354,8 @@ def _megatron_recipe(key: str, config: Any, inherited: dict[str, Any], notes: li
     name = training.get("fp8_quantization_recipe")
     if name is None:
         return "bf16", {}
-    if name == "mxfp8":
-        return key, {"format": "mxfp8"}
-    if name not in ("tensorwise", "blockwise"):
-        raise FileError(
-            f"config '{key}': recipe '{name}' cannot be read as a policy", fix="tensorwise, blockwise, mxfp8"
-        )
-    grad = "e5m2" if training.get("fp8_format", "e4m3") == "hybrid" else "e4m3"
-    block = name == "blockwise"
-    scaling = {"granularity": "block" if block else "tensor", "power_of_2": block}
-    operands = {"input": "e4m3", "weight": "e4m3", "grad_output": grad}
-    return key, {"format": "fp8", "scaling": scaling, "operands": operands}
+    kind = next((kind for kind, word in NAMES.items() if word == name), None)
+    if kind is None:
+        fix = ", ".join(NAMES.values())
+        raise FileError(f"config '{key}': recipe '{name}' cannot be read as a policy", fix=fix)
+    return key, read_recipe(kind, training.get("fp8_format", "e4m3"))

@@ -15,7 +15,7 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import IN_FORWARD, report_settings
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
-from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
+from autoprec.export.stacks.transformer_engine import builtin_plan, fp8_format, keywords
 from autoprec.export.summary import changes, lose, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import GEMMS
@@ -80,7 +80,7 @@ def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, A
     return {
         "backend": "TE",
         "fp8_format": fp8_format(recipe),
-        **delayed_words(recipe),
+        **keywords(runs.scaled[0]),
         "override_linear_precision": [False, False, False],
         "use_autocast_during_eval": False,
     }

@@ -19,16 +19,18 @@ from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, substrings
 from autoprec.export.settings import report_settings
 from autoprec.export.stacks.torchao import NAMED
-from autoprec.export.stacks.transformer_engine import builtin_plan
+from autoprec.export.stacks.transformer_engine import SCALINGS, builtin_plan
 from autoprec.export.summary import lose, main_plan
 from autoprec.export.words import Words, as_rule
 from autoprec.policy import LayerPlan, dump_yaml, escape, glob_matches
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-_RECIPES = {"current": "fp8_tensorwise", "block": "fp8_block", "mxfp8": "mxfp8"}
 _TE = Words(
     "Transformer Engine's {} recipe",
-    {word: builtin_plan(BUILTIN_RECIPES[name]) for word, name in _RECIPES.items()},
+    {
+        word: builtin_plan(SCALINGS[kind][1])
+        for word, kind in {"current": "tensor", "block": "block", "mxfp8": "mxfp8"}.items()
+    },
 )
 _MX = BUILTIN_RECIPES["mxfp8"]
 #: It asks torchao for the weight's gradient in high precision (components/moe/mxfp8.py, ``wgrad_with_hp``).

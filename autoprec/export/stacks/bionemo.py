@@ -17,24 +17,20 @@ from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header
 from autoprec.export.settings import report_settings
-from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
+from autoprec.export.stacks.transformer_engine import (
+    KEYWORDS,
+    SCALINGS,
+    builtin_plan,
+    fp8_format,
+    keywords,
+    read_recipe,
+    scaling_of,
+)
 from autoprec.export.summary import lose
 from autoprec.export.words import Words, as_rule
 from autoprec.policy import LayerPlan, Policy, dump_yaml, policy_from_dict
-from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import Recipe
 
-#: Transformer Engine's classes -> the recipe of ours that each runs, but for the operands' formats.
-_CLASSES = {
-    "DelayedScaling": "fp8_delayed",
-    "Float8CurrentScaling": "fp8_tensorwise",
-    "Float8BlockScaling": "fp8_block",
-    "MXFP8BlockScaling": "mxfp8",
-    "NVFP4BlockScaling": "nvfp4",
-}
-_FP4 = {"disable_rht": "hadamard", "disable_stochastic_rounding": "stochastic_rounding",
-        "disable_2d_quantization": "weight_2d"}  # fmt: skip
-#: Keywords of ``DelayedScaling`` and what they are where they are left out.
-_DELAYED = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
 _BLOCK = re.compile(r"layers\.(\d{1,4})\.")
 _IN_BF16 = "bf16 in and out, accumulated in fp32 inside Transformer Engine's kernel (no autocast)"
 _KEPT = dict.fromkeys(("loss", "output"), "transformers' loss functions cast the logits to fp32")
@@ -59,14 +55,8 @@ def _words(plans: Mapping[str, LayerPlan]) -> Words:
 
 
 def _config(word: str, recipe: Recipe) -> dict[str, Any]:
-    if word == "fp4":
-        name, form = "NVFP4BlockScaling", "E2M1"
-        kwargs: dict[str, Any] = {key: True for key, field in _FP4.items() if not getattr(recipe, field)}
-    else:
-        kind = "delayed" if recipe.scaling and recipe.scaling.scale == "delayed" else ""
-        kind = kind or (recipe.scaling.granularity if recipe.scaling else "mxfp8")
-        names = dict(zip(("delayed", "tensor", "block", "mxfp8"), _CLASSES, strict=False))
-        name, form, kwargs = names[kind], fp8_format(recipe), delayed_words(recipe) if kind == "delayed" else {}
+    kind, form = scaling_of(recipe), "E2M1" if word == "fp4" else fp8_format(recipe)
+    name, kwargs = SCALINGS[kind][0], {key: value for key, value in keywords(recipe).items() if value is not False}
     made = {"recipe": f"transformer_engine.common.recipe.{name}", "format": form, "recipe_kwargs": kwargs}
     return {"enabled": True, **{f"{word}_{key}": value for key, value in made.items()}}
 
@@ -157,27 +147,17 @@ def _by_block(document: Mapping[str, Any], plans: Mapping[str, Any], notes: list
 
 def _recipe(word: str, config: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a Transformer Engine class stands for with its format and keywords."""
-    usual = "NVFP4BlockScaling" if word == "fp4" else "DelayedScaling"
-    name = str(config.get(f"{word}_recipe", usual)).rsplit(".", 1)[-1]
-    valid = [known for known in _CLASSES if (known == "NVFP4BlockScaling") == (word == "fp4")]
-    if name not in valid:
-        raise UnknownNameError("recipe of Transformer Engine", name, valid, where=f"{word}_config.{word}_recipe")
-    kwargs = config.get(f"{word}_recipe_kwargs") or {}
-    known: Mapping[str, Any] = _FP4 if word == "fp4" else _DELAYED if name == "DelayedScaling" else {}
+    usual = "nvfp4" if word == "fp4" else "delayed"
+    named = {name: kind for kind, (name, _) in SCALINGS.items() if (kind == "nvfp4") == (word == "fp4")}
+    name = str(config.get(f"{word}_recipe", SCALINGS[usual][0])).rsplit(".", 1)[-1]
+    if name not in named:
+        raise UnknownNameError("recipe of Transformer Engine", name, [*named], where=f"{word}_config.{word}_recipe")
+    kwargs, known = config.get(f"{word}_recipe_kwargs") or {}, KEYWORDS.get(named[name], ())
     if not isinstance(kwargs, Mapping) or set(kwargs) - set(known):
         extra = ", ".join(str(key) for key in kwargs if key not in known)
         listed = ", ".join(known) or "none"
         raise FileError(f"{word}_recipe_kwargs of {name} cannot be read as a policy: {extra}", fix=f"known: {listed}")
-    made = BUILTIN_RECIPES[_CLASSES[name]].to_dict()
-    if word == "fp4":
-        made |= {field: not kwargs.get(key, False) for key, field in _FP4.items()}
-    else:
-        form = str(config.get("fp8_format", "HYBRID")).upper()
-        if form not in ("HYBRID", "E4M3"):
-            raise FileError(f"fp8_format {form} is not trainable", fix="use HYBRID or E4M3")
-        made["operands"]["grad_output"] = "e5m2" if form == "HYBRID" else "e4m3"
-        made["scaling"] = made.get("scaling", {}) | ({**_DELAYED, **kwargs} if name == "DelayedScaling" else {})
-        made = made if name != "MXFP8BlockScaling" else {key: made[key] for key in ("format", "operands")}
+    made = read_recipe(named[name], str(config.get("fp8_format", "HYBRID")), kwargs)
     whole = {"schema": "autoprec.policy/1", "recipes": {word: made}, "default": word}
     policy: Policy = policy_from_dict(whole, where=f"{word}_config")
     return policy.recipes[word]

@@ -11,7 +11,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal
 from autoprec.export.settings import CAST_LOGITS, SCALER, by_script, report_settings
-from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
+from autoprec.export.stacks.transformer_engine import SCALINGS, builtin_plan, fp8_format, keywords, scaling_of
 from autoprec.export.summary import changes, lose, main_plan
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
 from autoprec.precision.recipes import GEMMS, Recipe
@@ -38,18 +38,9 @@ def _features(plan: LayerPlan) -> dict[str, Any]:
 
 def _builtin(recipe: Recipe) -> str:
     """Return the call of Transformer Engine's own recipe of that kind."""
-    if recipe.format == "mxfp8":
-        return "recipe.MXFP8BlockScaling(fp8_format=recipe.Format.E4M3)"
-    if recipe.format == "nvfp4" or recipe.scaling is None:
-        off = [f"disable_rht={not recipe.hadamard}", f"disable_stochastic_rounding={not recipe.stochastic_rounding}"]
-        off.append(f"disable_2d_quantization={not recipe.weight_2d}")
-        return f"recipe.NVFP4BlockScaling({', '.join(off)})"
-    scaling = recipe.scaling
-    form = f"fp8_format=recipe.Format.{fp8_format(recipe)}"
-    if scaling.scale == "delayed":
-        words = (f"{name}={literal(value)}" for name, value in delayed_words(recipe).items())
-        return f"recipe.DelayedScaling({form}, {', '.join(words)})"
-    return f"recipe.Float8{'Block' if scaling.granularity == 'block' else 'Current'}Scaling({form})"
+    forms = [] if recipe.format == "nvfp4" else [f"fp8_format=recipe.Format.{fp8_format(recipe)}"]
+    words = [f"{name}={literal(value)}" for name, value in keywords(recipe).items()]
+    return f"recipe.{SCALINGS[scaling_of(recipe)][0]}({', '.join([*forms, *words])})"
 
 
 def _switched(runs: LayerPlan, plan: LayerPlan) -> LayerPlan:

@@ -12,7 +12,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import report_settings
-from autoprec.export.stacks.transformer_engine import builtin_plan, delayed_words, fp8_format
+from autoprec.export.stacks.transformer_engine import builtin_plan, fp8_format, keywords, scaling_of
 from autoprec.export.summary import changes, current_scaling, lose
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
@@ -25,7 +25,8 @@ _OPTIMIZER = {
 }
 
 
-_NAMES = {"tensor": "tensorwise", "block": "blockwise"}
+#: How Transformer Engine scales -> Megatron's word.
+NAMES = {"tensor": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
 _ALL_ON = {"hadamard": True, "stochastic_rounding": True, "weight_2d": True}
 
 
@@ -49,14 +50,13 @@ def _training_recipe(plan: LayerPlan) -> dict[str, Any]:
     recipe, enabled = plan.scaled[0], {"override_nonquantized_autocast": True}
     if recipe.format == "nvfp4":
         return {"fp4_quantization_recipe": "nvfp4", **enabled}
-    if recipe.scaling is not None and recipe.scaling.scale == "delayed":
+    if scaling_of(recipe) == "delayed":
         return {"override_quantized_autocast": False}
-    name = "mxfp8" if recipe.scaling is None else _NAMES[recipe.scaling.granularity]
-    return {"fp8_quantization_recipe": name, "fp8_format": fp8_format(recipe).lower(), **enabled}
+    return {"fp8_quantization_recipe": NAMES[scaling_of(recipe)], "fp8_format": fp8_format(recipe).lower(), **enabled}
 
 
 def _delayed_flags(recipe: Recipe) -> list[str]:
-    words = (f"--fp8-{name.replace('_', '-')} {value}" for name, value in delayed_words(recipe).items())
+    words = (f"--fp8-{name.replace('_', '-')} {value}" for name, value in keywords(recipe).items())
     return [f"--fp8-format {fp8_format(recipe).lower()}", "--fp8-recipe delayed", *words]
 
 

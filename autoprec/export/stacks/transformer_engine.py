@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from autoprec.errors import FileError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal, name_plans, plain_dtype, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Operand, Recipe
 
 #: The oldest Transformer Engine that the file runs on: Identity- and HybridQuantizer.
 _OLDEST = "2.19"
@@ -78,14 +79,53 @@ def _accumulating(plan: LayerPlan, full: Mapping[Gemm, bool]) -> LayerPlan:
     )
 
 
-def delayed_words(recipe: Recipe) -> dict[str, Any]:
-    """Return the keywords of Transformer Engine's ``DelayedScaling`` for a recipe; its defaults where it has none."""
-    scaling = recipe.scaling or Scaling()
-    return {
-        "margin": scaling.margin,
-        "amax_history_len": scaling.amax_history_len,
-        "amax_compute_algo": scaling.amax_compute_algo,
-    }
+#: How Transformer Engine scales -> the class of its recipe, and the recipe of ours that it runs.
+SCALINGS = {
+    "delayed": ("DelayedScaling", BUILTIN_RECIPES["fp8_delayed"]),
+    "tensor": ("Float8CurrentScaling", BUILTIN_RECIPES["fp8_tensorwise"]),
+    "block": ("Float8BlockScaling", BUILTIN_RECIPES["fp8_block"]),
+    "mxfp8": ("MXFP8BlockScaling", BUILTIN_RECIPES["mxfp8"]),
+    "nvfp4": ("NVFP4BlockScaling", BUILTIN_RECIPES["nvfp4"]),
+}
+#: Keywords of the classes: where delayed scaling leaves one out, and what switches a part of an NVFP4 recipe off.
+_DELAYED = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
+_OFF = {"disable_rht": "hadamard", "disable_stochastic_rounding": "stochastic_rounding",
+        "disable_2d_quantization": "weight_2d"}  # fmt: skip
+#: scaling -> the keywords that are read.
+KEYWORDS = {"delayed": tuple(_DELAYED), "nvfp4": tuple(_OFF)}
+
+
+def scaling_of(recipe: Recipe) -> str:
+    """Return which of :data:`SCALINGS` a recipe that Transformer Engine runs has."""
+    if recipe.scaling is None:
+        return recipe.format
+    return "delayed" if recipe.scaling.scale == "delayed" else recipe.scaling.granularity
+
+
+def keywords(recipe: Recipe) -> dict[str, Any]:
+    """Return the keywords of Transformer Engine's class for a recipe, beside the formats."""
+    if recipe.format == "nvfp4":
+        return {word: not getattr(recipe, field) for word, field in _OFF.items()}
+    if scaling_of(recipe) == "delayed":
+        return {word: getattr(recipe.scaling, word) for word in _DELAYED}
+    return {}
+
+
+def read_recipe(scaling: str, form: str = "HYBRID", given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the document of the recipe that Transformer Engine runs under a format and the keywords of its class.
+
+    Raises:
+        FileError: a format that does not train.
+    """
+    made, given = SCALINGS[scaling][1].to_dict(), given or {}
+    if scaling == "nvfp4":
+        return made | {field: not given.get(word, False) for word, field in _OFF.items()}
+    if form.upper() not in ("HYBRID", "E4M3"):
+        raise FileError(f"fp8_format {form.upper()} is not trainable", fix="use HYBRID or E4M3")
+    made["operands"]["grad_output"] = "e5m2" if form.upper() == "HYBRID" else "e4m3"
+    if scaling == "delayed":
+        made["scaling"] |= _DELAYED | {word: given[word] for word in _DELAYED if word in given}
+    return made
 
 
 def fp8_format(recipe: Recipe) -> str:
@@ -93,7 +133,7 @@ def fp8_format(recipe: Recipe) -> str:
     return "HYBRID" if recipe.operand_format("grad_output") == "e5m2" else "E4M3"
 
 
-def _slot(recipe: Recipe | None, gemm: Gemm, operand: str) -> dict[str, Any] | None:
+def _slot(recipe: Recipe | None, gemm: Gemm, operand: Operand) -> dict[str, Any] | None:
     """Return how one operand of one GEMM is quantised, as the exported factory reads it; None is high precision."""
     if recipe is None or not recipe.scaled:
         return None
@@ -104,14 +144,13 @@ def _slot(recipe: Recipe | None, gemm: Gemm, operand: str) -> dict[str, Any] | N
             "stochastic": recipe.stochastic_rounding and operand == "grad_output",
             "square": recipe.weight_2d and operand == "weight",
         }
-    form = recipe.operand_format(operand)  # type: ignore[arg-type]
-    if recipe.format == "mxfp8" or recipe.scaling is None:
-        return {"kind": "mxfp8", "format": form}
-    out: dict[str, Any] = {"kind": recipe.scaling.granularity, "format": form}
-    if recipe.scaling.scale == "delayed":
-        return {"kind": "delayed", "hybrid": fp8_format(recipe) == "HYBRID", **delayed_words(recipe)}
-    out |= {"power_of_2": recipe.scaling.power_of_2, "amax_epsilon": recipe.scaling.amax_epsilon}
-    return out | ({"square": operand == "weight"} if recipe.scaling.granularity == "block" else {})
+    kind = scaling_of(recipe)
+    if kind == "delayed":
+        return {"kind": kind, "hybrid": fp8_format(recipe) == "HYBRID", **keywords(recipe)}
+    out: dict[str, Any] = {"kind": kind, "format": recipe.operand_format(operand)}
+    if recipe.scaling is not None:
+        out |= {"power_of_2": recipe.scaling.power_of_2, "amax_epsilon": recipe.scaling.amax_epsilon}
+    return out | ({"square": operand == "weight"} if kind == "block" else {})
 
 
 def slot_specs(plan: LayerPlan) -> dict[str, list[dict[str, Any] | None]]:
