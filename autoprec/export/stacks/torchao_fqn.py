@@ -52,6 +52,9 @@ _HOW = {"pad_token_groups_for_grouped_mm", "kernel_preference", "module_swap", "
 #: A repeated group with a repeat inside, on which Python's matcher can take hours, and how many repeats are read.
 _NESTED, _MOST_REPEATS = re.compile(r"[*+}]\??\)[*+{]"), 6
 
+#: What a glob can say of a regular expression: any text, a character, itself (1, 3), one of a class (2).
+_PIECE = re.compile(r"\.[*+]?|\\(\W)|\[([^\]\\]+)\]|([^\\.*+?{}()|\[\]^$])")
+
 _BODY = '''import json
 from pathlib import Path
 
@@ -195,23 +198,14 @@ def _glob(key: str) -> str:
         FileError: there is none.
     """
     _expression(key)
-    pieces = re.compile(r"\.\*|\.\+|\\(.)|\[([^\]\\]+)\]|(\.)|([^\\.*+?{}()|\[\]^$])")
-    text, at, out = key.removeprefix("re:"), 0, ""
-    while at < len(text):
-        found = pieces.match(text, at)
-        literal = found and (found[1] or found[4])
-        if found is None or (found[1] or "").isalnum():
-            why = f"'{key}' is not a glob from character {at + 1} on, so it needs the names of the model's layers"
-            raise FileError(why, fix="pass --layers with what `autoprec inspect --json` prints")
-        one = (
-            escape(literal)
-            if literal
-            else f"[{found[2].replace('^', '!', 1)}]"
-            if found[2]
-            else "?"
-            if found[3]
-            else ""
-        )
-        out += one or {".*": "*", ".+": "?*"}[found[0]]
-        at = found.end()
-    return out
+    text = key.removeprefix("re:")
+    if not re.fullmatch(f"(?:{_PIECE.pattern})*", text):
+        why = f"'{key}' is not a glob, so it needs the names of the model's layers"
+        raise FileError(why, fix="pass --layers with what `autoprec inspect --json` prints")
+
+    def glob(found: re.Match[str]) -> str:
+        if found[2]:
+            return f"[{found[2].replace('^', '!', 1)}]"
+        return {".*": "*", ".+": "?*", ".": "?"}.get(found[0]) or escape(found[1] or found[3])
+
+    return _PIECE.sub(glob, text)

@@ -162,46 +162,6 @@ def slot_specs(plan: LayerPlan) -> dict[str, list[dict[str, Any] | None]]:
     return {operand: out[operand] for operand in ("input", "weight", "grad_output")}
 
 
-_ACCUMULATING = '''
-def accumulating(made, full):
-    """Say per product whether it accumulates in full; Transformer Engine's own fprop does not, on Hopper."""
-    for gemm, split in full.items():
-        setattr(made, f"fp8_gemm_{gemm}", MMParams(use_split_accumulator=split))
-    return made
-'''
-
-_SWAP = '''
-def swap(model):
-    """Replace, in place, every nn.Linear that has an FP8 or FP4 product by te.Linear around the same Parameters.
-
-    An optimizer built before keeps working. In and out features and tokens per call must be multiples of 16
-    (32 for MXFP8, 128 for block scaling).
-    """
-    for parent_name, parent in list(model.named_modules()):
-        for child_name, child in list(parent.named_children()):
-            name = f"{parent_name}.{child_name}" if parent_name else child_name
-            plan = plan_of(name)
-            if not isinstance(child, nn.Linear):
-                continue
-            if plan in QUANTIZED:
-                new = te.Linear(
-                    child.in_features,
-                    child.out_features,
-                    bias=child.bias is not None,
-                    params_dtype=child.weight.dtype,
-                    device="meta",
-                    name=name,
-                )
-                new.weight = child.weight
-                if child.bias is not None:
-                    new.bias = child.bias
-                setattr(parent, child_name, new.train(child.training))
-            elif plan in DTYPES and not hasattr(child, "precision_dtype"):
-                run_in(child, DTYPES[plan])
-    warn_of_left_out(model)
-    return attend(model)
-'''
-
 _FACTORY = '''# Needs Transformer Engine @OLDEST@ or newer.
 import contextlib
 import re
@@ -286,8 +246,44 @@ def recipe():
 
     return accumulating(CustomRecipe(qfactory=factory), ACCUMULATORS)
 
-@ACCUMULATING@
-@SWAP@
+
+def accumulating(made, full):
+    """Say per product whether it accumulates in full; Transformer Engine's own fprop does not, on Hopper."""
+    for gemm, split in full.items():
+        setattr(made, f"fp8_gemm_{gemm}", MMParams(use_split_accumulator=split))
+    return made
+
+
+def swap(model):
+    """Replace, in place, every nn.Linear that has an FP8 or FP4 product by te.Linear around the same Parameters.
+
+    An optimizer built before keeps working. In and out features and tokens per call must be multiples of 16
+    (32 for MXFP8, 128 for block scaling).
+    """
+    for parent_name, parent in list(model.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            name = f"{parent_name}.{child_name}" if parent_name else child_name
+            plan = plan_of(name)
+            if not isinstance(child, nn.Linear):
+                continue
+            if plan in QUANTIZED:
+                new = te.Linear(
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    params_dtype=child.weight.dtype,
+                    device="meta",
+                    name=name,
+                )
+                new.weight = child.weight
+                if child.bias is not None:
+                    new.bias = child.bias
+                setattr(parent, child_name, new.train(child.training))
+            elif plan in DTYPES and not hasattr(child, "precision_dtype"):
+                run_in(child, DTYPES[plan])
+    warn_of_left_out(model)
+    return attend(model)
+
 @MECHANICS@
 
 def context(fixed):
@@ -312,8 +308,6 @@ def write(request: Request, losses: Losses) -> Written:
         f"precision_te.py needs Transformer Engine {_OLDEST} or newer",
     ]
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
-    common = {**shared(request), "RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP}
-    top = header(request, "Transformer Engine")
-    source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, ACCUMULATORS=literal(full))
-    source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST, **common)
-    return {"precision_te.py": top + source}, notes
+    values = {"ACCUMULATORS": literal(full), "QUANTIZED": literal(specs), "OLDEST": _OLDEST, **shared(request)}
+    source = fill(_FACTORY, **values, RULES=rule_table(rules, names), DTYPES=dtype_table(plain))
+    return {"precision_te.py": header(request, "Transformer Engine") + source}, notes

@@ -71,7 +71,7 @@ def test_expressions_are_globs_where_no_layers_are_known() -> None:
 
 def test_an_expression_that_is_not_a_glob_needs_the_layers() -> None:
     only = document({r"re:model\.layers\.(1|2)\.mlp\.up_proj": ROWWISE})
-    with pytest.raises(FileError, match="is not a glob from character 16 on") as caught:
+    with pytest.raises(FileError, match="is not a glob") as caught:
         import_policy(only)
     assert "--layers" in caught.value.fix
     plans = resolve(import_policy(only, layers=LAYERS).policy, LAYERS)
