@@ -28,7 +28,7 @@ from autoprec.policy import policy_from_dict
 from autoprec.policy.space import SearchSpace, space_from_dict
 from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import Problem, layer_key
-from autoprec.tuning.decide.table import SensitivityTable, plan_probes
+from autoprec.tuning.decide.table import SensitivityTable, plan_probes, square_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from train_gpt import GPT, read_text
@@ -281,9 +281,10 @@ class Looked:
     def scan(self, instants: Instants = INSTANTS) -> SensitivityTable:
         """Ask every group under every choice, as a search does on a small model."""
         probes = plan_probes(self.problem)
-        rows = [{"id": probe.id, "gradient_error": self.error(probe.policy, instants)} for probe in probes]
-        payload = {"probes": rows, "gradient_noise": self.noise()}
-        self.table = replace(SensitivityTable.from_probes(self.problem, payload), passes=len(rows) * len(instants))
+        errors = {probe.id: self.error(probe.policy, instants) for probe in probes}
+        squares = {name: square_of({"gradient_error": error}) for name, error in errors.items()}
+        found = SensitivityTable.of(self.problem, squares, self.noise())
+        self.table = replace(found, passes=len(probes) * len(instants))
         return self.table
 
     def document(self, choices: Mapping[str, str], activations: str = "keep") -> dict[str, Any]:

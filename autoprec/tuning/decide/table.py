@@ -132,20 +132,6 @@ class SensitivityTable:
     hardly_moved: tuple[str, ...] = ()
 
     @classmethod
-    def from_probes(cls, problem: Problem, payload: Mapping[str, Any]) -> SensitivityTable:
-        """Build the table from the payload of one or more ``sensitivity`` trials.
-
-        Args:
-            payload: ``{"probes": [{"id", "gradient_error", "nonfinite", ...}], "gradient_noise": float | None}``.
-
-        Raises:
-            UsageError: a probe of another problem.
-        """
-        squares = {str(row["id"]): square_of(row) for row in payload.get("probes", ())}
-        table = cls.of(problem, squares, payload.get("gradient_noise"))
-        return replace(table, passes=len(squares) + 1, hardly_moved=tuple(payload.get("hardly_moved", ())))
-
-    @classmethod
     def of(cls, problem: Problem, squares: Mapping[str, float], noise: float | None) -> SensitivityTable:
         """Build the table from squared errors by probe.
 

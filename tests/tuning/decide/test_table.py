@@ -11,6 +11,7 @@ from autoprec.errors import UsageError
 from autoprec.policy import policy_from_dict, resolve
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.scan import SensitivityScan
 from autoprec.tuning.decide.table import SensitivityTable, families, mixed_params, plan_probes
 from tests.tuning.models import even_space, gpt
 
@@ -34,6 +35,12 @@ def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> dict[st
     return {"probes": rows, "gradient_noise": 0.5, "reference_loss": 1.0}
 
 
+def table_of(problem: Problem, payload: dict[str, Any]) -> SensitivityTable:
+    scan = SensitivityScan(problem)
+    scan.add(payload)
+    return scan.table()
+
+
 def errors(problem: Problem, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     out = rng.lognormal(-9, 1, problem.allowed.shape)
@@ -44,7 +51,7 @@ def errors(problem: Problem, seed: int = 0) -> np.ndarray:
 
 def test_a_complete_scan_gives_back_what_was_measured() -> None:
     wanted = errors(HOPPER)
-    table = SensitivityTable.from_probes(HOPPER, answers(HOPPER, wanted))
+    table = table_of(HOPPER, answers(HOPPER, wanted))
     np.testing.assert_allclose(table.error2, wanted, rtol=1e-9)
     assert table.measured is not None
     assert table.measured.all()
@@ -71,7 +78,7 @@ def test_a_probe_changes_only_what_it_asks_about() -> None:
 
 def test_autocast_is_charged_for_what_its_gemms_do_not_explain() -> None:
     wanted = errors(CPU)
-    table = SensitivityTable.from_probes(CPU, answers(CPU, wanted, extra=1e-4))
+    table = table_of(CPU, answers(CPU, wanted, extra=1e-4))
     cast, gemms = CPU.params_of("bf16", activations="bf16"), CPU.params_of("bf16")
     assert table.predict(CPU, cast) ** 2 == pytest.approx(table.predict(CPU, gemms) ** 2 + 1e-4)
     assert table.predict(CPU, CPU.params_of("keep")) == 0.0
@@ -81,7 +88,7 @@ def test_a_probe_that_was_not_finite_rules_the_choice_out() -> None:
     payload = answers(HOPPER, errors(HOPPER))
     payload["probes"][3] |= {"nonfinite": True}
     head, _, choice = payload["probes"][3]["id"].partition("|")
-    table = SensitivityTable.from_probes(HOPPER, payload)
+    table = table_of(HOPPER, payload)
     assert table.error2[int(head), HOPPER.choice_names.index(choice)] == math.inf
 
 
@@ -90,7 +97,7 @@ def test_missing_probes_are_filled_in_from_group_and_choice() -> None:
     wanted = 1e-6 * depth[:, None] * level
     payload = answers(HOPPER, wanted)
     payload["probes"] = [row for k, row in enumerate(payload["probes"]) if k % 6]
-    table = SensitivityTable.from_probes(HOPPER, payload)
+    table = table_of(HOPPER, payload)
     np.testing.assert_allclose(table.error2, wanted, rtol=0.35)
     assert table.measured is not None
     assert not table.measured.all()
@@ -99,13 +106,13 @@ def test_missing_probes_are_filled_in_from_group_and_choice() -> None:
 def test_a_choice_that_no_probe_is_about_is_told_from_its_format() -> None:
     """A scan that was cut off had asked about bf16 alone, and predicted all fp8_delayed like bf16."""
     rows = [{"id": f"{g}|bf16", "gradient_error": 0.001 * (g + 1)} for g in range(4)]
-    table = SensitivityTable.from_probes(HOPPER, {"probes": rows})
+    table = table_of(HOPPER, {"probes": rows})
     found = {name: table.predict(HOPPER, HOPPER.params_of(name)) for name in ("bf16", "fp8_rowwise", "fp8_delayed")}
     assert found["fp8_delayed"] == pytest.approx(10 * found["bf16"], rel=0.3)
     assert found["fp8_rowwise"] == pytest.approx(10 * found["bf16"], rel=0.3)
     # one probe of a choice, of the group that errs least, is not the level of all groups
     least = [*rows, {"id": "0|fp8_delayed", "gradient_error": 0.012}]
-    table = SensitivityTable.from_probes(HOPPER, {"probes": least})
+    table = table_of(HOPPER, {"probes": least})
     column = table.error2[:4, HOPPER.choice_names.index("fp8_delayed")]
     np.testing.assert_allclose(np.sqrt(column), [0.012, 0.024, 0.036, 0.048], rtol=0.02)
 
@@ -117,7 +124,7 @@ def test_one_pass_per_family_is_shared_out_along_the_profile() -> None:
     for g, value in zip(family, depth, strict=True):
         rows.append({"id": f"{g}|fp8_tensorwise", "gradient_error": math.sqrt(1e-4 * value)})
     rows.append({"id": ",".join(map(str, family)) + "|fp8_rowwise", "gradient_error": math.sqrt(1e-5)})
-    table = SensitivityTable.from_probes(HOPPER, {"probes": rows})
+    table = table_of(HOPPER, {"probes": rows})
     column = HOPPER.choice_names.index("fp8_rowwise")
     np.testing.assert_allclose(table.error2[family, column], 1e-5 * depth / depth.sum())
 
@@ -125,18 +132,18 @@ def test_one_pass_per_family_is_shared_out_along_the_profile() -> None:
 def test_json_round_trip() -> None:
     payload = answers(HOPPER, errors(HOPPER))
     payload["probes"][0] |= {"gradient_error": None}
-    table = SensitivityTable.from_probes(HOPPER, payload)
+    table = table_of(HOPPER, payload)
     again = SensitivityTable.from_json(json.loads(json.dumps(table.to_json(), allow_nan=False)))
     np.testing.assert_array_equal(again.error2, table.error2)
     assert (again.noise, again.misfit, again.passes, again.groups) == (0.5, table.misfit, table.passes, table.groups)
 
 
 def test_rows_are_in_units_of_the_gradient_noise() -> None:
-    rows = SensitivityTable.from_probes(HOPPER, answers(HOPPER, errors(HOPPER))).rows()
+    rows = table_of(HOPPER, answers(HOPPER, errors(HOPPER))).rows()
     assert len(rows) == HOPPER.allowed.sum()
     assert rows[0]["noise_share"] == pytest.approx(rows[0]["gradient_error"] / 0.5)
 
 
 def test_a_probe_of_another_model_is_refused() -> None:
     with pytest.raises(UsageError, match="not of this model"):
-        SensitivityTable.from_probes(HOPPER, {"probes": [{"id": "99|bf16", "gradient_error": 0.1}]})
+        table_of(HOPPER, {"probes": [{"id": "99|bf16", "gradient_error": 0.1}]})
