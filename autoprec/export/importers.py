@@ -19,6 +19,7 @@ from typing import Any
 from autoprec.errors import FileError
 from autoprec.export.stacks.megatron import NAMES
 from autoprec.export.stacks.transformer_engine import read_recipe
+from autoprec.export.words import section
 from autoprec.policy import Policy, escape, policy_from_dict
 from autoprec.policy.library import published
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
@@ -215,7 +216,10 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
         return {"activations": activations, "loss_scaling": "dynamic" if mixed == "fp16" else "none"}
     if mixed != "fp8":
         raise FileError(f"mixed_precision {mixed!r} is none of accelerate's", fix="no, fp16, bf16 or fp8")
-    keys = {str(key).removeprefix("fp8_") if key != "fp8_format" else key: v for key, v in _section(document).items()}
+    keys = {
+        str(key).removeprefix("fp8_") if key != "fp8_format" else key: v
+        for key, v in section(document, "fp8_config").items()
+    }
     for wrong, right in _MISNAMED.items():
         if wrong in keys:
             notes.append(f"{wrong}: accelerate reads {right} and ignored yours; left out")
@@ -246,13 +250,6 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
             "accelerate keeps the first and last linear layer in bf16: pass --layers to have that in the policy"
         )
     return body
-
-
-def _section(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = document.get("fp8_config") or {}
-    if not isinstance(section, Mapping):
-        raise FileError("fp8_config is not a mapping")
-    return section
 
 
 def _inherited(flags: Sequence[str], notes: list[str]) -> dict[str, Any]:

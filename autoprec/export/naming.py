@@ -38,11 +38,6 @@ def name_plans(policy: Policy, rules: Iterable[RulePlan]) -> dict[LayerPlan, str
     return names
 
 
-def plain_dtype(recipe: Recipe) -> str:
-    """Return the source of the torch dtype in which a layer without a quantised product computes."""
-    return TORCH_DTYPES.get(recipe.format, "torch.float32")
-
-
 def rule_table(rules: Iterable[RulePlan], names: Mapping[LayerPlan, str]) -> str:
     """Return the Python list of (regular expression, plan name), one per line, first match wins."""
     lines = [f"    ({literal(glob_regex(rule.match))}, {literal(names[rule.plan])})," for rule in rules]

@@ -26,6 +26,9 @@ SCALER = "use torch.amp.GradScaler in the training loop"
 LOOKUP = {"embedding": "a lookup returns the weights' own precision"}
 #: Where the script is what runs the model under autocast.
 CAST_LOGITS = {"output": "the autocast dtype: cast the logits in the script"}
+#: Where the model is in bf16 as a whole, under FSDP2's mixed precision.
+_IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (no autocast)"
+LOST_IN_BF16 = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 _UNTOUCHED = "nothing is run in less than the script's own precision"
 _NONE: Mapping[str, str] = {}
 

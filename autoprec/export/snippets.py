@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autoprec.export.base import Request
 from autoprec.export.naming import TORCH_DTYPES
+from autoprec.policy import LayerPlan
 
 #: Who casts the model's output to FP32: :data:`ATTEND`.
 CASTS_OUTPUT = "the exported module casts the model's output"
@@ -126,9 +127,10 @@ def shared(request: Request) -> dict[str, str]:
     }
 
 
-def dtype_table(plans: Mapping[str, str]) -> str:
-    """Return the source of a mapping from plans to torch dtypes."""
-    return "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plans.items()) + "}"
+def dtype_table(names: Mapping[LayerPlan, str], runs: Mapping[LayerPlan, LayerPlan]) -> str:
+    """Return the source of a mapping from the names of plans that run in one plain dtype to torch's."""
+    plain = {names[plan]: one.fprop.format for plan, one in runs.items() if not one.scaled and one.fprop}
+    return "{" + ", ".join(f'"{name}": {TORCH_DTYPES[form]}' for name, form in plain.items()) + "}"
 
 
 def wide_output(request: Request) -> bool:

@@ -37,8 +37,8 @@ def lose(losses: Losses, request: Request, lost: Callable[[LayerPlan, str], str]
         decided[rule.match if rule else "*"][name] = lost(plans[name], name)
     found = [] if plans else [(rule.plan, lost(rule.plan, ""), rule.match) for rule in request.rules()]
     for match, words in decided.items():
-        most = max(words.values(), key=[*words.values()].count, default="")
-        found += [(plans[name], words[name], match if words[name] == most else name) for name in words]
+        most = Counter(words.values()).most_common(1)
+        found += [(plans[name], said, match if said == most[0][0] else name) for name, said in words.items()]
     for plan, instead, match in found:
         if instead:
             losses.add(plan.describe(), f"{instead}: {why}" if why else instead, match)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoprec.errors import FileError
 from autoprec.export.summary import changes, distance
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
@@ -46,6 +47,18 @@ class Words:
         found = changes(plan, self.plans.get(word, LayerPlan()), dtype, asked)
         listed = ", ".join(filter(None, (found, self.besides.get(word, ""))))
         return f"{self.said.format(word)}: {listed}" if word and listed else listed
+
+
+def section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a configuration; empty where it is left out.
+
+    Raises:
+        FileError: it is not a mapping.
+    """
+    found = document.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise FileError(f"{name} is not a mapping")
+    return found
 
 
 def as_rule(match: str, plan: LayerPlan, recipes: dict[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from typing import Any
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, substrings
-from autoprec.export.settings import report_settings
+from autoprec.export.settings import LOST_IN_BF16, report_settings
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.stacks.transformer_engine import SCALINGS, builtin_plan
 from autoprec.export.summary import lose, main_plan
-from autoprec.export.words import Words, as_rule
+from autoprec.export.words import Words, as_rule, section
 from autoprec.policy import LayerPlan, dump_yaml, escape, glob_matches
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -40,9 +40,7 @@ _KINDS = {"*.gate": "router", "*.router": "router", "*.experts.*": "experts", "*
 #: Dispatchers of tokens without which Transformer Engine's experts become ``torch_mm``.
 _DISPATCHERS = ("deepep", "hybridep", "uccl_ep", "mok")
 
-_IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (FSDP2's mixed precision, no autocast)"
 _KEPT = dict.fromkeys(("loss", "output"), "MaskedCrossEntropy casts the logits to fp32 (fp32_upcast)")
-_LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def write(request: Request, losses: Losses) -> Written:
     lose(losses, request, lambda plan, name: lost(plan, *best.of(name)), why)
     mixed = "bf16 (FSDP2's mixed precision)"
     said = "Automodel scales no loss"
-    report_settings(request, losses, said, kept=_KEPT, lost=_LOST, autocast=False, activations=mixed)
+    report_settings(request, losses, said, kept=_KEPT, lost=LOST_IN_BF16, autocast=False, activations=mixed)
     document = {**best.sections, "model": {"torch_dtype": "float32", **best.sections.get("model", {})}}
     notes = ["merge the sections into your recipe; names of layers must be those of Automodel's model"]
     notes += [_SIXTEEN] if document.get("fp8", {}).get("enabled") else []
@@ -126,9 +124,9 @@ def read(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) 
         FileError: two sections ask for FP8, or one for what Automodel would refuse.
         UnknownNameError: a recipe that it does not have.
     """
-    model, eight = _section(document, "model"), _section(document, "fp8")
-    backend = _section(model, "backend")
-    te, on = _section(backend, "te_fp8"), eight.get("enabled", False) is True
+    model, eight = section(document, "model"), section(document, "fp8")
+    backend = section(model, "backend")
+    te, on = section(backend, "te_fp8"), eight.get("enabled", False) is True
     if on and te:
         raise FileError("fp8 and model.backend.te_fp8 both ask for FP8", fix="leave one of them out")
     experts = str(backend.get("experts", "torch_mm"))
@@ -157,13 +155,6 @@ def read(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) 
         table, word = setup.words.get(kind, (NAMED, ""))
         rules.append(as_rule(glob, table.plans.get(word, LayerPlan()), recipes))
     return {"recipes": recipes, "layers": rules, "default": "keep", "activations": "bf16"}
-
-
-def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = document.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise FileError(f"{name} is not a mapping")
-    return found
 
 
 def _known(where: str, word: Any, table: Words) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header
-from autoprec.export.settings import report_settings
+from autoprec.export.settings import LOST_IN_BF16, report_settings
 from autoprec.export.stacks.transformer_engine import (
     KEYWORDS,
     SCALINGS,
@@ -27,14 +27,12 @@ from autoprec.export.stacks.transformer_engine import (
     scaling_of,
 )
 from autoprec.export.summary import lose
-from autoprec.export.words import Words, as_rule
+from autoprec.export.words import Words, as_rule, section
 from autoprec.policy import LayerPlan, Policy, dump_yaml, policy_from_dict
 from autoprec.precision.recipes import Recipe
 
 _BLOCK = re.compile(r"layers\.(\d{1,4})\.")
-_IN_BF16 = "bf16 in and out, accumulated in fp32 inside Transformer Engine's kernel (no autocast)"
 _KEPT = dict.fromkeys(("loss", "output"), "transformers' loss functions cast the logits to fp32")
-_LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 
 
 def _block(name: str) -> int:
@@ -73,7 +71,7 @@ def write(request: Request, losses: Losses) -> Written:
     lose(losses, request, lambda plan, name: table.lost(plan, words.get(_block(name), ""), "bf16", asked), why)
     whole = "bf16: BioNeMo's Transformer Engine models train in bf16 as a whole"
     said = "BioNeMo scales no loss"
-    report_settings(request, losses, said, kept=_KEPT, lost=_LOST, autocast=False, activations=whole)
+    report_settings(request, losses, said, kept=_KEPT, lost=LOST_IN_BF16, autocast=False, activations=whole)
     used = set(words.values())
     document: dict[str, Any] = {f"{word}_config": _config(word, table.plans[word].scaled[0])
                                 for word in table.plans if word in used}  # fmt: skip
@@ -98,9 +96,7 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
     """
     plans = {}
     for word in ("fp8", "fp4"):
-        config = document.get(f"{word}_config") or {}
-        if not isinstance(config, Mapping):
-            raise FileError(f"{word}_config is not a mapping")
+        config = section(document, f"{word}_config")
         if config.get("enabled", False) is True:
             plans[word] = builtin_plan(_recipe(word, config))
     words, rest = _by_block(document, plans, notes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import header, name_plans, plain_dtype, rule_table
+from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
@@ -103,18 +103,6 @@ def float8_config(plan: LayerPlan) -> str:
     return "Float8LinearConfig(\n" + "".join(f"            {line},\n" for line in lines) + "        )"
 
 
-def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], dict[str, str], str]:
-    """Return (FP8 plan name -> config source, plain plan name -> torch dtype, rule table); fill in the losses."""
-    rules = request.rules()
-    names = name_plans(request.policy, rules)
-    activations = request.policy.activations
-    runs = {rule.plan: nearest_float8(rule.plan, activations) for rule in rules}
-    lose(losses, request, lambda plan, _: changes(plan, runs[plan], activations))
-    eight = {names[plan]: float8_config(one) for plan, one in runs.items() if one.scaled}
-    plain = {names[plan]: plain_dtype(one.fprop) for plan, one in runs.items() if not one.scaled and one.fprop}
-    return eight, plain, rule_table(rules, names)
-
-
 _BODY = '''import contextlib
 import re
 import warnings
@@ -197,9 +185,15 @@ def after_step(model):
 
 def torchao_source(request: Request, losses: Losses) -> str:
     """Return the module that converts a model with torchao."""
-    eight, plain, rules = float8_configs(request, losses)
+    rules, activations = request.rules(), request.policy.activations
+    names = name_plans(request.policy, rules)
+    runs = {rule.plan: nearest_float8(rule.plan, activations) for rule in rules}
+    lose(losses, request, lambda plan, _: changes(plan, runs[plan], activations))
+    eight = {names[plan]: float8_config(one) for plan, one in runs.items() if one.scaled}
     configs = "{\n" + "".join(f'        "{name}": {source},\n' for name, source in eight.items()) + "    }"
-    body = fill(_BODY, **shared(request), RULES=rules, DTYPES=dtype_table(plain), CONFIGS=configs)
+    body = fill(
+        _BODY, **shared(request), RULES=rule_table(rules, names), DTYPES=dtype_table(names, runs), CONFIGS=configs
+    )
     return header(request, "torchao") + body
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import expert, header, literal, substrings
-from autoprec.export.settings import report_settings
+from autoprec.export.settings import LOST_IN_BF16, report_settings
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.summary import lose, main_plan
 from autoprec.export.words import Words
@@ -58,9 +58,7 @@ def nearest_converter(plan: LayerPlan, name: str = "") -> str:
     return found
 
 
-_IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (FSDP2's mixed precision, no autocast)"
 _KEPT = dict.fromkeys(("loss", "output"), "torchtitan's loss casts the model's output to fp32")
-_LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 
 
 def write(request: Request, losses: Losses) -> Written:
@@ -73,7 +71,7 @@ def write(request: Request, losses: Losses) -> Written:
     lose(losses, request, lambda plan, name: _WORDS.lost(plan, recipes[name], "bf16", policy.activations), why)
     mixed = "bf16 (torchtitan's mixed precision)"
     said = "torchtitan scales no loss"
-    report_settings(request, losses, said, kept=_KEPT, lost=_LOST, autocast=False, activations=mixed)
+    report_settings(request, losses, said, kept=_KEPT, lost=LOST_IN_BF16, autocast=False, activations=mixed)
     body = _NOTHING
     if made:
         imports = ", ".join(dict.fromkeys(cls for cls, _ in made))

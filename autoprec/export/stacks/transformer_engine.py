@@ -11,7 +11,7 @@ from typing import Any
 
 from autoprec.errors import FileError
 from autoprec.export.base import Losses, Request, Written
-from autoprec.export.naming import header, literal, name_plans, plain_dtype, rule_table
+from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
 from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
 from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
@@ -302,12 +302,11 @@ def write(request: Request, losses: Losses) -> Written:
     runs = {plan: _accumulating(one, full) for plan, one in near.items()}
     lose(losses, request, lambda plan, _: changes(plan, runs[plan], activations))
     specs = {names[plan]: slot_specs(one) for plan, one in runs.items() if one.scaled}
-    plain = {names[plan]: plain_dtype(one.fprop) for plan, one in runs.items() if not one.scaled and one.fprop}
     notes = [
         "precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ...",
         f"precision_te.py needs Transformer Engine {_OLDEST} or newer",
     ]
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
     values = {"ACCUMULATORS": literal(full), "QUANTIZED": literal(specs), "OLDEST": _OLDEST, **shared(request)}
-    source = fill(_FACTORY, **values, RULES=rule_table(rules, names), DTYPES=dtype_table(plain))
+    source = fill(_FACTORY, **values, RULES=rule_table(rules, names), DTYPES=dtype_table(names, runs))
     return {"precision_te.py": header(request, "Transformer Engine") + source}, notes
