@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from autoprec.errors import FileError
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.stacks.torchao_fqn import WORDS
-from autoprec.export.words import Words, as_rule
+from autoprec.export.words import Words, as_rule, section
 from autoprec.policy import LayerPlan, Policy, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
@@ -63,3 +64,10 @@ def test_a_rule_of_a_word_runs_what_the_word_does(table: Words) -> None:
         policy: Policy = policy_from_dict({"schema": "autoprec.policy/1", "recipes": recipes, "layers": [rule]})
         assert policy.plan_of_rule(policy.layers[0]) == plan, word
         assert table.nearest(plan) == word
+
+
+def test_a_section_that_is_left_out_is_empty_and_one_that_is_no_mapping_is_refused() -> None:
+    assert section({"fp8": {"enabled": True}}, "fp8") == {"enabled": True}
+    assert section({"fp8": None}, "fp8") == section({}, "fp8") == {}
+    with pytest.raises(FileError, match="fp8 is not a mapping"):
+        section({"fp8": 3}, "fp8")

@@ -85,18 +85,14 @@ def _state_flags(request: Request, losses: Losses) -> list[str]:
 
 
 #: Megatron's modules run in bf16 as a whole; what it computes in FP32 it computes so itself, or is told to by a flag.
+_FLAGS = {"softmax": "--attention-softmax-in-fp32", "embedding": "--fp32-residual-connection"}
 _KEPT = {
-    "softmax": "--attention-softmax-in-fp32",
+    "softmax": _FLAGS["softmax"],
     "norm": "its norm kernels compute in fp32 inside",
-    "embedding": "--fp32-residual-connection casts the embedding's output",
+    "embedding": f"{_FLAGS['embedding']} casts the embedding's output",
     "loss": "its cross entropy computes in fp32 (without --fp16-lm-cross-entropy)",
     "output": "Float16Module returns fp32",
 }
-
-
-def _operator_flags(request: Request) -> list[str]:
-    wanted = {"softmax": "--attention-softmax-in-fp32", "embedding": "--fp32-residual-connection"}
-    return [flag for name, flag in wanted.items() if getattr(request.policy.operators, name) == "fp32"]
 
 
 def _evaluation(request: Request, plan: LayerPlan) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def write(request: Request, losses: Losses) -> Written:
         lambda plan, _: changes(plan, ran[plan], dtype, request.policy.activations),
         "Megatron has one built-in recipe per layer, one delayed per run",
     )
-    flags += _operator_flags(request)
+    flags += [flag for name, flag in _FLAGS.items() if getattr(request.policy.operators, name) == "fp32"]
     flags += _state_flags(request, losses)
     flags.append("--te-precision-config-file te_precision_config.yaml")
     report_settings(
