@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import nn
 
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.export import Request, export, exporter
@@ -121,3 +122,39 @@ def test_experts_without_a_dispatcher_are_what_automodel_makes_of_them() -> None
     assert done.notes == ("experts: te runs as torch_mm under dispatcher: torch",)
     assert resolve(done.policy, MOE)["model.layers.0.mlp.experts.gate_and_up_projs"].keeps
     assert "torch_dtype" in import_policy({"model": {"backend": te}}).notes[-1], "weights in bf16 are not in the policy"
+
+
+def tree(names: tuple[str, ...]) -> nn.Module:
+    """Return a model with a linear layer by each name."""
+    root = nn.Module()
+    for name in names:
+        owner = root
+        *path, leaf = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        owner.add_module(leaf, nn.Linear(32, 32))
+    return root
+
+
+def test_automodels_own_classes_take_what_is_written_and_convert_the_same_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs where ``pip install --no-deps nemo-automodel`` and transformers are installed (0.7.0 was)."""
+    fp8 = pytest.importorskip("nemo_automodel.components.quantization.fp8", exc_type=ImportError)
+    backends = pytest.importorskip("nemo_automodel.components.models.common.utils", exc_type=ImportError)
+    monkeypatch.setattr(fp8, "_has_cuda_capability", lambda *_: True)  # nothing is multiplied here
+    kinds = set()
+    for policy in POLICIES.values():
+        document, _ = written(policy)
+        backend = backends.BackendConfig(**document.get("model", {}).get("backend", {}))
+        if "te_fp8" in document.get("model", {}).get("backend", {}):
+            assert backend.te_fp8.recipe == document["model"]["backend"]["te_fp8"]["recipe"]
+        config = fp8.FP8Config(**document.get("fp8", {}))
+        model = fp8.apply_fp8_to_model(tree(MOE), config)
+        converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+        meant = {name for name in MOE if not any(part in name for part in config.filter_fqns)}
+        assert converted == (meant if config.enabled else set())
+        kinds |= document.keys()
+    assert kinds >= {"fp8", "model"}
