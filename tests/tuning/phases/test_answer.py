@@ -57,7 +57,7 @@ def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # noqa: F811
-    _, result = search(script(device="cpu"), options(trials=4, target="h100", cost_scale="tokens=512"))
+    _, result = search(script(device="cpu"), options(trials=4, target="h100", cost_scale="width=8"))
     assert result.verdict == "adopt"
     assert result.best["memory_bytes"] > 80e9
     assert result.reason.count("It does not fit") == 1
