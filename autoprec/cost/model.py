@@ -149,6 +149,7 @@ class CostModel:
         out = copy.copy(self)
         out.scale, out.parameters, out._other = scale, scaled_parameters(self.report, scale), None
         out._works = {name: layer_works(layer, scale) for name, layer in self._layers.items()}
+        out._muon = scaled_newton_schulz(self.report, scale)
         out._costs, out._memory, out._rests = {}, {}, {}
         return out
 

@@ -63,6 +63,8 @@ def test_muons_iterations_are_priced_and_its_momentum_alone_is_stored(large: Gra
     assert sizes[0] is not None
     assert sizes[1] is not None
     assert sizes[0].optimizer - sizes[1].optimizer == pytest.approx(2.0 * gpu.parameters)
+    wider = CostScale(width=2.0)
+    assert gpu.at(wider).estimate({}).breakdown == CostModel(muon, H100, scale=wider).estimate({}).breakdown
 
 
 def test_layer_times_are_the_additive_part(large: GraphReport, uniform: Uniform) -> None:
