@@ -246,6 +246,18 @@ MODELS: dict[str, tuple[Callable[[int], tuple[nn.Module, tuple[Tensor, Tensor]]]
 }
 
 
+@contextmanager
+def under(model: nn.Module, policy: Policy | None) -> Iterator[None]:
+    """Have a policy on a model for a while; none leaves the model as it is."""
+    if policy is not None:
+        apply_policy(policy, model)
+    try:
+        yield
+    finally:
+        if policy is not None:
+            remove_policy(model)
+
+
 class Script:
     """One training script on a batch of ``size`` samples, its blocks checkpointed or not, and its recorded step."""
 
@@ -269,18 +281,8 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @contextmanager
-    def under(self, policy: Policy | None) -> Iterator[None]:
-        if policy is not None:
-            apply_policy(policy, self.model)
-        try:
-            yield
-        finally:
-            if policy is not None:
-                remove_policy(self.model)
-
     def peak(self, policy: Policy | None) -> int:
-        with self.under(policy):
+        with under(self.model, policy):
             self.step()
             return allocator_peak(self.step, lasting(self.model, self.optimizer))
 

@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.cost import CostModel
 from autoprec.cost.calibrate.cpu import cpu_model
 from autoprec.graph.recorder import StepRecorder
@@ -44,7 +42,7 @@ from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.setup import ModelledSteps
 from benchmarks.cost.cpu_models import MODELS
-from benchmarks.cost.peak import allocator_peak, lasting
+from benchmarks.cost.peak import allocator_peak, lasting, under
 from benchmarks.search.by_hand import FOLDER, make
 
 sys.path.insert(0, str(FOLDER))
@@ -82,19 +80,9 @@ class Script:
         if update:
             self.optimizer.step()
 
-    @contextmanager
-    def under(self, policy: Policy | None) -> Any:
-        if policy is not None:
-            apply_policy(policy, self.model)
-        try:
-            yield
-        finally:
-            if policy is not None:
-                remove_policy(self.model)
-
     def block(self, policy: Policy | None) -> float:
         """Return CPU milliseconds of a step: the mean of a block, after one that settles."""
-        with self.under(policy):
+        with under(self.model, policy):
             for _ in range(SETTLING):
                 self.step()
             began = time.process_time()
@@ -104,7 +92,7 @@ class Script:
 
     def peak_bytes(self, policy: Policy | None) -> int:
         """Return the allocator's peak over a step, what lives from step to step included."""
-        with self.under(policy):
+        with under(self.model, policy):
             self.step()
             return allocator_peak(self.step, lasting(self.model, self.optimizer))
 
