@@ -238,7 +238,7 @@ class SearchOptions:
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes; None where there is no limit, or nobody has looked at the device yet (``Setup.of`` does)."""
+        """Bytes; None where there is no limit, or the device is not known yet (``Setup.of`` finds it)."""
         return self.max_memory if isinstance(self.max_memory, int) else None
 
 

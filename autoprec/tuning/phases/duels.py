@@ -2,7 +2,7 @@
 
 What two trials measured a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
 that people write by hand, what would be adopted, and what is tied with it) is timed again in blocks of steps that take
-turns, each contender in a process of its own (:mod:`autoprec.trial.inside.lanes`) or, where the script cannot be
+turns, each in a process of its own (:mod:`autoprec.trial.inside.lanes`) or, where the script cannot be
 forked, all in one (:mod:`autoprec.trial.inside.duel`); its speed-up has a 95 % interval from then on. A duel is a run
 of its own in the study; its losses mean nothing, and what the loss says of a policy comes from paired trials.
 """
@@ -67,13 +67,16 @@ class Duels:
         own_low, own_high, low, high = (float(bound or 0.0) for bound in bounds)
         return one.speedup / other.speedup, own_low / high, own_high / low
 
+    def _are_timed(self) -> bool:
+        return self._setup.measured and not self._runner.by_block.active  # those compile blocks for the model's time
+
     def known(self) -> dict[str, Run]:
         """Return the last duel of each policy, by name."""
         return {run.name: run for run in self._ledger.store.records if run.kind == DUEL and run.ok}
 
     def wanted(self, runs: Sequence[Run]) -> list[Run]:
         """Return those of some runs that can be timed in a duel and were not yet."""
-        if not self._setup.measured or self._runner.by_block.active:  # those compile blocks for the model's time
+        if not self._are_timed():
             return []
         known = self.known()
         asked = {run.name: run for run in runs if run.ok and run.policy and run.name not in known}
@@ -93,14 +96,15 @@ class Duels:
         wanted = self.wanted(runs)[:MOST_AT_ONCE]
         if not wanted:
             return False
-        while wanted and self._seconds(len(wanted), kept_s) <= 0:
+        rests = not kept_s
+        while wanted and self._seconds(len(wanted), kept_s, may_overrun=rests) <= 0:
             wanted.pop()
         if not wanted:
-            if not kept_s:
+            if rests:
                 self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
             return False
         self._tried |= {run.name for run in wanted}
-        return self._time(wanted, self._seconds(len(wanted), kept_s))
+        return self._time(wanted, self._seconds(len(wanted), kept_s, may_overrun=rests))
 
     def time_again(self, run: Run) -> bool:
         """Time a policy once more alone, where a time budget leaves the time; returns whether anything was learnt.
@@ -109,11 +113,12 @@ class Duels:
         together.
         """
         known = self.known().get(run.name)
-        surely = known is None or half_width(known) <= _PRECISE_BESIDE_LOAD
-        if surely or run.name in self._again or not self._can_fork([run]) or not self._setup.measured:
+        if not self._are_timed() or known is None or half_width(known) <= _PRECISE_BESIDE_LOAD:
+            return False
+        if run.name in self._again or not self._can_fork([run]):
             return False
         self._again.add(run.name)
-        within = min(_AGAIN_S, self._seconds(1, 1e-9))
+        within = min(_AGAIN_S, self._seconds(1))
         return within > 0 and self._time([run], within)
 
     def _time(self, wanted: Sequence[Run], within: float) -> bool:
@@ -152,11 +157,11 @@ class Duels:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free
 
-    def _seconds(self, count: int, kept_s: float) -> float:
+    def _seconds(self, count: int, kept_s: float = 0.0, *, may_overrun: bool = False) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
 
         Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
-        after the budget, as a trial may.
+        after the budget, as a trial may (``may_overrun``).
         """
         ledger, budget = self._ledger, self._setup.options.budget_s
         least = self._least_s(count)
@@ -166,7 +171,7 @@ class Duels:
         used = ledger.elapsed() + ledger.seconds_to_close() + kept_s
         if budget - used >= least:
             return min(most, budget - used)
-        return least if not kept_s and OVERRUN * budget - used >= least else 0.0
+        return least if may_overrun and OVERRUN * budget - used >= least else 0.0
 
     def _least_s(self, count: int) -> float:
         """Return the seconds on the clock of the fewest rounds of so many policies, the start of the process included.
