@@ -1,4 +1,4 @@
-"""Contenders of a duel in processes of their own: timed apart, forked anew, and refused with a reason."""
+"""Contenders of a duel in processes of their own: timed apart, one for each block, and refused with a reason."""
 
 from __future__ import annotations
 
