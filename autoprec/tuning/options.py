@@ -159,7 +159,7 @@ class SearchOptions:
         hidden=True,
     )
     seeds: int = option(
-        4,
+        2,
         "Paired seeds of a policy where the loss cannot judge; else 2 to 24, as the decision needs.",
         RARE,
         metavar="N",

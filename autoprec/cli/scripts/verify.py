@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @script_command("verify")
 @click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file, or published:NAME.")
 @options.of_search("steps", default=40, help="Measured steps per run.")
-@options.of_search("seeds", help="Paired seeds.", hidden=False)
+@options.of_search("seeds", default=4, help="Paired seeds.", hidden=False)
 @options.of_search(
     "max_divergence",
     default=None,

@@ -25,14 +25,14 @@ from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.paired import BUSY, OVERRUN, PairedRunner
+from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 
-#: Half the width of an interval that is enough, relative to the speed-up: on an idle machine, and beside a load.
-_PRECISE, _PRECISE_BESIDE_LOAD = 0.01, 0.02
+#: Half the width of an interval that is enough, relative to the speed-up.
+_PRECISE = 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
-_FIRST_S, _EACH_S, _RUNS = 16.0, 8.0, 1.5
+_FIRST_S, _EACH_S, _RUNS = 12.0, 5.0, 1.5
 #: Seconds of its own that a second duel takes at most, of what was picked.
 _AGAIN_S = 12.0
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
@@ -83,28 +83,26 @@ class Duels:
         return [run for name, run in asked.items() if name not in self._tried]
 
     def least_s(self, runs: Sequence[Run]) -> float:
-        """Return the seconds on the clock of the shortest duel with an interval, of one of some runs; 0 for none."""
-        return self._least_s(1) if self.wanted(runs) else 0.0
+        """Return the seconds on the clock of the shortest duel with an interval of some runs; 0 for none."""
+        wanted = self.wanted(runs)[:MOST_AT_ONCE]
+        return self._least_s(len(wanted)) if wanted else 0.0
 
-    def time(self, runs: Sequence[Run], *, kept_s: float = 0.0) -> bool:
-        """Time policies that were not yet; returns whether anything was learnt.
+    def time(self, runs: Sequence[Run]) -> bool:
+        """Time policies that were not yet, a few at once; returns whether anything was learnt.
 
         Args:
-            runs: of a policy each; a time budget that is short leaves out the last of them.
-            kept_s: what a time budget keeps for other runs before the answer; 0: these are what the answer rests on.
+            runs: of a policy each, what an answer rests on first; a time budget that is short leaves out the last.
         """
         wanted = self.wanted(runs)[:MOST_AT_ONCE]
         if not wanted:
             return False
-        rests = not kept_s
-        while wanted and self._seconds(len(wanted), kept_s, may_overrun=rests) <= 0:
+        while wanted and self._seconds(len(wanted), may_overrun=True) <= 0:
             wanted.pop()
         if not wanted:
-            if rests:
-                self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
+            self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
             return False
         self._tried |= {run.name for run in wanted}
-        return self._time(wanted, self._seconds(len(wanted), kept_s, may_overrun=rests))
+        return self._time(wanted, self._seconds(len(wanted), may_overrun=True))
 
     def time_again(self, run: Run) -> bool:
         """Time a policy once more alone, where a time budget leaves the time; returns whether anything was learnt.
@@ -113,7 +111,7 @@ class Duels:
         together.
         """
         known = self.known().get(run.name)
-        if not self._are_timed() or known is None or half_width(known) <= _PRECISE_BESIDE_LOAD:
+        if not self._are_timed() or known is None or half_width(known) <= _PRECISE:
             return False
         if run.name in self._again or not self._can_fork([run]):
             return False
@@ -157,7 +155,7 @@ class Duels:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free
 
-    def _seconds(self, count: int, kept_s: float = 0.0, *, may_overrun: bool = False) -> float:
+    def _seconds(self, count: int, *, may_overrun: bool = False) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
 
         Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
@@ -168,7 +166,7 @@ class Duels:
         most = max(least, usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
         if budget is None:
             return most
-        used = ledger.elapsed() + ledger.seconds_to_close() + kept_s
+        used = ledger.elapsed() + ledger.seconds_to_close()
         if budget - used >= least:
             return min(most, budget - used)
         return least if may_overrun and OVERRUN * budget - used >= least else 0.0
@@ -238,13 +236,11 @@ def timed_together(
         process failed, empty where none did.
     """
     rounds: list[dict[str, float]] = []
-    busy = os.getloadavg()[0] - 1 > BUSY * (os.cpu_count() or 1)
     probes, began = tuple(Probe(*named) for named in policies.items()), time.monotonic()
     for _ in range(_PROCESSES if probes else 0):
         left = max(1.0, within_s - (time.monotonic() - began))
-        precision = _PRECISE_BESIDE_LOAD if busy else _PRECISE
         asked = replace(spec, kind="duel", probes=probes, within_s=left, on_the_clock=on_the_clock)
-        result = run(replace(asked, precision=precision, by_block=False))
+        result = run(replace(asked, precision=_PRECISE, by_block=False))
         if not result.ok:
             return rounds, f"{result.status}: {result.reason}"
         found = result.payload["duel"]["rounds"]

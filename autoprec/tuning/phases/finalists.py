@@ -15,6 +15,7 @@ from dataclasses import replace
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones
+from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
@@ -28,13 +29,11 @@ from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_ba
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import fastest_plain, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import by_hand, fastest_plain, sixteen_bit_speedup
 from autoprec.tuning.study.run import Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
-#: Policies within the timing noise of the answer that are timed beside the script, the fastest by their trials.
-NEAR = 3
 #: What a measured gradient error may be of the predicted one (0.7 to 1.4 of mixed assignments, and of unlike batches).
 _OFF_BY = 1.5
 
@@ -58,7 +57,8 @@ class Race:
         self._asked_errors: set[str] = set()
         self._known: dict[str, Run] = {}  # duels
         self._eased: set[str] = set()
-        self._is_over = False  # a run was ended for want of time
+        self._is_over = self._is_timed = False  # a run was ended for want of time; what is near was timed
+        self._hand_keys = {setup.problem.key(params) for _, params in by_hand(presets(setup.problem))}
         self.duels = Duels(setup, runner, ledger)
         self.seconds_left: Callable[[], float] = lambda: 0.0
         self.now: Ranking = self.update()
@@ -151,9 +151,9 @@ class Race:
 
     @property
     def duel_s(self) -> float:
-        """Seconds kept for a duel of the best acceptable policy; 0 where it had one, or there is none."""
+        """Seconds kept for a duel of the best acceptable policy and the best by hand; 0 where they had one."""
         best = min((self._ok[i] for i in self.now.accepted), key=self._ledger.rank, default=None)
-        return 0.0 if best is None else self.duels.least_s([best])
+        return 0.0 if best is None else self.duels.least_s([best, *self._by_hand()[:1]])
 
     def _is_late(self) -> bool:
         """Whether the time budget leaves no room for one more paired seed."""
@@ -368,15 +368,37 @@ class Race:
             decision = decision.with_reasons(first)
         return replace(decision, not_taken=others)
 
+    def timed_first(self) -> bool:
+        """Time what would be the answer, and what people write by hand, once no trial pays; false if that was done.
+
+        Trials are run minutes apart; where their times were wrong, a further one may pay all the same.
+        """
+        decision = self._decide()
+        return not self._is_timed and decision is not None and self._time_what_decides(decision)
+
+    def _by_hand(self) -> list[Run]:
+        """Return what people write by hand that ran, acceptable ones first, then the fastest."""
+        ledger, key = self._ledger, self._setup.problem.key
+        hand = [record for record in self._ok if key(record.params) in self._hand_keys]
+        return sorted(hand, key=lambda record: (not ledger.acceptable(record), ledger.rank(record)))
+
     def _time_what_decides(self, decision: Decision) -> bool:
-        """Time in a duel what a decision rests on, and the best preset where that is near."""
-        asked = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
+        """Time in a duel what a decision rests on; in the first one also the best by hand and what may be faster.
+
+        A trial's speed is off by up to the timing noise: what is slower than the answer by less may be faster. To stay
+        is an answer that all by hand must have lost against.
+        """
+        rests = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
         if decision.run is not None and decision.chosen is not None:
             best, noise = self._best_preset(decision.chosen), self._ledger.timings["timing_noise"]
             preset = best.run if best is not None else None
             if best is not None and preset is not None and decision.chosen.speedup <= best.speedup * (1.0 + noise):
-                asked = [decision.run, preset, *asked]
-        if not self.duels.time(asked):
+                rests = [decision.run, preset, *rests]
+        if not self._is_timed:
+            self._is_timed = True
+            hand = self._by_hand()[: 1 if decision.run is not None else None]
+            rests = [*rests[:1], *hand, *rests[1:], *self._may_be_faster(decision)]
+        if not self.duels.time(rests):
             return False
         self.update()
         return True
@@ -391,26 +413,29 @@ class Race:
     def _best_preset(self, chosen: Standing) -> Standing | None:
         return best_preset(self._setup, self._ledger, self.expectation, self.now.standings, self._tried, chosen)
 
-    def _seed_of_what_is_faster(self, decision: Decision) -> bool:
-        """Time what may be faster than the answer; run a seed of what surely is, and lacks one. False for neither.
-
-        A trial's speed is off by up to the timing noise: what is slower by less is timed beside the script as well.
-        """
-        setup, chosen = self._setup, decision.chosen
-        least, speed = (1.0, 1.0) if chosen is None else (chosen.high or math.inf, chosen.speedup)
-        if setup.options.objective != "throughput" or not setup.measured:
-            return False
+    def _fit(self) -> list[Standing]:
+        """Return what nothing speaks against so far, the fastest first."""
         fit = [one for one in self.now.standings if not one.rejection and all(map(math.isfinite, one.divergences))]
-        fit.sort(key=lambda one: -one.speedup)
-        lacking = [one for one in fit if one.seeds < self.fewest and one.is_surely_above(least)]
-        if lacking and not self._must_end():
-            self._one_more(_run(lacking[0]))
-            return True
-        near = speed / (1.0 + self._ledger.timings["timing_noise"])
-        untimed = [_run(one) for one in fit if not one.timed and one.speedup > max(near, 1.0) and one is not chosen]
-        if not self.duels.time(untimed[:NEAR], kept_s=self.seed_s):
+        return sorted(fit, key=lambda one: -one.speedup)
+
+    def _may_be_faster(self, decision: Decision) -> list[Run]:
+        """Return what may be faster than the answer by the noise of trials, the fastest first."""
+        if self._setup.options.objective != "throughput":
+            return []
+        chosen, noise = decision.chosen, self._ledger.timings["timing_noise"]
+        near = max(1.0, (1.0 if chosen is None else chosen.speedup) / (1.0 + noise))
+        return [_run(one) for one in self._fit() if one is not chosen and one.speedup > near]
+
+    def _seed_of_what_is_faster(self, decision: Decision) -> bool:
+        """Run a seed of what a duel shows to be faster than the answer and that lacks one; false if there is none."""
+        chosen = decision.chosen
+        least = 1.0 if chosen is None else chosen.high or math.inf
+        if self._setup.options.objective != "throughput" or not self._setup.measured:
             return False
-        self.update()
+        lacking = [one for one in self._fit() if one.seeds < self.fewest and one.is_surely_above(least)]
+        if not lacking or self._must_end():
+            return False
+        self._one_more(_run(lacking[0]))
         return True
 
     def _take_back(self, decision: Decision) -> bool:

@@ -228,20 +228,13 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     race.seconds_left = loop.seconds_left
     loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
     ledger.listener.phase("search")
-    _drive(loop, only_queued=True)
-    hand = [record for record in store.learned() if problem.key(record.params) in loop.by_hand and record.ok]
-    hand.sort(key=lambda record: (not ledger.acceptable(record), ledger.rank(record)))
-    if race.duels.time(hand, kept_s=race.seed_s):
-        race.update()
-        loop.taught = -1
-        loop.teach()
     while True:
-        ledger.listener.phase("search")
         _drive(loop)
         ledger.listener.phase("finalists")
         race.run(loop.expected)
-        if (loop.expected() <= 0 or race.seedless) and not race.measured_whole():
+        if (loop.expected() <= 0 or race.seedless) and not race.measured_whole() and not race.timed_first():
             break
+        ledger.listener.phase("search")
     loop.conclude()
     return explained(setup, ledger, race.answer(), table, expectation.time.mean()[0])
 
@@ -264,21 +257,13 @@ def _sampler(
     return sampler, hand
 
 
-def _drive(loop: _Loop, *, only_queued: bool = False) -> None:
-    """Run trials until they are used up, further seeds have more value, or no trial pays.
-
-    Args:
-        only_queued: run what waits to be run before the sampler is asked, and nothing else.
-    """
+def _drive(loop: _Loop) -> None:
+    """Run trials until they are used up, further seeds have more value, or no trial pays."""
     runner = loop.runner
-
-    def wants_more() -> bool:
-        return loop.wants_more() and not (only_queued and not loop.ledger.store.queued())
-
     with runner.threads(runner.workers, "trial") as threads:
-        while loop.running or wants_more():
+        while loop.running or loop.wants_more():
             asked = 0
-            while loop.room() > 0 and wants_more() and asked < ASKS_PER_TRIAL * loop.goal:
+            while loop.room() > 0 and loop.wants_more() and asked < ASKS_PER_TRIAL * loop.goal:
                 asked += 1
                 trial = loop.ledger.store.ask()
                 params = dict(trial.params)  # Optuna copies them deeply every time
