@@ -410,7 +410,8 @@ def faster_ones(
         why = rejected.get(one.name) or _why_not(one, rules, fewest)
         surely = chosen.timed and one.is_surely_above(chosen.high or math.inf)
         if one.speedup <= chosen.speedup * (1.0 + timing_noise) and not surely:
-            why = Reason("tied", {"noise": timing_noise, "also": why})
+            both = {"timed": True} if chosen.timed and one.timed else {}
+            why = Reason("tied", {"noise": timing_noise, "also": why} | both)
         if why is not None:
             out[one.name] = why
     return out

@@ -15,7 +15,11 @@ from autoprec.tuning.study.run import LEAST_NOISE, noise_text
 
 #: A gain over the best preset below this is too small to matter to anybody.
 ENOUGH = 0.005
-_BEST = {"throughput": "fastest", "memory": "smallest", "balanced": "best balance of speed and memory"}
+_BEST = {
+    "throughput": "fastest acceptable policy",
+    "memory": "acceptable policy of the smallest memory",
+    "balanced": "acceptable policy with the best balance of speed and memory",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,10 @@ def _gradient_beyond(error: float, limit: float, noise: float | None = None) -> 
     return f"{text} ({_apart(error / noise, limit / noise)} of its noise)" if noise else text
 
 
-def _tied(noise: float, also: Reason | None = None) -> str:
+def _tied(noise: float, also: Reason | None = None, timed: bool = False) -> str:
     text = f"it is faster by no more than {noise_text(noise)}"
+    if timed:
+        text = "timed beside the script it is not surely faster"
     return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
 
 
@@ -148,7 +154,7 @@ def _adopted(
         if f"{speedup / sixteen_bit:.2f}" == "1.00":  # bf16 for a script in fp32: a gain of 1.00x is not why to adopt
             gain = f"{speed_text(speedup, low, high)} over the script as written, and as fast as the best 16-bit run"
     gain += " by its own trials, not timed beside the script" if untimed else ""
-    text = f"{name} is the {_BEST[objective]} acceptable policy{' so far' if so_far else ''}: {gain}, "
+    text = f"{name} is the {_BEST[objective]}{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
     return text + (
@@ -170,7 +176,7 @@ def _no_gain(name: str, merit: float, noise: float, low: float | None = None, hi
 
 
 def _faster_not_taken(name: str, speedup: float, why: Reason, more: int) -> str:
-    others = f" ({more} more are faster and were not taken: see the notes)" if more else ""
+    others = f" (nor is {'another one' if more == 1 else f'any of {more} others'}: see the notes)" if more else ""
     return f"{name} is faster ({speed_text(speedup)} over the script), but is not taken: {why}{others}"
 
 

@@ -185,10 +185,11 @@ class Race:
 
     def _book(self, done: Run, count: int) -> None:
         """Store a run, judge all again, and tell of it, the ``count``-th of its kind."""
+        total = 0 if done.kind == "finalist" else self._setup.options.trials
         done = replace(done, number=self._ledger.store.next_number())
         self._ledger.store.add(done)
         self.update()
-        self._ledger.listener.trial(done, count, 0, leader(self._setup, self._ledger), self.seconds_left())
+        self._ledger.listener.trial(done, count, total, leader(self._setup, self._ledger), self.seconds_left())
 
     def _perturb_all(self) -> bool:
         """Run the benign perturbation under every seed so far where gaps beyond the budget are held against all.

@@ -252,5 +252,12 @@ def test_of_those_that_are_tied_the_noise_is_told() -> None:
     assert found == {"a": Reason("tied", {"noise": 0.05, "also": None})}
 
 
+def test_of_two_that_were_timed_the_noise_of_trials_is_not_what_ties_them() -> None:
+    chosen, other = (replace(one, low=1.25, high=1.31) for one in (CHOSEN, replace(CHOSEN, name="a", speedup=1.30)))
+    found = faster_ones(chosen, [chosen, other], FASTER_RULES, {}, fewest=2, timing_noise=0.066)
+    assert "noise" not in str(found["a"])
+    assert "timed beside the script it is not surely faster" in str(found["a"])
+
+
 def test_nothing_is_told_where_nothing_is_faster() -> None:
     assert reasons(Standing("a", 1.28, (0.0001,))) == {}

@@ -23,6 +23,7 @@ REASONS = [
     Reason("memory_bytes", {"memory": 2147483648, "limit": 1073741824}),
     Reason("few_seeds", {"seeds": 1, "needed": 4}),
     Reason("tied", {"noise": 0.05}),
+    Reason("tied", {"noise": 0.05, "timed": True}),
     Reason("tied", {"noise": 0.05, "also": Reason("incomplete")}),
     Reason("none_acceptable", {"first": "a", "why": Reason("incomplete"), "more": 2}),
     Reason("no_gain", {"name": "a", "merit": 0.984, "noise": 0.01}),

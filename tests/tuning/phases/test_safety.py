@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases.measuring import make_prior
 from autoprec.tuning.phases.safety import LEAST_SAVING, SAFER, safer_policy, taken_back, what_was_taken_back
 from autoprec.tuning.study.run import Run
@@ -53,9 +54,15 @@ def test_it_is_never_slower_than_asked_and_no_group_gets_worse(seed: int, room: 
         assert error[rows, found].sum() <= 0.9 * error[rows, index].sum()
 
 
-def test_one_run_tells_whether_lowerings_that_save_nothing_are_taken_back(here: Path) -> None:  # noqa: F811
+def test_one_run_tells_whether_lowerings_that_save_nothing_are_taken_back(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    totals: dict[str, int] = {}
+    monkeypatch.setattr(Listeners, "trial", lambda _self, run, _done, total, *_: totals.update({run.name: total}))
     made, _ = search(script(error_scale=0.5), options(trials=14))
     (safer,) = (run for run in made.records if SAFER in run.tags and run.kind == "search")
+    assert totals[safer.name] == 14, "it was told as trial 25 of 0"
     assert made.setup is not None
     assert made.ledger is not None
     assert made.ledger.table is not None
