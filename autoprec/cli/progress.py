@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
+from autoprec.support.optional import is_available
 from autoprec.support.units import counted, memory_text
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
@@ -61,7 +62,7 @@ class TerminalProgress:
 
     def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:
         if record.kind in ("reference", "noise"):
-            if record.kind == "reference" and record.seed == 0:
+            if record.kind == "reference" and record.seed == 0 and is_available("mlflow"):
                 self._phases.say("`autoprec ui` in another terminal shows the trials as they end")
             if self._verbosity > 0:
                 self._phases.say(f"{record.name}: {describe(record)}")

@@ -18,9 +18,12 @@ def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
     """Return name, precision, calls, FLOPs and bytes moved of every class of the step, most FLOPs first, then bytes."""
     rows: dict[str, list[int]] = {}
     precisions: dict[str, str] = {}
+    attends = {o.module for o in report.operators if o.attends}
     for operator in report.operators:
-        row = rows.setdefault(operator.cls, [0, 0, 0])
-        precisions[operator.cls] = operator.precision
+        # a product without a weight of this model has the class of attention's, whatever it is
+        name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
+        row = rows.setdefault(name, [0, 0, 0])
+        precisions[name] = operator.precision
         for index, value in enumerate((1, operator.flops, operator.bytes)):
             row[index] += value
     shares = [(name, precisions[name], calls, flops, moved) for name, (calls, flops, moved) in rows.items()]

@@ -50,6 +50,8 @@ def is_available(name: str) -> bool:
     if importlib.util.find_spec(name.split(".")[0]) is None:
         return False
     oldest, found = EXTRAS.get(name, (name, "", ""))[1], installed_version(name)
+    if name == "mlflow" and found is None:  # what was found is mlflow-skinny
+        return False
     return not oldest or found is None or not _is_older(found, oldest)
 
 

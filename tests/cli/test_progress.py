@@ -44,7 +44,9 @@ def test_every_trial_is_a_line_where_there_is_not_a_terminal(capsys: pytest.Capt
     assert lines[1].endswith("[1 of 30 trials; best 1.50x over the script (trial 3); about 1:05 left]")
 
 
-def test_what_was_found_is_told_before_the_first_trial(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_found_is_told_before_the_first_trial(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     progress = TerminalProgress()
     progress.phase("script", "train.py")
     progress.started(INFO)
@@ -56,6 +58,9 @@ def test_what_was_found_is_told_before_the_first_trial(capsys: pytest.CaptureFix
     assert "starting the script: train.py" in told
     assert "GPT, 5.5 M parameters, 1 group of layers; target h100 (modelled); trials start by fork" in told
     assert "autoprec ui" in told
+    monkeypatch.setattr("autoprec.cli.progress.is_available", lambda _name: False)
+    progress.trial(record("reference", seconds=4.0), 0, 30, None, 0.0)
+    assert "autoprec ui" not in capsys.readouterr().err, "it is not installed"
     assert "left" not in told, "the first run, which starts cold, does not tell how long the trials take"
 
 

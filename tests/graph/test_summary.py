@@ -88,4 +88,6 @@ def test_products_with_another_models_weights_are_told_as_such():
     # the penalty's own products, of the second backward pass, among them
     ((why, flops),) = remainders(report).items()
     assert why == "products with weights of another model, which the policy is not for"
+    assert {name: flops for name, *_, flops, _ in class_shares(report) if flops > 1e4}["product"] == flops
+    assert "attention" not in [name for name, *_ in class_shares(report)]
     assert flops > report.total_flops / 2

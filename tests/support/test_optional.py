@@ -51,6 +51,12 @@ def test_availability_respects_the_oldest_version(monkeypatch: pytest.MonkeyPatc
     assert is_available("torchao")
 
 
+def test_mlflow_skinny_is_not_taken_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``doctor`` said that MLflow works, and ``autoprec ui`` that it is not installed."""
+    monkeypatch.setattr(optional, "installed_version", lambda name: None if name == "mlflow" else "3.17")
+    assert not is_available("mlflow")
+
+
 @pytest.mark.parametrize("name", EXTRAS)
 def test_every_extra_that_is_named_exists_in_the_project_file(name: str) -> None:
     install = EXTRAS[name][2]

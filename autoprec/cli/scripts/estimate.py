@@ -137,8 +137,12 @@ def _batch_line(rows: list[dict[str, Any]], limit: int) -> str:
         return f"batch     none fits in {memory_text(limit)}"
     fastest, largest = (max(fits, key=lambda row: row[key]) for key in ("samples_per_s", "samples"))
     told = {row["choice"]: row for row in (*fits[:1], fastest, largest)}
-    unit = "tokens" if fits[0]["tokens_per_s"] else "samples"
-    listed = [f"{name} {row['samples']:,} ({row[f'{unit}_per_s']:,.4g} {unit}/s)" for name, row in told.items()]
+    first = fits[0]  # a sample of one token is a sample: there are no sequences
+    unit = "tokens" if (first["tokens_per_s"] or 0.0) > 1.001 * first["samples_per_s"] else "samples"
+    listed = [
+        f"{name} {row['samples']:,} ({row[f'{unit}_per_s']:,.{0 if row[f'{unit}_per_s'] >= 100 else 2}f} {unit}/s)"
+        for name, row in told.items()
+    ]
     return f"batch     samples in a step that fit in {memory_text(limit)}: {', '.join(listed)}"
 
 

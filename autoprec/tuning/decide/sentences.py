@@ -127,8 +127,11 @@ def _under_variant(name: str, arguments: str, speedup: float, low: float, high: 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
 def _none_acceptable(first: str = "", why: Reason | None = None, more: int = 0) -> str:
-    named = f": {first}: {why}" if first else ""
-    return f"no policy that was measured is acceptable{named}" + (f" (and {more} more)" if more else "")
+    # under too few seeds is not "not acceptable": nobody knows yet
+    early = why is not None and why.code == "few_seeds"
+    text = "no policy has been measured enough to be accepted" if early else "no policy that was measured is acceptable"
+    text += f": {first}: {why}" if first else ""
+    return text + (f"; nor {'the other' if more == 1 else f'any of the {more} others'}" if more else "")
 
 
 def _adopted(

@@ -135,12 +135,12 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     where = str(setup.host.model.get("class", "the script"))
     if result.status == OUT_OF_TIME:
         budget, needed = setup.options.budget_s or 0.0, float(result.payload.get("needed_s", 0.0))
-        # the reference runs three times, what people write by hand as often, and each gets a further seed
+        # beside gradient errors and the answer the reference runs three times, what people write by hand as often, and each gets a further seed
         whole = runner.elapsed() + (REFERENCE_RUNS + 2 * FEWEST_RUNS) * needed
         raise NothingAcceptableError(
             f"a time budget of {budget:.0f} s is too short: {result.reason}",
             where=where,
-            fix=f"a search takes about {whole:.0f} s with so many steps: --budget {whole:.0f}s, or fewer --steps",
+            fix=f"--budget {setup.options.with_budget_for(whole).budget_s:.0f}s, or fewer --steps",
         )
     if result.status == "too_short":
         steps = setup.options.steps + setup.options.warmup

@@ -26,6 +26,7 @@ REASONS = [
     Reason("tied", {"noise": 0.05, "timed": True}),
     Reason("tied", {"noise": 0.05, "also": Reason("incomplete")}),
     Reason("none_acceptable", {"first": "a", "why": Reason("incomplete"), "more": 2}),
+    Reason("none_acceptable", {"first": "a", "why": Reason("few_seeds", {"seeds": 1, "needed": 2}), "more": 1}),
     Reason("no_gain", {"name": "a", "merit": 0.984, "noise": 0.01}),
     Reason("no_gain", {"name": "a", "merit": 1.0002, "noise": 0.005}),
     Reason("no_gain", {"name": "a", "merit": 1.008, "noise": 0.01}),

@@ -53,6 +53,17 @@ def test_a_script_of_too_few_steps_is_known_after_one_run() -> None:
     assert sum(spec.kind == "train" for _, spec in simulated.calls) <= 1
 
 
+@pytest.mark.usefixtures("here")
+def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
+    """It left out the gradient errors and the answer: ``--budget 119s`` after 113 s, when the reference began."""
+    late = {"status": "out_of_time", "reason": "a step takes 1 s", "payload": {"needed_s": 20.0}}
+    made = searching(late)
+    made.options = replace(made.options, budget_s=60.0)
+    with pytest.raises(NothingAcceptableError, match=r"a time budget of 60 s is too short") as caught:
+        made.run()
+    assert caught.value.fix.startswith("--budget 240s"), "7 runs of 20 s, and half as much again"
+
+
 def test_the_noise_floor_is_what_one_rounding_of_the_weights_does() -> None:
     made = plain_search().made
     kinds = {record.kind: record for record in made.records}
