@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: The file of a private folder that its owner keeps locked, and how long the owner may take to lock it.
 _LOCK, _BEING_MADE_S = "lock", 60.0
+#: The file of a private folder that lists the temporary directories which the script made, one a line.
+MADE = "made"
 #: States of processes that have ended.
 _DEAD = (b"Z", b"X")
 
@@ -137,6 +139,20 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_made(folder: Path) -> None:
+    """Remove the temporary directories that a script has made in trials, which are killed before it removes them.
+
+    The isolation lists their paths in a file of the private folder.
+    """
+    with contextlib.suppress(OSError):
+        for line in (folder / MADE).read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            path = Path(line)
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                    remove_folder(path)
+
+
 def _remove_unheld(folder: Path) -> None:
     """Remove a folder of :func:`private_folder` that no process holds; one without a lock may just be being made."""
     if not (folder / _LOCK).exists():
@@ -147,6 +163,7 @@ def _remove_unheld(folder: Path) -> None:
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_made(folder)
         remove_folder(folder)
     finally:
         os.close(lock)

@@ -19,7 +19,7 @@ from typing import Any
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.forks import ForkedProcess, Forks
 from autoprec.trial.messages import listen, receive_messages
-from autoprec.trial.processes import private_folder, remove_folder, sweep
+from autoprec.trial.processes import private_folder, remove_folder, remove_made, sweep
 
 _launchers: dict[ScriptCommand, Launcher] = {}
 _guard = threading.Lock()
@@ -65,6 +65,7 @@ class Launcher:
         self._listener.close()
         self._replace(None)
         sweep(self.mark)
+        remove_made(self.folder)
         remove_folder(self.folder)
         os.close(self._held)
 

@@ -85,6 +85,12 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
     assert f"bf16 {found['largest'][0]['samples']:,} (" in small
     assert found["largest"][0]["choice"] == "bf16"
     assert all(row["samples"] > 0 < row["samples_per_s"] for row in found["largest"])
+    assert " tokens/s)" in small
+    assert "e+" not in small.split("batch ")[1]
+    record = json.loads(Path(graph).read_text())
+    record["batch"]["tokens"] = record["batch"]["samples"]
+    Path(graph).write_text(json.dumps(record))
+    assert " samples/s)" in run("--target", "h100", graph).output, "a sample of one token is no sequence"
     document = json.loads(run("--target", "h100", "--json", "llama3-70b").output)["memory"]
     assert not document["fits"]
     assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)

@@ -9,6 +9,7 @@ import pytest
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.launcher import Launcher
+from autoprec.trial.processes import MADE
 from autoprec.trial.protocol import TrialSpec
 
 
@@ -23,8 +24,12 @@ def test_one_launcher_per_command_until_the_last_leaves(tmp_path: Path) -> None:
     folder = Path(first.address).parent
     first.leave()
     assert folder.exists()
+    (tmp_path / "tmpx").mkdir()
+    (tmp_path / "kept").symlink_to(tmp_path)
+    (folder / MADE).write_text(f"{tmp_path}/tmpx\n{tmp_path}/kept\n{tmp_path}/gone\n")
     second.leave()
     assert not folder.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"], "what the script made in trials; no link is followed"
     third = Launcher.join(command)
     assert third is not first
     third.leave()

@@ -25,6 +25,7 @@ from typing import Any
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, make_caches, real
 from autoprec.trial.inside.isolate.sharing import open_files, reopen
+from autoprec.trial.processes import MADE
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
@@ -74,6 +75,7 @@ def isolate(config: dict[str, Any]) -> Overlay:
             landlock.restrict_writes(writable)
     if not mounted:
         _watch_programs()
+    _note_temporary_directories(os.path.join(folder, MADE))
     _state["overlay"], _state["temporary"] = overlay, _temporary_files()
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
     savers.install(overlay)
@@ -105,6 +107,23 @@ def _watch_programs() -> None:
 
     subprocess.Popen.__init__ = watched  # type: ignore[method-assign, assignment]
     os.system = watched_system
+
+
+def _note_temporary_directories(file: str) -> None:
+    """List the temporary directories that the script makes; the driver removes them, for the script is killed."""
+    make = tempfile.mkdtemp
+
+    @functools.wraps(make)
+    def noted(*args: Any, **named: Any) -> Any:
+        path = make(*args, **named)
+        if os.path.dirname(os.fsdecode(path)) == os.path.abspath(tempfile.gettempdir()):
+            with contextlib.suppress(OSError):
+                listed = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                os.write(listed, os.fsencode(path) + b"\n")
+                os.close(listed)
+        return path
+
+    tempfile.mkdtemp = noted
 
 
 def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]:

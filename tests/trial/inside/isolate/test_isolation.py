@@ -13,6 +13,7 @@ import pytest
 from autoprec.trial.environment import trial_environment
 from autoprec.trial.inside.isolate.isolation import _split
 from autoprec.trial.inside.isolate.landlock import available
+from autoprec.trial.processes import MADE
 
 from .test_namespace import allowed
 from .test_overlay import snapshot
@@ -76,6 +77,13 @@ def test_what_earlier_forks_left_among_temporary_files_is_not_mounted_again(moun
     counts = isolated(FORKS, tmp_path, mounts=mounts).splitlines()
     assert len(counts) == 3
     assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
+def test_temporary_directories_of_the_script_are_listed_for_the_driver(mounts: bool, tmp_path: Path) -> None:
+    """wandb makes two when it is imported; a trial is killed before it removes them."""
+    made = isolated("import tempfile; print(tempfile.mkdtemp()); tempfile.mkdtemp(dir='.')", tmp_path, mounts=mounts)
+    assert (tmp_path / "private" / MADE).read_text() == made
 
 
 @pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
