@@ -22,7 +22,7 @@ from typing import Any
 
 from autoprec.cost import Verdict
 from autoprec.cost.calibrate.calibration import load_calibration
-from autoprec.cost.calibrate.cpu import cpu_rates
+from autoprec.cost.calibrate.cpu import UNCALIBRATED, cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
@@ -72,6 +72,7 @@ ONE_THREAD = (
     "trials run on one thread each (OMP_NUM_THREADS=1), so speed-ups are those of one; with more a step, and what it "
     "gains, may be others"
 )
+NOTHING_KNOWN = "the rates of this CPU could not be measured beforehand; the trials decide"
 STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
 
 
@@ -223,7 +224,9 @@ class Search:
         setup = Setup.of(self.options, host, graph, self._calibration)
         verdict = setup.verdict()
         beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
-        nothing = verdict.kind == "stay" and not self.options.force and narrow is None
+        # the rates of a plain CPU say nothing about this one: without its own the trials decide
+        guessed = setup.measured and setup.cost.label.startswith(UNCALIBRATED)
+        nothing = verdict.kind == "stay" and not self.options.force and narrow is None and not guessed
         setup = narrow or setup
         self._sign(setup, store)
         ledger = Ledger(store, self.listener, setup.options, self._started)
@@ -235,7 +238,7 @@ class Search:
             ledger.note(f"times are {setup.cost.label}")
         if chosen := setup.backends_text(self._calibration):
             ledger.note(chosen)
-        self.listener.phase("verdict", _told(verdict, measured=setup.measured))
+        self.listener.phase("verdict", NOTHING_KNOWN if guessed else _told(verdict, measured=setup.measured))
         if narrow is not None:
             ledger.note(ONLY_SIXTEEN_BIT)
         if setup.measured and setup.target.is_cpu:

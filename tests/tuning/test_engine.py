@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from autoprec.cost.calibrate.cpu import FALLBACK
+from autoprec.cost.calibrate.cpu import FALLBACK, UNCALIBRATED
 from autoprec.errors import FileError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
@@ -203,6 +203,15 @@ def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path, mo
     assert (result.verdict, trained(simulated)) == ("stay", [])
     assert result.budget["source"] == "modelled"
     assert load_policy(here / result.policy).evidence["source"] == "modelled"
+
+
+def test_where_this_cpu_could_not_be_measured_the_trials_decide(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates of a plain CPU said "bf16 GEMMs are 1.3 times slower on this CPU", and stay, where it has units."""
+    monkeypatch.setattr("autoprec.cost.calibrate.cpu._load", lambda *_: (FALLBACK, UNCALIBRATED))
+    simulated = script(device="cpu", graph=simulated_graph(1, width=16, tokens=16))
+    made, result = search(simulated, options(target="cpu", force=False, trials=2))
+    assert trained(simulated)
+    assert "slower" not in result.reason
 
 
 def test_a_tight_gradient_limit_forbids_what_the_loss_forgives(here: Path) -> None:

@@ -37,6 +37,7 @@ _PROBE_TIMEOUT_S = 120.0
 #: Bytes of a value of a GEMM's operands, and of its result.
 GEMM_BYTES = {"fp32": (4, 4), "bf16": (2, 2), "int8": (1, 4)}
 
+UNCALIBRATED = "modelled, uncalibrated (the CPU micro-benchmark could not run)"
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
 FALLBACK: dict[str, Any] = {
     "gemm": {
@@ -125,7 +126,7 @@ def _load(path: str, refresh: bool) -> tuple[dict[str, Any], str]:
             pass
     measured = _probe()
     if measured is None:
-        return FALLBACK, "modelled, uncalibrated (the CPU micro-benchmark could not run)"
+        return FALLBACK, UNCALIBRATED
     with contextlib.suppress(AutoPrecError, OSError):  # a cache that cannot be written costs seconds, never a search
         write_json(file, {**measured, "cpu": cpu_model()})
     return measured, "modelled, rates of this CPU"
