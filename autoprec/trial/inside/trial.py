@@ -249,7 +249,8 @@ class Trial:
         steps = loop.steps if loop is not None else 0
         if self.spec.kind == "try" and not self._is_small():
             self.finish("ok")
-        why = f"{name} was trained for {steps} steps only, then another model ({type(other).__name__}): that one counts"
+        by = type(other).__name__
+        why = f"{name} was trained for {steps} steps only, then the script went on with another model (by {by})"
         self._payload["passed_over"] = why
         self.finish("too_short", why)
 

@@ -135,13 +135,17 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     where = str(setup.host.model.get("class", "the script"))
     if result.status == OUT_OF_TIME:
         budget, needed = setup.options.budget_s or 0.0, float(result.payload.get("needed_s", 0.0))
-        # beside gradient errors and the answer the reference runs three times, what people write by hand as often, and each gets a further seed
+        # the reference runs three times, what people write by hand as often, and each gets a further seed; the rest is
+        # gradient errors and the answer
         whole = runner.elapsed() + (REFERENCE_RUNS + 2 * FEWEST_RUNS) * needed
         raise NothingAcceptableError(
             f"a time budget of {budget:.0f} s is too short: {result.reason}",
             where=where,
             fix=f"--budget {setup.options.with_budget_for(whole).budget_s:.0f}s, or fewer --steps",
         )
+    if moved_on := result.payload.get("passed_over"):
+        fix = "search it without the first (a test of learning rates?), or have the script name the model that counts: "
+        raise NothingAcceptableError(str(moved_on), where=where, fix=f"{fix}autoprec.register(model, optimizer)")
     if result.status == "too_short":
         steps = setup.options.steps + setup.options.warmup
         what = f"the script ended after {len(result.losses)} of {steps} training steps"

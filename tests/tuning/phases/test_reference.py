@@ -30,6 +30,11 @@ def searching(result: dict[str, object], simulated: SimulatedScript | None = Non
     ("result", "error", "says"),
     [
         ({"status": "too_short", "losses": (1.0,) * 6}, NothingAcceptableError, "after 6 of 11 training steps"),
+        (
+            {"status": "too_short", "losses": (1.0,) * 6, "payload": {"passed_over": "A was trained for 6 steps only"}},
+            NothingAcceptableError,
+            r"(?s)A was trained for 6 steps only.*autoprec\.register",
+        ),
         ({"status": "diverged", "reason": "loss is nan"}, NothingAcceptableError, "own loss is not finite"),
         ({"status": "crashed", "reason": "KeyError: 'x'"}, ScriptError, "failed while training as written"),
         ({"status": "unsupported", "reason": "it is one CUDA graph"}, ScriptError, ": it is one CUDA graph"),
