@@ -209,7 +209,7 @@ def test_where_this_cpu_could_not_be_measured_the_trials_decide(here: Path, monk
     """The rates of a plain CPU said "bf16 GEMMs are 1.3 times slower on this CPU", and stay, where it has units."""
     monkeypatch.setattr("autoprec.cost.calibrate.cpu._load", lambda *_: (FALLBACK, UNCALIBRATED))
     simulated = script(device="cpu", graph=simulated_graph(1, width=16, tokens=16))
-    made, result = search(simulated, options(target="cpu", force=False, trials=2))
+    _, result = search(simulated, options(target="cpu", force=False, trials=2))
     assert trained(simulated)
     assert "slower" not in result.reason
 
