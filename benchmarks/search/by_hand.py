@@ -7,8 +7,9 @@
 By hand are the script as written, the script under ``torch.autocast("cpu", bfloat16)``, and every layer in bf16. They
 and each policy train in processes of their own, as they do at a user's: copies of one model in one process would share
 its caches and its heap, and by where that lies one process differs from the next. One works at a time, in blocks of a
-few steps in random order; a block's CPU time on one thread (which trials have as well) is divided by that of another's
-block of the same round. The median of these ratios has a 95 % interval. Nothing of the product takes part but
+few steps in random order, in CPU time on one thread (which trials have as well). What a process took is divided by
+what another's process took beside it; the median of these ratios, one for each of eight processes, has a 95 % interval
+(blocks of one process are alike, and would make it too narrow). Nothing of the product takes part but
 ``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes.
 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script (answers that are in ``--work``
@@ -43,7 +44,7 @@ import autoprec
 from autoprec.applying.policy import TorchPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import write_json
-from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import median_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
@@ -78,7 +79,7 @@ ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16"
 #: A block has so many steps at least, takes so long at least (s), and so many steps go by before it.
 BLOCK, BLOCK_S, SETTLING = 3, 0.3, 1
 #: Processes that each contender has, one after the other.
-PROCESSES = 5
+PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
 CLOSE = 0.03
 #: Makes one training step and returns its loss.
@@ -182,17 +183,24 @@ def serve(step: Step) -> None:
 
 
 def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds of CPU time per step of each contender, one for each round.
+    """Return milliseconds of CPU time per step of each contender, one for each of its processes.
 
-    Processes of one program differ, by where their memory lies (an LSTM's by 12 %): so each contender has several.
+    Processes of one program differ, by where their memory lies (an LSTM's by 12 %): so each contender has several, and
+    of each the mean of its blocks counts once.
+
+    Args:
+        rounds: blocks of a contender in all its processes together.
     """
     times: dict[str, list[float]] = {who: [] for who in contenders}
     for number in range(PROCESSES):
+        blocks: dict[str, list[float]] = {who: [] for who in contenders}
         with contextlib.ExitStack() as lanes:
             block = _started(name, contenders, lanes)
-            for turn in range(number, rounds, PROCESSES):
+            for turn in range(number, max(rounds, PROCESSES), PROCESSES):
                 for who in random.Random(turn).sample(list(contenders), len(contenders)):
-                    times[who].append(block(who))
+                    blocks[who].append(block(who))
+        for who, found in blocks.items():
+            times[who].append(statistics.fmean(found))
     return times
 
 
@@ -219,7 +227,7 @@ def _started(name: str, contenders: dict[str, str], lanes: contextlib.ExitStack)
 
 
 def over(times: Sequence[float], base: Sequence[float]) -> Interval:
-    """Return the speed-up of one contender over another: median of the rounds' ratios, and its 95 % interval."""
+    """Return the speed-up of one contender over another: median of their processes' ratios, and its 95 % interval."""
     return median_interval([b / own for own, b in zip(times, base, strict=True)])
 
 
@@ -299,12 +307,10 @@ def main() -> None:
     parser.add_argument("--options", default="", help="options of the searches, e.g. '--steps 10 --trials 6'")
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
     parser.add_argument("--repeats", type=int, default=1, help="searches of each script")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--serve", metavar="CONTENDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
-    if args.rounds < FEWEST:
-        parser.error(f"--rounds: an interval takes {FEWEST} at least")
     if args.serve:
         sys.path[:0] = [str(ROOT), str(FOLDER)]
         torch.set_num_threads(1)
