@@ -70,12 +70,11 @@ class Lanes:
         rounds: list[dict[str, float]] = []
         refused: dict[str, str] = {}
         open_, began, own_s = list(self._policies), time.monotonic(), 0.0
-        steps = processes = 0
+        steps = 0
         while len(open_) > 1 and REFERENCE not in refused and not is_late(self._spec, own_s, began):
             times: dict[str, float] = {}
             for name in self._random.sample(open_, len(open_)):
                 layout = self._random.random()
-                processes += 1
                 pid, descriptor = fork_to_answer()
                 if not pid:
                     self._contend(name, descriptor, layout)
@@ -96,7 +95,7 @@ class Lanes:
             open_ = [REFERENCE, *undecided(rounds, open_, self._spec.precision)]
         if REFERENCE in refused:
             return {"failed": f"the reference of a duel failed: {refused[REFERENCE]}"}
-        return {"duel": {"rounds": rounds, "steps": steps, "refused": refused, "processes": processes}}
+        return {"duel": {"rounds": rounds, "steps": steps, "refused": refused}}
 
     # ---------------------------------------------------------------- in a contender
     def _contend(self, name: str, writer: int, layout: float) -> None:
