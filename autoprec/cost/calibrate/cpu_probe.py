@@ -1,7 +1,8 @@
 """The micro-benchmark behind the ``cpu`` target, run as a child process: prints fitted rates as one line of JSON.
 
-One thread, process CPU time, best of a few repetitions, a time budget. This is the only file of the cost model that
-imports torch.
+One thread, process CPU time. All probes are run in several passes, and the least time of each counts: what else works
+on the machine only ever adds time, and seldom to the same probe in every pass. Passes go on until the two least times
+of nearly every probe agree. This is the only file of the cost model that imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.backends import choose
 from autoprec.backends.cpu.int8 import int8_sums
 from autoprec.backends.cpu.library import library
-from autoprec.cost.calibrate.cpu import GEMM_BYTES, ISA_VARIABLES
+from autoprec.cost.calibrate.cpu import AGREES, GEMM_BYTES, ISA_VARIABLES
 from autoprec.cost.model import CostModel
 from autoprec.graph.recorder import StepRecorder
 from autoprec.policy.matching import resolve
@@ -33,27 +34,77 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 
 _SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (256, 512, 512), (768, 384, 384))
 #: Tensors of pointwise work, and how many of each there are: a step's do not fit the caches.
-_PASSES, _COPIES = ((32, 128), (512, 256), (768, 1024)), 10
+_TENSORS, _COPIES = ((32, 128), (512, 256), (768, 1024)), 10
+#: After so many seconds by the clock on the wall no further pass begins.
+_PATIENCE_S = 40.0
+#: A probe's calls take so long together (s), and there are so many passes.
+_SHORTEST, _FEWEST_PASSES, _MOST_PASSES = 2e-4, 3, 6
 _FAMILIES = {"fp8_row": "fp8_rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 _INTEGER = {"row": "int8", "tensor": "int8_tensor"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def _best(run: Callable[[], Any], repeats: int = 3, floor: float = 1e-4) -> float:
-    """Return the shortest CPU time of one call in seconds (short calls are timed in batches)."""
-    run()
+class Clock:
+    """The two least times of every probe, which are known by their order: it is the same in every pass."""
+
+    def __init__(self) -> None:
+        self.least: list[tuple[float, float]] = []
+        self._at = 0
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._at = 0
+
+    def note(self, seconds: float) -> float:
+        """Take one more time of the probe whose turn it is, and return its least."""
+        at, self._at = self._at, self._at + 1
+        if at == len(self.least):
+            self.least.append((math.inf, math.inf))
+        first, second = sorted((*self.least[at], seconds))[:2]
+        self.least[at] = first, second
+        return first
+
+    def spread(self) -> float:
+        """Return by how much the two least times of a probe differ (a share), exceeded by one probe in ten."""
+        gaps = sorted(min(second / first - 1.0, 1.0) for first, second in self.least)
+        return gaps[int(0.9 * len(gaps))] if gaps else 1.0
+
+    def pace(self) -> float:
+        """Return the mean logarithm of the least times: of two records of a machine the lower was disturbed less."""
+        return sum(math.log(first) for first, _ in self.least) / max(1, len(self.least))
+
+
+_clock = Clock()
+
+
+def in_passes(take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run all probes again and again until they agree; return the last result, with how well they agree.
+
+    ``take`` runs every probe once and fits the rates to the least times so far.
+    """
+    start = time.monotonic()
+    _clock.least.clear()
+    for number in range(1, _MOST_PASSES + 1):
+        _clock.begin()
+        found = take()
+        if (number >= _FEWEST_PASSES and _clock.spread() <= AGREES) or time.monotonic() - start > _PATIENCE_S:
+            break
+    return {**found, "passes": number, "spread": _clock.spread(), "pace": _clock.pace()}
+
+
+def _elapsed(run: Callable[[], Any], calls: int) -> float:
+    """Return the CPU seconds of one of so many calls."""
     start = time.process_time()
+    for _ in range(calls):
+        run()
+    return (time.process_time() - start) / calls
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Return the least CPU time of one call in seconds over this pass and those before (short calls are repeated)."""
     run()
-    once = max(time.process_time() - start, 1e-7)
-    repeats = repeats if once < 5e-3 or repeats > 3 else 2
-    inner = max(1, int(floor / once))
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        for _ in range(inner):
-            run()
-        best = min(best, (time.process_time() - start) / inner)
-    return best
+    once = max(_elapsed(run, 1), 1e-7)
+    return _clock.note(min(once, _elapsed(run, int(_SHORTEST / once))) if once < _SHORTEST / 2 else once)
 
 
 def _apart(runs: Sequence[Callable[[], Any]]) -> float:
@@ -137,7 +188,7 @@ def _operators() -> dict[str, dict[str, dict[str, list[float]]]]:
     for form, dtype in _DTYPES.items():
         sizes: list[float] = []
         spent: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in out}
-        for shape in _PASSES:
+        for shape in _TENSORS:
             copies = [_operator_runs(*(torch.randn(*shape).to(dtype) for _ in range(2))) for _ in range(_COPIES)]
             sizes.append(float(math.prod(shape) * dtype.itemsize))
             for name, phases in spent.items():
@@ -156,7 +207,7 @@ def _reduction() -> dict[str, list[float]]:
     out = {}
     for form, dtype in _DTYPES.items():
         rows, times = [], []
-        for shape in _PASSES:
+        for shape in _TENSORS:
             copies = [torch.randn(*shape).to(dtype) for _ in range(_COPIES)]
             rows.append([float(math.prod(shape) * dtype.itemsize), 1.0])
             times.append(_apart([functools.partial(torch.sum, x, 0) for x in copies]))
@@ -169,7 +220,7 @@ def _casts() -> dict[str, list[float]]:
     out: dict[str, list[float]] = {}
     for name, source, dtype in (("down", torch.float32, torch.bfloat16), ("up", torch.bfloat16, torch.float32)):
         rows, times = [], []
-        for shape in _PASSES:
+        for shape in _TENSORS:
             copies = [torch.randn(*shape).to(source) for _ in range(_COPIES)]
             rows.append([float(math.prod(shape)), 1.0])
             times.append(_apart([functools.partial(x.to, dtype) for x in copies]))
@@ -207,7 +258,7 @@ def _scaled(
                 flop, byte, call = gemms[product][role]
                 moved = per_value * (a * b + b * c) + per_result * a * c
                 plain += flop * 2.0 * a * b * c + byte * moved + call
-            times.append(max(1e-7, _best(run, repeats=2) - plain))
+            times.append(max(1e-7, _best(run) - plain))
         out[family] = _fit(rows, times)
     return out
 
@@ -261,7 +312,7 @@ def _attention() -> dict[str, dict[str, dict[str, list[float]]]]:
             for batch, heads, seq, width in shapes:
                 run, back = aten._scaled_dot_product_flash_attention_for_cpu, []
                 ran = []
-                for _ in range(_COPIES):  # heads are views of one projection, as in models
+                for _ in range(3):  # heads are views of one projection, as in models
                     q, k, v, grad = (torch.randn(batch, seq, heads, width).to(dtype).transpose(1, 2) for _ in range(4))
                     ran.append(functools.partial(run, q, k, v, 0.0, True))
                     kept = (grad, q, k, v, *ran[-1]()[:2], 0.0, True)
@@ -283,7 +334,7 @@ def _optimizer(*, fused: bool) -> list[float]:
             value.grad = torch.randn(size)
         optimizer = torch.optim.AdamW(values, lr=1e-3, fused=fused)
         rows.append([float(size * count), float(count)])
-        times.append(_best(optimizer.step, repeats=2))
+        times.append(_best(optimizer.step))
     return _fit(rows, times)
 
 
@@ -333,32 +384,26 @@ class _Stage:
         self.model, self.x = model, x
         self.optimizer = torch.optim.AdamW(model.parameters())
         with StepRecorder(model, optimizers=(self.optimizer,)) as recorder:
-            self.compute(clear=False)
+            self.compute()
         self.report = recorder.report()
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.update_s = float("inf")
 
-    def compute(self, *, clear: bool = True) -> None:
-        """Run forward and backward; gradients are freed first, as scripts do."""
-        if clear:
-            self.optimizer.zero_grad()
+    def compute(self) -> None:
+        """Run forward and backward."""
         torch.autograd.backward(self.model(self.x).float().square().mean())
 
-    def measured(self, policy: Policy, repeats: int = 7) -> float:
-        """Return the shortest CPU time of forward and backward, the update between them as in a real loop."""
+    def measured(self, policy: Policy) -> tuple[float, float]:
+        """Return the least CPU times of forward and backward, and of the update behind them, as in a real loop."""
         apply_policy(policy, self.model)
         self.compute()
         self.optimizer.step()
-        best = float("inf")
-        for _ in range(repeats):
-            start = time.process_time()
-            self.compute()
-            middle = time.process_time()
-            self.optimizer.step()
-            best = min(best, middle - start)
-            self.update_s = min(self.update_s, time.process_time() - middle)
+        times = []
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            times.append((_elapsed(self.compute, 1), _elapsed(self.optimizer.step, 1)))
         remove_policy(self.model)
-        return best
+        computed, updated = (min(column) for column in zip(*times, strict=True))
+        return _clock.note(computed), _clock.note(updated)
 
     def modelled(self, policy: Policy, rates: dict[str, Any]) -> float:
         plans = resolve(policy, [layer.name for layer in self.report.tunable])
@@ -369,19 +414,23 @@ class _Stage:
 _NOTHING = {"fp32": 0.0, "rest": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0}
 
 
-def _in_situ(rates: dict[str, Any]) -> dict[str, Any]:
-    """Return how much longer whole steps take than their operators in a hot loop, and what weights cost beside them.
-
-    Three models (ruled by activations, by weights, by what is not a layer) give three unknowns under fp32: a factor on
-    layers, one on the rest (in every precision), and seconds per weight value (casts, gradients in fresh memory); each
-    of the other policies has its own first and last.
-    """
+def _stages() -> list[_Stage]:
+    """Return models that are ruled by activations, by weights and by what is not a layer."""
     wide = nn.Sequential(nn.Linear(512, 1536), nn.ReLU(), nn.Linear(1536, 512))
-    stages = [
+    return [
         _Stage(_Reference(), torch.randn(4, 96, 256)),
         _Stage(wide, torch.randn(48, 512)),
         _Stage(_Reference(64), torch.randn(16, 96, 64)),
     ]
+
+
+def _in_situ(rates: dict[str, Any], stages: list[_Stage]) -> dict[str, Any]:
+    """Return how much longer whole steps take than their operators in a hot loop, and what weights cost beside them.
+
+    Three models give three unknowns under fp32: a factor on layers, one on the rest (in every precision), and seconds
+    per weight value (casts, gradients in fresh memory); each of the other policies has its own first and last.
+    """
+    updates = []
     factors, weights = dict(_NOTHING), dict(_NOTHING)
     for name, recipe, activations in _IN_SITU:
         recipes = {} if recipe == "keep" else {recipe: BUILTIN_RECIPES[recipe]}
@@ -393,7 +442,9 @@ def _in_situ(rates: dict[str, Any]) -> dict[str, Any]:
             bare = [stage.modelled(policy, {**rates, "in_situ": part, "weights": _NOTHING}) for part in alone]
             known = {**rates, "in_situ": {**factors, "optimizer": 0.0}, "weights": weights}
             rows.append([*bare, float(stage.parameters)])
-            missing.append(max(1e-6, stage.measured(policy) - stage.modelled(policy, known)))
+            computed, updated = stage.measured(policy)
+            updates += [updated] if stage is stages[0] else []
+            missing.append(max(1e-6, computed - stage.modelled(policy, known)))
         *found, weights[name] = _fit(rows, missing)
         # below 1 is the noise of other work on the machine: a step finds less in the caches than a hot loop does
         factors |= {part: max(1.0, min(4.0, factor)) for part, factor in zip(wanted, found, strict=True)}
@@ -401,16 +452,13 @@ def _in_situ(rates: dict[str, Any]) -> dict[str, Any]:
     first = stages[0]
     alone_s = per_value * first.parameters + per_tensor * len(list(first.model.parameters()))
     return {
-        "in_situ": {**factors, "optimizer": max(0.5, min(4.0, first.update_s / alone_s))},
+        "in_situ": {**factors, "optimizer": max(0.5, min(4.0, min(updates) / alone_s))},
         "weights": weights,
     }
 
 
-def measure() -> dict[str, Any]:
-    """Return the fitted rates of this machine's CPU, one thread."""
-    torch.set_num_threads(1)
+def _rates(stages: list[_Stage]) -> dict[str, Any]:
     torch.manual_seed(0)
-    start = time.process_time()
     gemms = _gemms()
     out = {
         "gemm": gemms,
@@ -425,10 +473,17 @@ def measure() -> dict[str, Any]:
         "fused_optimizer": _optimizer(fused=True),
         "dispatch": _dispatch(),
     }
-    out |= _in_situ(out)
+    return out | _in_situ(out, stages)
+
+
+def measure() -> dict[str, Any]:
+    """Return the fitted rates of this machine's CPU, one thread."""
+    torch.set_num_threads(1)
+    start = time.process_time()
+    found = in_passes(functools.partial(_rates, _stages()))
     limits = {name: os.environ[name] for name in ISA_VARIABLES if name in os.environ}
     made = {"torch": torch.__version__, "instructions": limits, "date": time.strftime("%Y-%m-%d")}
-    return {**out, **made, "seconds": time.process_time() - start}
+    return {**found, **made, "seconds": time.process_time() - start}
 
 
 def main() -> int:

@@ -1,25 +1,61 @@
 from __future__ import annotations
 
 import json
-import time
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from autoprec.cost.calibrate import cpu_probe
-from autoprec.cost.calibrate.cpu import FALLBACK
+from autoprec.cost.calibrate.cpu import AGREES, FALLBACK
 
 
-def test_the_shortest_of_several_calls_is_taken() -> None:
-    slow = [0.003, 0.003, 0.003, 0.001, 0.002]
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_probe, "_clock", cpu_probe.Clock())
 
-    def run() -> None:
-        end = time.process_time() + (slow.pop(0) if slow else 0.002)
-        while time.process_time() < end:
-            pass
 
-    assert cpu_probe._best(run) == pytest.approx(0.001, rel=0.5)
+class Machine:
+    """Stands in for the CPU's clock: each probe takes a time of its own, longer where something else works."""
+
+    def __init__(self, disturbed: Callable[[int], float]) -> None:
+        self.calls, self.disturbed = 0, disturbed
+
+    def __call__(self, _run: Callable[[], Any], _calls: int) -> float:
+        self.calls += 1
+        return (1.0 + 0.37 * (cpu_probe._clock._at % 10)) * 1e-3 * self.disturbed(self.calls)
+
+
+def rates_beside(disturbed: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(cpu_probe, "_elapsed", Machine(disturbed))
+    return cpu_probe.in_passes(cpu_probe._gemms)
+
+
+def coefficients(rates: dict[str, Any]) -> list[float]:
+    return [value for form in ("fp32", "bf16", "int8") for fit in rates[form].values() for value in fit]
+
+
+def test_a_burst_of_other_work_changes_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It covered all repeats of some probes, once: of the record that was kept a fixed cost was 96 us, not 0.5."""
+    quiet = rates_beside(lambda _call: 1.0, monkeypatch)
+    burst = rates_beside(lambda call: 4.0 if 10 <= call < 30 else 1.0, monkeypatch)
+    assert coefficients(burst) == pytest.approx(coefficients(quiet), rel=0.01)
+    assert burst["spread"] <= AGREES
+    assert burst["passes"] == 3
+
+
+def test_probes_that_never_agree_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    rates = rates_beside(lambda _call: 1.0 + rng.random(), monkeypatch)
+    assert rates["spread"] > AGREES
+    assert rates["passes"] == cpu_probe._MOST_PASSES
+
+
+def test_what_was_disturbed_all_the_time_has_a_slower_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, beside = (rates_beside(lambda _call, more=more: more, monkeypatch) for more in (1.0, 1.3))
+    assert beside["spread"] == quiet["spread"] == 0.0
+    assert beside["pace"] > quiet["pace"] + 0.2
 
 
 def test_a_fit_recovers_what_made_the_times() -> None:
@@ -38,11 +74,11 @@ def test_a_fit_never_returns_a_negative_cost() -> None:
 def test_the_output_has_every_rate_the_model_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def once(run: Callable[[], Any], repeats: int = 3) -> float:
+    def once(run: Callable[[], Any], _calls: int) -> float:
         run()
         return 1e-4
 
-    monkeypatch.setattr(cpu_probe, "_best", once)
+    monkeypatch.setattr(cpu_probe, "_elapsed", once)
     assert cpu_probe.main() == 0
     document = json.loads(capsys.readouterr().out)
     assert set(FALLBACK) <= set(document)
