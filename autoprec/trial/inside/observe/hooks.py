@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_autoprec_raw", tensor)
 
 
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _weigh(roots: tuple[torch.Tensor, ...], weights: Any) -> None:
     """``losses.backward(w)`` has the gradients of the scalar ``sum(w * losses)``: that is the loss of such a step."""
     given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights or ())
@@ -84,6 +88,7 @@ class Hooks:
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._steps = 0
+        self._scaler: Any = None  # while it steps an optimizer
         self._watch_undo: Callable[[], None] | None = None
         self._announce: OnCall | None = None
         self._in_method = self._telling = False
@@ -243,8 +248,11 @@ class Hooks:
 
         def make_step(original: Any) -> Any:
             def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                before = self._steps
-                out = original(scaler, optimizer, *args, **kwargs)
+                before, self._scaler = self._steps, scaler
+                try:
+                    out = original(scaler, optimizer, *args, **kwargs)
+                finally:
+                    self._scaler = None
                 if self._steps == before:
                     self.events.skipped_step(optimizer)
                 return out
@@ -253,6 +261,22 @@ class Hooks:
 
         self.replace(torch.amp.GradScaler, "scale", make_scale)
         self.replace(torch.amp.GradScaler, "step", make_step)
+
+    def scaled(self, optimizer: Optimizer, others: Sequence[Optimizer]) -> dict[int, float]:
+        """Return, by ``id``, what gradients are still multiplied with when those of an optimizer are ready.
+
+        A GradScaler divides the gradients of one optimizer at a time, when it steps it: those of the ``others``, which
+        share its loss, are as the scaled loss left them, and so are those of a fused one, which divides them itself.
+        """
+        factors: dict[int, float] = {}
+        if self._scaler is not None and self._scaler.is_enabled():
+            states, scale = self._scaler._per_optimizer_states, float(self._scaler.get_scale())
+            for other in others:
+                if id(other) not in states or states[id(other)]["stage"].name == "READY":
+                    factors |= dict.fromkeys(_parameters_of(other), scale)
+        own, fused = _parameters_of(optimizer), getattr(optimizer, "grad_scale", None)
+        rest = {one: scale for one, scale in factors.items() if one not in own}
+        return rest if fused is None else rest | dict.fromkeys(own, float(fused))
 
     def _patch_clip(self) -> None:
         def make(original: Any) -> Any:

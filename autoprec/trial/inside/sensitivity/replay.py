@@ -91,13 +91,12 @@ class Replay(Events):
         if optimizer is not self._found.optimizers[0]:
             return
         # a fused optimizer is given scaled gradients, with what they are to be divided by and whether they overflowed
-        overflowed, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        overflowed = getattr(optimizer, "found_inf", None)
         if overflowed is not None and float(overflowed):
             self.skipped_step(optimizer)
             return
-        if scale is not None:
-            own = (id(p) for p in self._found.root_parameters)
-            self._unclip = {one: self._unclip.get(one, 1.0) / float(scale) for one in own}
+        factors = self._hooks.scaled(optimizer, self._found.optimizers)
+        self._unclip |= {one: self._unclip.get(one, 1.0) / factor for one, factor in factors.items()}
         self._ready()
 
     def skipped_step(self, optimizer: Optimizer) -> None:

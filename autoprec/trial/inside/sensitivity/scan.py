@@ -75,8 +75,8 @@ def is_over(began: float, within_s: float | None) -> bool:
 class _Watch(Events):
     """Waits for the gradients of one step, remembering its loss and how it was clipped."""
 
-    def __init__(self, found: Found, done: Callable[[_Watch], None]) -> None:
-        self._found, self._done = found, done
+    def __init__(self, found: Found, hooks: Hooks, done: Callable[[_Watch], None]) -> None:
+        self._found, self._hooks, self._done = found, hooks, done
         # not the root's: during functional_call other tensors stand for its parameters, and they are trained
         self._mine = {id(p) for p in found.root_parameters}
         self._ready = False
@@ -97,7 +97,9 @@ class _Watch(Events):
             self.unclip |= {id(p): (size + 1e-6) / max_norm for p in parameters}
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
-        if any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
+        if not self._ready and any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
+            factors = self._hooks.scaled(optimizer, self._found.optimizers)
+            self.unclip |= {one: self.unclip.get(one, 1.0) / factor for one, factor in factors.items()}
             self._finish()
 
     def skipped_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
@@ -186,7 +188,7 @@ class Scan:
             apply_document(probe.policy, self._found, self._spec.backend)
         except AutoPrecError as error:
             answer(writer, {**empty, "failed": str(error)})
-        self._hooks.events = _Watch(self._found, lambda watch: self._compared(writer, watch))
+        self._hooks.events = _Watch(self._found, self._hooks, lambda watch: self._compared(writer, watch))
 
     def _compared(self, writer: int, watch: _Watch) -> None:
         error2, norm2 = self._gradients.compare(0, watch.unclip)
@@ -229,7 +231,7 @@ class Scan:
             else:
                 self._hooks.events = _Between(self._hooks, weights.restore, proceed)
 
-        self._hooks.events = _Watch(self._found, done)
+        self._hooks.events = _Watch(self._found, self._hooks, done)
 
 
 class _Between(Events):

@@ -81,6 +81,25 @@ def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> 
     assert not any(changed[1:]) or not autocast  # weights of the scan stay; the last update is the script's own
 
 
+def test_two_optimizers_under_one_scaler() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 5))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(model(torch.randn(8, 6)).square().mean()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    found = scanned(Found([model], optimizers, list(model.parameters())), step, Probe("bf16", uniform("bf16")))
+    (row,) = found["probes"]
+    assert 1e-4 < row["gradient_error"] < 0.05
+    assert 0.1 < found["gradient_noise"] < 10
+
+
 class Past(nn.Module):
     """Calls its layers' forward, as scripts do with a whole model."""
 
