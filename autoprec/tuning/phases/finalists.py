@@ -343,13 +343,15 @@ class Race:
         """Say why nothing is acceptable where no policy was measured under enough seeds."""
         if not self._ok:
             return Reason("none_measured")
-        rules, script = self._rules(), self._ledger.reference
+        rules, script, objective = self._rules(), self._ledger.reference, self._setup.options.objective
         fine = [one for one in self.now.standings if not rules.breaks(one)]
-        first = min(fine or self.now.standings, key=lambda one: self._ledger.rank(_run(one)))
+        ranks = {one.name: self._ledger.rank(self._corrected(_run(one))) for one in self.now.standings}
+        first = min(fine or self.now.standings, key=lambda one: ranks[one.name])
         figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
-        merit = rank_of(figures, self._setup.options.objective) / self._ledger.rank(_run(first))
-        if fine and merit <= 1.0:
-            return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0})
+        merit, timed = rank_of(figures, objective) / ranks[first.name], first.timed and objective == "throughput"
+        if fine and (merit <= 1.0 or (timed and not first.is_surely_above(1.0))):
+            bounds = {"low": first.low, "high": first.high} if timed else {}
+            return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0} | bounds)
         few = Reason("few_seeds", {"seeds": first.seeds, "needed": self.fewest})
         why = few if fine else first.rejection
         return Reason("none_acceptable", {"first": first.name, "why": why, "more": len(self.now.standings) - 1})
@@ -374,8 +376,7 @@ class Race:
 
         Trials are run minutes apart; where their times were wrong, a further one may pay all the same.
         """
-        decision = self._decide()
-        return not self._is_timed and decision is not None and self._time_what_decides(decision)
+        return not self._is_timed and self._time_what_decides(self._decide() or Decision("stay", ()))
 
     def _by_hand(self) -> list[Run]:
         """Return what people write by hand that ran, acceptable ones first, then the fastest."""
@@ -423,8 +424,9 @@ class Race:
         """Return what may be faster than the answer by the noise of trials, the fastest first."""
         if self._setup.options.objective != "throughput":
             return []
-        chosen, noise = decision.chosen, self._ledger.timings["timing_noise"]
-        near = max(1.0, (1.0 if chosen is None else chosen.speedup) / (1.0 + noise))
+        chosen, near = decision.chosen, 1.0
+        if chosen is not None:
+            near = max(near, chosen.speedup / (1.0 + self._ledger.timings["timing_noise"]))
         return [_run(one) for one in self._fit() if one is not chosen and one.speedup > near]
 
     def _seed_of_what_is_faster(self, decision: Decision) -> bool:

@@ -76,6 +76,30 @@ def test_what_a_duel_shows_to_be_faster_than_the_answer_gets_the_seeds_that_it_l
     assert not any("few_seeds" in str(why) for why in result.not_taken.values())
 
 
+@pytest.mark.parametrize("gains", [True, False])
+def test_without_a_second_seed_a_duel_says_whether_to_stay(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    gains: bool,
+) -> None:
+    """All bf16 at 1.02x of one seed was worth no second one, and "measured under 1 of the 2 seeds" was why to stay."""
+    ranked = finalists.rank
+
+    def none_before_a_duel(expectation: Any, entrants: Any, *args: Any, **options: Any) -> Any:
+        found = ranked(expectation, entrants, *args, **options)
+        timed = any(one.timed for _, one in entrants)
+        return found if timed and gains else replace(found, next=None, gain=0.0)
+
+    monkeypatch.setattr(finalists, "rank", none_before_a_duel)
+    if not gains:
+        monkeypatch.setattr(Standing, "is_surely_above", lambda *_: False)
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=2))
+    assert any(run.kind == "duel" for run in made.records)
+    assert result.verdict == ("adopt" if gains else "stay")
+    assert "paired seeds that it takes" not in result.reason
+    assert ("timed beside it" in result.reason) is not gains
+
+
 def test_what_is_slower_than_the_answer_by_less_than_the_noise_is_timed_beside_the_script(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -178,7 +202,7 @@ def test_policies_that_gain_nothing_are_not_said_to_exceed_a_limit(here: Path) -
     command = ScriptCommand.parse(asked.command)
     result = Search(asked, command, Listeners(), lambda seed, _folder: Slower(simulated, seed)).run()
     assert result.verdict == "stay"
-    assert result.reason.endswith("is not better than the script as written: 0.80x")
+    assert result.reason.endswith("is not faster than the script as written, timed beside it: 0.80x [0.80, 0.80]")
 
 
 class OneSeed(SimulatedRunner):
