@@ -1,10 +1,15 @@
 """Shared by all tests: one thread, no network, no user's settings, and GPU tests skipped with the reason."""
 
+import contextlib
+import gc
 import os
 import shutil
 import signal
+import sqlite3
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -12,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from hypothesis import settings
 
+from tests import heap
 from tests.schedule import Recorder, longest_first
 
 # A busy machine is not a reason to fail, and the same commit gives the same verdict.
@@ -22,6 +28,20 @@ settings.load_profile("autoprec")
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+# Of a power cut no test hears, and a search waits some seventy times for the disk: for seconds where that is busy.
+os.fsync = lambda _file: None
+_connect = sqlite3.connect
+
+
+def _connect_without_waiting(*args: Any, **kwargs: Any) -> Any:
+    connection = _connect(*args, **kwargs)
+    with contextlib.suppress(sqlite3.Error):  # of a damaged file the test hears, not this
+        connection.execute("pragma synchronous = off")
+    return connection
+
+
+sqlite3.connect = sqlite3.dbapi2.connect = _connect_without_waiting
 
 #: Settings of the person who runs the tests must not reach them.
 FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "AUTOPREC_DEBUG", "AUTOPREC_SPEC")
@@ -43,6 +63,14 @@ def warm() -> Iterator[None]:
 
 
 @pytest.fixture
+def whole_heap() -> Iterator[None]:
+    """A test of what is asked of the collector after a freeze sees all that there is."""
+    heap.known()
+    yield
+    heap.set_aside()
+
+
+@pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """A test that changes what compiled plans depend on has its own; layers of a process share them."""
     from autoprec.numerics.plan import _compiled
@@ -57,6 +85,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
+        _collect_from_the_end(config)
     if "gpu" not in config.option.markexpr and shutil.which("nvidia-smi"):
         # Scripts are forks of the processes that test, and autograd starts a thread per GPU, which a fork has not.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -64,11 +94,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
+def _collect_from_the_end(config: pytest.Config) -> None:
+    """Let this process collect the whole suite in the other direction: what one has compiled the other finds."""
+    tests = Path(__file__).parent
+    if [Path(name).resolve() for name in config.args] == [tests]:
+        found = [path for path in tests.iterdir() if path.match("test_*.py") or (path / "__init__.py").is_file()]
+        config.args = sorted(map(str, found), reverse=True)
+
+
 def pytest_collection_finish() -> None:
     """A build with CUDA starts such threads without a GPU as well, if its first backward is one that Dynamo traced."""
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
+    gc.collect()
+    heap.set_aside()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,6 @@ import gc
 import importlib
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
@@ -32,6 +31,8 @@ from typing import NoReturn
 import pytest
 
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
+from autoprec.trial.progress import Deadline
+from tests import heap
 
 __all__ = ["Ended", "Forked", "run_forked", "run_ranks", "warm_scripts"]
 
@@ -41,8 +42,12 @@ WARM = (
     "autoprec.trial.inside.agent",
     "autoprec.trial.inside.fork_server",
     "autoprec.trial.inside.isolate.isolation",
+    "autoprec.trial.inside.lanes",
+    "autoprec.trial.inside.sensitivity.replay",
+    "autoprec.applying.audit",
     "autoprec.applying.policy",
     "autoprec.backends.emulated",
+    "autoprec.graph.fake",
     "autoprec.graph.trace",
     "autoprec.graph.saved",
     "autoprec.graph.analysis.rules",
@@ -117,9 +122,13 @@ class Forked:
         self._reader, self._read = reader, b""
 
     def readline(self, timeout_s: float = 60) -> str:
-        """Return the next line of output; empty at its end."""
-        end = time.monotonic() + timeout_s
-        while b"\n" not in self._read and self._more(end):
+        """Return the next line of output; empty at its end.
+
+        Raises:
+            TimeoutError: none came in so many seconds of its own: on a busy machine it may take longer.
+        """
+        deadline = Deadline(timeout_s, self.pid)
+        while b"\n" not in self._read and self._more(deadline):
             pass
         line, found, self._read = self._read.partition(b"\n")
         return (line + found).decode("utf-8", "replace")
@@ -131,18 +140,18 @@ class Forked:
         """Return the rest of the output when it has ended.
 
         Raises:
-            TimeoutError: it has not; the output is kept for the next call.
+            TimeoutError: it has not in so many seconds of its own; the output is kept for the next call.
         """
-        end = time.monotonic() + timeout_s
-        while self._more(end):
+        deadline = Deadline(timeout_s, self.pid)
+        while self._more(deadline):
             pass
         os.close(self._reader)
         code = _end_of(self.pid)
         self.returncode = -signal.SIGKILL if code is None else code
         return self._read.decode("utf-8", "replace")
 
-    def _more(self, end: float) -> bool:
-        if not select.select([self._reader], [], [], max(end - time.monotonic(), 0.0))[0]:
+    def _more(self, deadline: Deadline) -> bool:
+        if not deadline.awaits(self._reader):
             raise TimeoutError(self._read)
         chunk = os.read(self._reader, 65536)
         self._read += chunk
@@ -215,9 +224,9 @@ def _run(
 
 
 def _end_of(pid: int, timeout_s: float = 60) -> int | None:
-    """Return the exit code of a child; None for one that did not end and was killed."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
+    """Return the exit code of a child; None for one that took so many seconds of its own and was killed."""
+    deadline = Deadline(timeout_s, pid)
+    while not deadline.passed():
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
@@ -246,14 +255,18 @@ def _become(
         warnings.resetwarnings()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-        gc.freeze()  # like a new process, it has only the script's own objects to go through
+        heap.known()
+        gc.freeze()  # also of what tests have made: it is not the script's
         atexit._clear()
         concurrent.futures.thread._threads_queues.clear()  # type: ignore[attr-defined]  # this thread may be one of them
+        sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
         if "AUTOPREC_TRIAL" in env:
             from autoprec.trial.inside import agent
 
             agent.install(env["AUTOPREC_TRIAL"])
+        if body is None:
+            heap.set_aside()
         # Held to the end, as a module is: DDP's destructor waits for a thread of gloo that may be waiting for the GIL.
         held = (body or _script(argv[0]))()  # noqa: F841
     except SystemExit as stop:

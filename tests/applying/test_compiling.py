@@ -250,6 +250,7 @@ def test_a_script_that_compiles_its_blocks_or_functions_keeps_them() -> None:
     assert compiling.compile_whole_by_block(flat) == 0  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_what_was_compiled_before_a_fork_is_found_after_it() -> None:
     model = _Stack()
     compiled = torch.compile(model, backend="eager")

@@ -125,7 +125,7 @@ def test_signals_unwind_and_give_their_exit_code(tmp_path: Path, number: int, co
     assert process.stdout.readline() == b"ready\n"
     time.sleep(0.1)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=600)
     assert process.returncode == code
     assert left.exists(), "cleaning up was skipped"
 

@@ -108,5 +108,5 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
     while b"trials" not in (line := process.stdout.readline()):
         assert line, "it ended before its first trial"
     process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output

@@ -49,6 +49,7 @@ def test_what_is_found_is_not_kept_alive():
     assert watch() is None
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_what_was_frozen_for_a_fork_is_found_and_stays_frozen():
     kept, holder = Base(), {"name": (value := Base())}
     gc.freeze()

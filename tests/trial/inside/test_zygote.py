@@ -51,7 +51,7 @@ def test_importing_the_compiler_starts_no_thread_that_a_fork_would_lack() -> Non
         "from torch._inductor.codecache import torch_key\nassert threading.active_count() == 1\n"
         "import time; began = time.process_time(); torch_key(); assert time.process_time() - began < 0.02"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 def test_the_zygote_is_left_once_before_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
