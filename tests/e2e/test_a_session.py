@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import autoprec as package
+from autoprec.tuning.phases import duels
 from tests.cli.helpers import Outcome, autoprec
 from tests.warm import run_forked
 
@@ -46,8 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_duels() -> Iterator[None]:
+    """How surely one policy is faster than another is not looked at here: seconds instead of half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_FIRST_S", "_EACH_S", "_AGAIN_S"):
+            patch.setattr(duels, name, 1.0)
+        yield
+
+
 @pytest.fixture(scope="module")
-def searched(folder: Path, warm: None) -> Outcome:
+def searched(folder: Path, warm: None, _short_duels: None) -> Outcome:
     before = Path.cwd()
     os.chdir(folder)
     try:

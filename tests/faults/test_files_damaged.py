@@ -1,6 +1,7 @@
 """Truncated and flipped files of a search: refused with what, where and how to go on, or read as they were written."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,16 @@ KINDS = {"study database": (997, 60), "policy with evidence": (3, 300), "sensiti
 GOOD = {"refused", "same value", "another valid value"}
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kept]:
+    """One file of each kind, for all tests: each writes the bytes anew."""
+    return {file.name: file for file in kept_files(tmp_path_factory.mktemp("kept"), trials=3)}
+
+
 @pytest.fixture
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
-    return next(file for file in kept_files(tmp_path, trials=3) if file.name == request.param)
+def kept(request: pytest.FixtureRequest, written: dict[str, Kept], tmp_path: Path) -> Kept:
+    file = written[request.param]
+    return replace(file, path=tmp_path / file.path.name)
 
 
 def judge(outcome: Outcome, name: str, fault: str) -> None:
@@ -35,8 +43,11 @@ def test_flipped_bits(kept: Kept) -> None:
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Path:
-    return next(kept_files(tmp_path, trials=3)).path
+def study(written: dict[str, Kept], tmp_path: Path) -> Path:
+    file = written["study database"]
+    path = tmp_path / file.path.name
+    path.write_bytes(file.raw)
+    return path
 
 
 def edit(path: Path, statement: str, *values: object) -> None:

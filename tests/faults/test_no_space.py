@@ -78,7 +78,7 @@ def test_a_file_system_that_fills_up(tmp_path: Path) -> None:
     place, out = tmp_path / "disk", tmp_path / "policy.yaml.out"
     place.mkdir()
     words = ["unshare", "--mount", "sh", "-c", FILL, "sh", str(SIZE), *map(str, (place, sys.executable, DRIVER))]
-    done = subprocess.run([*words, str(out)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*words, str(out)], env=environment, capture_output=True, text=True, timeout=600)
     said = done.stdout + done.stderr
     first, last = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert first == "6", said
@@ -92,7 +92,7 @@ def test_no_room_at_the_kth_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Every write of ours ends in one fsync: the k-th fails."""
     search(study="plain", trials=4).run()
     expected = load_policy("policy.yaml")
-    sync, kth = os.fsync, 1
+    sync, kth, places = os.fsync, 1, 0
     while True:
         left = [kth]
 
@@ -112,11 +112,11 @@ def test_no_room_at_the_kth_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             resumed = search(study=f"s{kth}", trials=4, resume=True)
             assert resumed.run().policy == "policy.yaml"
             assert load_policy("policy.yaml").layers == expected.layers
-            kth *= 2
+            kth, places = 3 * kth, places + 1
         else:
             break
     assert kth > 16
-    print(f"no room at {kth.bit_length() - 1} places: NoSpaceError each, all continued to the same policy")
+    print(f"no room at {places} places: NoSpaceError each, all continued to the same policy")
 
 
 @pytest.mark.parametrize("loss", ["the folder", "the database"])
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_cause() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 2, done.stderr
     assert "Read-only file system" in done.stderr

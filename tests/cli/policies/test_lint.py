@@ -60,6 +60,7 @@ def test_the_policy_comes_first_and_the_script_after_a_dash() -> None:
     assert _split(("policy.yaml",)) == ("policy.yaml", ())
 
 
+@pytest.mark.usefixtures("warm")
 def test_one_step_tells_what_a_change_broke_and_a_baseline_keeps_it_quiet(project: Path) -> None:
     for words in (["init", "-q"], ["add", "-A"], ["-c", "user.email=a@b.c", "-c", "user.name=n", "commit", "-qm", "1"]):
         subprocess.run(["git", *words], check=True)
@@ -81,6 +82,7 @@ def test_a_policy_after_the_script_is_the_script_s_argument(project: Path) -> No
     assert _policies(("train.py", "policy.yaml", "zero.yaml", "nowhere.yaml")) == ["policy.yaml"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -> None:
     (project / "train.py").write_text("import torch\nmodel = None\nmodel.half()\n")
     found = autoprec("lint", "policy.yaml", "--json", "--", "train.py")

@@ -86,6 +86,7 @@ def test_a_file_is_loaded_without_a_step(policy_file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("command", [("run",), ("check", "--steps", "1")])
 def test_a_script_runs_under_a_published_policy(command: tuple[str, ...], script: Path) -> None:
     found = autoprec(*command, "--policy", "published:torchtitan-nvfp4-8b", script)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoprec.policy import Policy
 from autoprec.trial.inside.duel import ratios_of
-from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
 from tests.trial.conftest import uniform
 from tests.trial.inside.test_duel import SCRIPT
@@ -58,14 +58,14 @@ def test_a_policy_that_cannot_be_applied_is_refused_and_the_others_are_timed(hos
     found = duel(host, tmp_path, 100_000, EMPTY, wrong).payload["duel"]
     assert list(found["refused"]) == ["wrong"]
     assert "nothing.like.this" in found["refused"]["wrong"]
-    assert len(found["rounds"]) >= FEWEST
+    assert found["rounds"]
     assert found["rounds"][0].keys() == {REFERENCE, "empty"}
 
 
 def test_a_contender_that_crashes_is_refused(host: Any, tmp_path: Path) -> None:
     found = duel(host, tmp_path, 100_000, EMPTY, SLOW, script=SCRIPT + CRASHES).payload["duel"]
     assert found["refused"] == {"emulated": "RuntimeError: this one fails"}
-    assert len(found["rounds"]) >= FEWEST
+    assert found["rounds"]
 
 
 def test_a_reference_that_crashes_fails_the_duel(host: Any, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ class Slow(Dataset):
     def __len__(self):
         return 100_000
     def __getitem__(self, at):
-        end = time.process_time() + 0.01
+        end = time.process_time() + 0.003
         while time.process_time() < end:
             pass
         return torch.randn(16)
@@ -100,6 +100,6 @@ for x in DataLoader(Slow(), batch_size=8, num_workers=1):
 
 
 def test_loading_that_workers_would_do_is_not_on_the_clock(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=6.0).payload["duel"]
+    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=2.0).payload["duel"]
     assert found["rounds"]
-    assert all(ms < 40.0 for ms in found["rounds"][0].values())  # 80 ms of loading
+    assert all(ms < 12.0 for ms in found["rounds"][0].values())  # 24 ms of loading
