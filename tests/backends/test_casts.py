@@ -55,8 +55,18 @@ def same(one: QuantizedOperand, other: QuantizedOperand) -> bool:
     return casts._equal([tuple(a for a, _ in parts)], [tuple(b for _, b in parts)])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "fp8_block", "mxfp8", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Each takes seconds to compile; the dtype is one cast in front of what the recipe does.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp8_tensorwise", torch.float32),
+        ("fp8_rowwise", torch.float32),
+        ("fp8_rowwise", torch.bfloat16),
+        ("fp8_block", torch.bfloat16),
+        ("mxfp8", torch.bfloat16),
+        ("int8", torch.float32),
+    ],
+)
 def test_both_uses_of_an_operand_equal_what_torchs_operators_give(name: str, dtype: torch.dtype) -> None:
     for x in (values(), values(64, 64)):
         for made, spec in zip(here().pair(x.to(dtype), *specs(name), "input"), specs(name), strict=True):
@@ -94,7 +104,7 @@ def test_many_kinds_of_casts_are_each_compiled() -> None:
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(recompile_limit=1):
-        for name in ("fp8_tensorwise", "fp8_rowwise", "fp8_block"):
+        for name in ("fp8_tensorwise", "fp8_rowwise"):
             assert here().pair(values(), *specs(name), "input")[0] is not None
-    assert counters["stats"]["unique_graphs"] >= 3
+    assert counters["stats"]["unique_graphs"] >= 2
     torch._dynamo.reset()
