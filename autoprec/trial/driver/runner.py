@@ -54,11 +54,11 @@ class TrialRunner(Runner):
 
     Args:
         command: what to run.
-        run_dir: where logs go; results and sockets live in a private temporary directory that :meth:`close` removes.
+        run_dir: where the host's output goes (``host-<seed_offset>.log``); results and sockets live in a private
+            temporary directory that :meth:`close` removes.
         seed_offset: added to every seed the script sets: a further paired seed is a further runner.
         launch: ``auto`` takes the cheapest launch mode that is safe; ``fork``, ``zygote`` or ``process`` asks for one.
         setup_timeout_s: how long the script may take to reach its first training forward.
-        log: the host's output; default ``run_dir/host-<seed_offset>.log``.
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
         weights: ``fake`` gives the script parameters without data, so that a step of any model can be recorded here.
     """
@@ -71,7 +71,6 @@ class TrialRunner(Runner):
         seed_offset: int = 0,
         launch: str = "auto",
         setup_timeout_s: float = 600,
-        log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         weights: str = "",
     ) -> None:
@@ -79,7 +78,7 @@ class TrialRunner(Runner):
         self._environment, self._weights = dict(environment or {}), weights
         self._seed_offset, self._launch = seed_offset, launch
         self._setup_timeout = setup_timeout_s
-        self._log = log or self.run_dir / f"host-{seed_offset}.log"
+        self._log = self.run_dir / f"host-{seed_offset}.log"
         self._launcher = Launcher.join(command)
         self._mark = self._launcher.new_mark()
         self._private: Path | None = None

@@ -55,7 +55,7 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
 
 
 def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, Any]:
-    """Return what was seen of weights and state: penalty (added to the divergence), problems, reports, audit, hints."""
+    """Return what was seen of weights and state: penalty (added to the divergence), skipped steps, audit, hints."""
     from autoprec.optim.audit import audit_optimizer, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps
 
@@ -67,9 +67,7 @@ def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, 
                 audit[part] = row
     return {
         "penalty": max((report.penalty() for report in reports), default=0.0),
-        "problems": [line for report in reports for line in report.problems()],
         "skipped_steps": sum(skipped_steps(optimizer) for optimizer in found.optimizers),
-        "reports": [report.to_json() for report in reports],
         "audit": audit,
         "hints": list(dict.fromkeys(hint for one in found.optimizers for hint in optimizer_hints(policy, one))),
     }

@@ -148,7 +148,7 @@ class FirstStep(Events):
         if found is None:
             self._count_unowned()
             return
-        stop_at_call(self._hooks, found, self._stop)
+        self._hooks.watch_next(found.root, lambda *call: self._stop(found, *call))
 
     def _searched_in_vain(self) -> bool:
         """Whether to let this step pass: a search over all living objects costs tens of ms, a script takes many steps.
@@ -164,15 +164,3 @@ class FirstStep(Events):
         self._unowned += 1
         if self._unowned >= _MOST_UNOWNED:
             self._gave_up("no_module")
-
-
-def stop_at_call(hooks: Hooks, found: Found, stop: Arrived) -> None:
-    """Call ``stop`` at the next training forward of a model, or of a part of it."""
-    mine = {id(p) for p in found.root.parameters()}
-
-    def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # the root by identity as well: functional_call exchanges its parameters for the time of the call
-        if module is found.root or any(id(p) in mine for p in module.parameters()):
-            stop(found, module, args, kwargs)
-
-    hooks.watch(on_call)

@@ -119,6 +119,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import is_compiled
     from autoprec.applying.units import tunable_layers
+    from autoprec.graph.analysis.modules import ModelNames
 
     root = found.root
     device = found.parameters[0].device
@@ -137,7 +138,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
     return HostInfo(
         launch=launch,
-        model=model_info(root),
+        model=dict(ModelNames(root).identity()),
         layers=tuple(tunable_layers(root)),
         optimizers=tuple(type(o).__name__ for o in found.optimizers),
         device=name,
@@ -160,10 +161,3 @@ def gpus_used(found: Found) -> int:
         if type(module) is nn.DataParallel:
             used.update(module.device_ids)
     return len(used)
-
-
-def model_info(root: nn.Module) -> dict[str, Any]:
-    """Return ``{"class", "parameters", "fingerprint"}`` of a model."""
-    from autoprec.graph.analysis.modules import ModelNames
-
-    return dict(ModelNames(root).identity())

@@ -28,6 +28,7 @@ from autoprec.applying.compiling import (
     run_eagerly,
 )
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
+from autoprec.numerics.sharded import rank
 from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
@@ -35,7 +36,6 @@ from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.seeding import reseed
 from autoprec.trial.inside.observe.conditions import (
     Conditions,
-    compiled_steps,
     foreign_memory,
     read_conditions,
     still_compiling,
@@ -96,7 +96,7 @@ class Trial:
         self.loop: Loop | None = None
         self._beat: Callable[[], None] = Beat(steps_file(result)) if writer else lambda: None
         self.pid = os.getpid()  # only this process tells how the script ended, not what it forks
-        self._exit_action: Callable[[], None] = self._too_short
+        self.at_exit: Callable[[], None] = self._too_short
 
     # ---------------------------------------------------------------- start
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Trial:
         if spec.kind in ("sensitivity", "numerics"):
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
-            reseed(spec.seed + _rank())
+            reseed(spec.seed + rank())
         if spec.perturb:  # before the policy, which may store weights in another format
             round_weights(self.found, spec.perturb)
         if spec.by_block:
@@ -161,7 +161,7 @@ class Trial:
                 self._record(module)
             self.loop.start()
         else:
-            self._at_forward(module, args, kwargs)
+            self._at_forward(module)
 
     def _duel(self) -> None:
         from autoprec.trial.inside.duel import Duel
@@ -212,7 +212,7 @@ class Trial:
             if gap is not None and early_stop(losses, spec.reference_losses, gap, loop.total):
                 self.finish("pruned", f"the loss is more than {gap:.2%} off the reference at step {loop.steps}")
         if spec.record_graph and loop.steps == loop.total - 1:
-            self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
+            self.hooks.watch_next(self.found.root, lambda module, *_: self._record(module))
 
     def _look_at_the_time(self, loop: Loop) -> None:
         """End a trial that has no more time, or, once two steps are known, one that will not have enough."""
@@ -265,20 +265,9 @@ class Trial:
         if self.spec.kind == "numerics":
             self._answered(self._gemms.end())
         self.hooks.events = Events()
-        self._at_next_forward(self._at_forward)
+        self.hooks.watch_next(self.found.root, self._at_forward)
 
-    def _at_next_forward(self, action: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        owned = {id(p) for p in self.found.root.parameters()}
-
-        def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # functional_call exchanges the parameters for the time of the call
-            if module is self.found.root or any(id(p) in owned for p in module.parameters()):
-                self.hooks.unwatch()
-                action(module, args, kwargs)
-
-        self.hooks.watch(on_call)
-
-    def _at_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _at_forward(self, module: nn.Module, *_: Any) -> None:
         """The step that answers the question of a ``record`` or ``sensitivity`` trial starts here."""
         if self.spec.kind == "record":
             self._record(module)
@@ -287,7 +276,7 @@ class Trial:
         if not self._may_fork:
             from autoprec.trial.inside.sensitivity.replay import Replay
 
-            Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start(module, args, kwargs)
+            Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start()
             return
         from autoprec.trial.inside.sensitivity.scan import Scan
 
@@ -334,11 +323,7 @@ class Trial:
 
     def on_exit(self, action: Callable[[], None]) -> None:
         """Replace what happens when the script ends by itself."""
-        self._exit_action, self.pid = action, os.getpid()
-
-    def at_exit(self) -> None:
-        """Report that the script ended by itself."""
-        self._exit_action()
+        self.at_exit, self.pid = action, os.getpid()
 
     def _too_short(self) -> None:
         seen = self.loop.steps if self.loop else 0
@@ -363,7 +348,7 @@ class Trial:
             write_result(self._path, self._result(status, reason))
         elif self.spec.kind == "train":
             with contextlib.suppress(Exception):  # the first rank's result counts
-                write_result(self._path.with_name(f"{self._path.name}.rank{_rank()}"), self._result(status, reason))
+                write_result(self._path.with_name(f"{self._path.name}.rank{rank()}"), self._result(status, reason))
         os._exit(0)
 
     def _result(self, status: str, reason: str) -> TrialResult:
@@ -380,9 +365,6 @@ class Trial:
         loop = self.loop
         if loop is None or not loop.steps:
             return result
-        compiling = compiled_steps(loop.graphs)
-        if compiling:
-            self._payload["compiled_steps"] = compiling
         after = read_conditions(self._device) if self._before is not None else None
         doubt = unreliable(self._before, after)
         memory = dict(loop.memory)
@@ -399,7 +381,7 @@ class Trial:
             memory_bytes=peak,
             samples=self._batch * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
-            unreliable=doubt or still_compiling(compiling, self.spec.warmup, loop.steps),
+            unreliable=doubt or still_compiling(loop.graphs, self.spec.warmup),
         )
         if self._policy is not None and self.spec.kind == "train":
             state = self._payload["state"] = state_document(self._policy, self.found, self._monitors)
@@ -446,13 +428,6 @@ def write_result(path: Path, result: TrialResult) -> None:
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
     temporary.write_text(canonical_json(finite(result.to_json())), encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 def _is_running(model: nn.Module) -> bool:

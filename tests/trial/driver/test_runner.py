@@ -86,8 +86,6 @@ def test_a_trial_may_compile_what_the_script_does_not(host: Any) -> None:
     assert compiled.audit is not None
     assert compiled.audit["operators"]["execution"]["executed"] == "compile"
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-2)
-    assert compiled.payload["compiled_steps"] == [0]
-    assert "compiled_steps" not in plain.payload
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,12 +262,11 @@ def test_replay_gives_what_forking_gives(host: Any) -> None:
         told: list[int] = []
         late = forking.run(replace(spec, within_s=0.0), told.append)
     assert got.status == "ok", got.reason + got.tail
-    assert got.payload["method"] == "replay"
     assert got.payload["probes"] == expected.payload["probes"]
     assert got.payload["hardly_moved"] == expected.payload["hardly_moved"] == []
     assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
     with host("gan.py", launch="process") as plain:  # a fork's scan begins elsewhere in a GAN's step
-        assert plain.run(spec).payload["method"] == "replay"
+        assert plain.run(spec).ok
     assert 0 < len(late.payload["probes"]) < len(probes)
     assert late.payload["gradient_noise"] > 0
     assert told == sorted(told)
@@ -283,7 +280,7 @@ def test_a_step_that_cannot_be_replayed_has_no_gradient_errors_instead_of_wrong_
         result = runner.run(spec)
     assert not result.ok
     assert "probes" not in result.payload
-    assert result.payload["replay_error"] > 0.01
+    assert "played again as it is, has other gradients" in result.reason
 
 
 @pytest.mark.slow

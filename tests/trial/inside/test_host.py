@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.trial.inside.host import fork_obstacle, gpus_used, host_info, model_info
+from autoprec.trial.inside.host import fork_obstacle, gpus_used, host_info
 from autoprec.trial.inside.observe.discovery import Found
 
 
@@ -56,7 +56,7 @@ def test_host_info() -> None:
     assert info.optimizers == ("SGD",)
     assert info.device == "cpu"
     assert "CUDA is initialised" in info.notes[-1]
-    assert info.model == model_info(found().root)
+    assert info.model.keys() == {"class", "parameters", "fingerprint"}
     assert info.model["parameters"] == 20
 
 

@@ -119,14 +119,14 @@ def unreliable(before: Conditions | None, after: Conditions | None) -> str:
     return ""
 
 
-def compiled_steps(graphs: Sequence[int]) -> list[int]:
-    """Return the steps in which something was compiled; ``graphs`` counts before the first step and after each."""
-    return [step for step, (before, after) in enumerate(pairwise(graphs)) if after > before]
+def still_compiling(graphs: Sequence[int], warmup: int) -> str:
+    """Return why a trial's times are mostly compilation; empty when the timed steps ran what was compiled.
 
-
-def still_compiling(steps: Sequence[int], warmup: int, total: int) -> str:
-    """Return why a trial's times are mostly compilation; empty when the timed steps ran what was compiled."""
-    late = sum(step >= warmup for step in steps)
-    if late > COMPILING_SHARE * max(total - warmup, 1):
-        return f"torch.compile was at work in {late} of {total - warmup} timed steps (changing shapes?)"
+    Args:
+        graphs: how many were compiled before the first step, and after each.
+        warmup: steps that are not timed.
+    """
+    timed = [after > before for before, after in pairwise(graphs)][warmup:]
+    if sum(timed) > COMPILING_SHARE * max(len(timed), 1):
+        return f"torch.compile was at work in {sum(timed)} of {len(timed)} timed steps (changing shapes?)"
     return ""

@@ -334,6 +334,18 @@ class Hooks:
         _tell_dynamo(__call__)
         self._watch_undo = undo
 
+    def watch_next(self, root: nn.Module, on_call: OnCall) -> None:
+        """Call back once, at the next such call of a model or of a part of it."""
+        owned = {id(p) for p in root.parameters()}
+
+        def watcher(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # the root by identity as well: functional_call exchanges its parameters for the time of the call
+            if module is root or any(id(p) in owned for p in module.parameters()):
+                self.unwatch()
+                on_call(module, args, kwargs)
+
+        self.watch(watcher)
+
     def unwatch(self) -> None:
         """Restore ``nn.Module.__call__``: from here on a module call costs what it always did."""
         if self._watch_undo is not None:

@@ -14,29 +14,32 @@ PIECE = 1 << 22
 
 
 class Gradients:
-    """Flat float32 copies of all gradients, ``slots`` of them, on the device of the parameters.
+    """A flat float32 copy of all gradients, on the device of the parameters.
 
-    With ``shared`` they lie in anonymous memory that forked children share (CPU only). Where a parameter is sharded,
+    With ``shared`` it lies in anonymous memory that forked children share (CPU only). Where a parameter is sharded,
     squares are those of this rank: all ranks together add up to the whole model, replicated parameters counted once.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], slots: int, *, shared: bool = True) -> None:
+    def __init__(self, parameters: list[torch.Tensor], *, shared: bool = True) -> None:
         self._parameters = parameters
         self._sizes = [local_part(p).numel() for p in parameters]
         self._roots = [math.sqrt(_share(p)) for p in parameters] if any(map(_is_sharded, parameters)) else None
-        length = self.length = sum(self._sizes)
+        length = sum(self._sizes)
         if shared:
-            self._memory = mmap.mmap(-1, max(length * slots * 4, 4))
-            flat = torch.frombuffer(self._memory, dtype=torch.float32, count=max(length * slots, 1))
+            memory = mmap.mmap(-1, max(length * 4, 4))
+            self._kept = torch.frombuffer(memory, dtype=torch.float32, count=max(length, 1))[:length]
         else:
-            flat = torch.zeros(max(length * slots, 1), device=parameters[0].device)
-        self._slots = [flat[i * length : (i + 1) * length] for i in range(slots)]
+            self._kept = torch.zeros(length, device=parameters[0].device)
+
+    def leave_shared(self) -> None:
+        """Go on with a copy of this process's own."""
+        self._kept = self._kept.clone()
 
     def _pieces(
-        self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None
+        self, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[torch.Tensor | None, float, torch.Tensor]]:
         found = [p.grad for p in self._parameters] if grads is None else grads
-        targets = torch.split(self._slots[slot], self._sizes)
+        targets = torch.split(self._kept, self._sizes)
         roots = self._roots or [1.0] * len(targets)
         for parameter, grad, target, root in zip(self._parameters, found, targets, roots, strict=True):
             if grad is not None:
@@ -46,9 +49,9 @@ class Gradients:
                 part = None if grad is None else grad[start : start + PIECE]
                 yield part, unclip.get(id(parameter), 1.0) * root, target[start : start + PIECE]
 
-    def store(self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Copy the gradients of now (or ``grads``) into a slot, each times its factor; a missing one counts as zero."""
-        for grad, factor, target in self._pieces(slot, unclip, grads):
+    def store(self, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Keep the gradients of now (or ``grads``), each times its factor; a missing one counts as zero."""
+        for grad, factor, target in self._pieces(unclip, grads):
             if grad is None:
                 target.zero_()
             else:
@@ -57,11 +60,11 @@ class Gradients:
                     target.mul_(factor)
 
     def compare(
-        self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
+        self, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[float, float]:
         """Return ``(||g - g_ref||^2, ||g_ref||^2)``; g are the gradients of now times their factors."""
         error = norm = 0.0
-        for grad, factor, target in self._pieces(slot, unclip, grads):
+        for grad, factor, target in self._pieces(unclip, grads):
             size = float(torch.dot(target, target))
             norm += size
             if grad is None:
@@ -71,31 +74,24 @@ class Gradients:
                 error += float(torch.dot(difference, difference))
         return error, norm
 
-    def squares(self, slot: int) -> list[float]:
-        """Return the squared norm of each parameter's gradient in a slot."""
+    def squares(self) -> list[float]:
+        """Return the squared norm of each parameter's kept gradient."""
         return [
             math.fsum(float(torch.dot(piece, piece)) for piece in torch.split(one, PIECE))
-            for one in torch.split(self._slots[slot], self._sizes)
+            for one in torch.split(self._kept, self._sizes)
         ]
 
     def fold(self, seen: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> float:
-        """Take one more gradient into the mean of ``seen`` others, which slot 0 holds (at first: the reference).
+        """Take one more gradient into the mean of ``seen`` others, which is kept (at first: the reference).
 
         Returns what it adds to the sum of squared deviations from the mean (Welford): one copy serves all batches.
         """
         added = 0.0
-        for grad, factor, mean in self._pieces(0, unclip, grads):
+        for grad, factor, mean in self._pieces(unclip, grads):
             difference = -mean if grad is None else grad.float().mul(factor).sub_(mean)
             added += float(torch.dot(difference, difference)) * seen / (seen + 1)
             mean.add_(difference, alpha=1.0 / (seen + 1))
         return added
-
-    def spread(self, slots: int) -> tuple[float, float]:
-        """Return the variance of the first ``slots`` gradients around their mean, and the square of the first."""
-        stacked = self._slots[:slots]
-        mean = torch.stack(stacked).mean(0)
-        variance = sum(float(torch.dot(g - mean, g - mean)) for g in stacked) / (slots - 1)
-        return variance, float(torch.dot(stacked[0], stacked[0]))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,49 +39,41 @@ class RanksApartError(AutoPrecError):
 
 
 class Ranks:
-    """The ranks of the default process group, or this process alone.
+    """The ranks of the default process group, or this process alone."""
 
-    Args:
-        doing: what they do together, for the message of :class:`RanksApartError`.
-        fix: what a user can do then.
-    """
-
-    def __init__(self, doing: str, fix: str) -> None:
-        self._doing, self._fix = doing, fix
+    def __init__(self) -> None:
         self._group: Any = None
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
-        """Return what ``work`` found on each rank.
+    def together(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on every rank, and return what it found on this one.
 
         Raises:
             EndedError: it failed on one of them; on all ranks alike.
             RanksApartError: the others do not answer.
         """
-        failed, found = "", None
+        failed = ""
         try:
             found = work()
         except Exception as error:  # reported to the other ranks, and then to the user
-            failed = str(error) if isinstance(error, EndedError) else f"{type(error).__name__}: {error}"
-        reported: list[Any] = [(failed, found)]
-        if world_size() > 1:
-            reported = self._exchanged(failed, found)
-        for number, (reason, _) in enumerate(reported):
+            failed = f"{type(error).__name__}: {error}"
+        reported = self._exchanged(failed) if world_size() > 1 else [failed]
+        for number, reason in enumerate(reported):
             if reason:
                 raise EndedError(f"rank {number}: {reason}" if len(reported) > 1 else reason)
-        return [value for _, value in reported]
+        return found
 
-    def _exchanged(self, failed: str, found: Any) -> list[Any]:
-        reported: list[Any] = [None] * world_size()
+    def _exchanged(self, failed: str) -> list[str]:
+        reported = [""] * world_size()
         try:
             if self._group is None and dist.is_gloo_available():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-            dist.all_gather_object(reported, (failed, found), group=self._group)
+            dist.all_gather_object(reported, failed, group=self._group)
         except Exception as error:
             raise RanksApartError(
-                f"while {self._doing} the other ranks did not answer for {TIMEOUT_S:.0f} s"
+                f"while gradient errors were measured the other ranks did not answer for {TIMEOUT_S:.0f} s"
                 + (f", after this one had failed ({failed})" if failed else f" ({type(error).__name__}: {error})")
                 + ": they wait in the middle of a pass, and training on would mix its tensors with those of a step",
-                fix=self._fix,
+                fix="see the rank's log for why it failed",
             ) from error
         return reported
 

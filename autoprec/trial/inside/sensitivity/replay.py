@@ -19,14 +19,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.applying.compiling import is_compiled
-from autoprec.numerics.sharded import rank
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
-from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, Weights, hardly_moved, is_over
+from autoprec.trial.inside.sensitivity.scan import (
+    NOISE_BATCHES,
+    Weights,
+    answered,
+    hardly_moved,
+    is_over,
+    unanswered,
+)
 from autoprec.trial.protocol import Probe, TrialSpec
 
 #: Relative error that a step played again under no policy may have: kernels that sum in any order make far less.
@@ -47,12 +53,12 @@ class Replay(Events):
         self._beat, self._began = beat, time.monotonic()
         self._spec, self._found, self._hooks, self._done = spec, found, hooks, done
         self._device = found.parameters[0].device
-        self._gradients = Gradients(found.root_parameters, 1, shared=False)
+        self._gradients = Gradients(found.root_parameters, shared=False)
         self._squares = self._deviation = 0.0
         # what is compiled would be compiled anew for a forward that is watched
         modules = () if is_compiled(found.root) else found.root.modules()
         self._step = RecordedStep(found.root.parameters(), self._device, modules)
-        self._ranks = Ranks("gradient errors were measured", "see the rank's log for why it failed")
+        self._ranks = Ranks()
         self._scale = 0.0
         self._batch = 0
         self._unclip: dict[int, float] = {}
@@ -61,7 +67,7 @@ class Replay(Events):
         self._weights: Weights | None = None
         self._hardly_moved: list[str] = []
 
-    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def start(self) -> None:
         """Begin inside a training forward: this very call is the first of the recorded step."""
         self._step.start()
         self._hooks.events = self
@@ -127,8 +133,8 @@ class Replay(Events):
         if self._batch:
             self._deviation += self._gradients.fold(self._batch, self._unclip, self._grads())
             return
-        self._gradients.store(0, self._unclip, self._grads())
-        squares = self._gradients.squares(0)
+        self._gradients.store(self._unclip, self._grads())
+        squares = self._gradients.squares()
         self._squares = math.fsum(squares)
         self._hardly_moved = hardly_moved(self._found, self._over_ranks(*squares))
 
@@ -148,7 +154,7 @@ class Replay(Events):
             try:
                 row = self._compared(self._played(probe) / scale, scale)
             except EndedError as error:
-                row = {"gradient_error": None, "loss": None, "nonfinite": False, "failed": str(error)[:300]}
+                row = unanswered(str(error)[:300])
             self._rows.append({"id": probe.id, **row})
             self._beat()
         apply_document(_NOTHING, self._found, self._spec.backend)
@@ -173,7 +179,7 @@ class Replay(Events):
                 f"the script's step, played again as it is, has other gradients (relative error {found:.2g}): it "
                 "changes weights before it reports the step, or trains tensors that are not the model's parameters"
             )
-            self._done({"failed": why, "replay_error": found})
+            self._done({"failed": why})
 
     def _played(self, probe: Probe) -> float:
         """Play the step under a probe's policy; return its loss.
@@ -184,8 +190,8 @@ class Replay(Events):
         """
         wrappers = replicas(self._step.modules)
         with playing_alone(wrappers) if wrappers else nullcontext():
-            self._ranks.gather(partial(self._apply, probe))
-            loss = self._ranks.gather(partial(self._play_alone, wrappers))[rank()]
+            self._ranks.together(partial(self._apply, probe))
+            loss = self._ranks.together(partial(self._play_alone, wrappers))
         if any(one._comm_hooks for one in wrappers):  # what is exchanged is part of the error
             self._forget_gradients()
             return self._step.play()
@@ -207,14 +213,8 @@ class Replay(Events):
 
     def _compared(self, loss: float, scale: float) -> dict[str, Any]:
         factor = {id(p): 1.0 / scale for p in self._found.parameters} if scale != 1.0 else {}
-        error2, norm2 = self._gradients.compare(0, factor, self._grads())
-        value = relative_error(*self._over_ranks(error2, norm2))
-        finite = math.isfinite(value) and math.isfinite(loss)
-        return {
-            "gradient_error": value if finite else None,
-            "loss": loss if math.isfinite(loss) else None,
-            "nonfinite": not finite,
-        }
+        error2, norm2 = self._gradients.compare(factor, self._grads())
+        return answered(relative_error(*self._over_ranks(error2, norm2)), loss)
 
     def _over_ranks(self, *values: float) -> list[float]:
         """Add up over the shards of all ranks; replicated gradients are the same everywhere."""
@@ -244,7 +244,6 @@ class Replay(Events):
                 "noise_batches": seen,
                 "hardly_moved": self._hardly_moved,
                 "reference_loss": self._loss,
-                "method": "replay",
             }
         )
 

@@ -67,6 +67,18 @@ def hardly_moved(found: Found, squares: Sequence[float]) -> list[str]:
     return [name for name, square in trained.items() if square * len(trained) < _HARDLY * total]
 
 
+def answered(value: float, loss: float) -> dict[str, Any]:
+    """Return what a probe found: a relative gradient error and a loss; None for what is not finite."""
+    finite = math.isfinite(value) and math.isfinite(loss)
+    shown = loss if math.isfinite(loss) else None
+    return {"gradient_error": value if finite else None, "loss": shown, "nonfinite": not finite}
+
+
+def unanswered(why: str) -> dict[str, Any]:
+    """Return what a probe without gradients found."""
+    return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": why}
+
+
 def is_over(began: float, within_s: float | None) -> bool:
     """Whether the time of a scan that began then (``time.monotonic()``) is used up."""
     return within_s is not None and time.monotonic() - began > within_s
@@ -123,8 +135,7 @@ class Scan:
         beat: Callable[[], None],
     ) -> None:
         self._spec, self._found, self._hooks, self._on_exit = spec, found, hooks, on_exit
-        self._batches = NOISE_BATCHES
-        self._gradients = Gradients(found.root_parameters, self._batches)
+        self._gradients = Gradients(found.root_parameters)
         self._beat, self._began = beat, time.monotonic()
 
     def run(self) -> dict[str, Any] | None:
@@ -148,12 +159,13 @@ class Scan:
                 return None
             running.append((probe, child))
         rows += [self._row(*waited) for waited in running]
-        seen = int(first["batches"])
+        seen, squares = int(first["batches"]), self._gradients.squares()
+        spread = first["deviation"] / max(seen - 1, 1)
         return {
             "probes": rows,
-            "gradient_noise": relative_error(*self._gradients.spread(seen)) if seen > 1 else float("nan"),
+            "gradient_noise": relative_error(spread, math.fsum(squares)) if seen > 1 else float("nan"),
             "noise_batches": seen,
-            "hardly_moved": hardly_moved(self._found, self._gradients.squares(0)),
+            "hardly_moved": hardly_moved(self._found, squares),
             "reference_loss": first["loss"],
         }
 
@@ -173,49 +185,42 @@ class Scan:
         found = await_answer(pid, reader, 0.8 * self._spec.timeout_s)
         self._beat()
         if isinstance(found, str):
-            return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": f"no gradients: {found}"}
+            return unanswered(f"no gradients: {found}")
         return found
 
     # ---------------------------------------------------------------- in a probe
     def _run_probe(self, probe: Probe | None, writer: int) -> None:
-        empty = {"gradient_error": None, "loss": None, "nonfinite": False}
-        sys.excepthook = lambda kind, error, trace: answer(writer, {**empty, "failed": _describe(kind, error, trace)})
-        self._on_exit(lambda: answer(writer, {**empty, "failed": "the script ended before the next step"}))
+        sys.excepthook = lambda *raised: answer(writer, unanswered(_describe(*raised)))
+        self._on_exit(lambda: answer(writer, unanswered("the script ended before the next step")))
         if probe is None:
-            self._reference(writer, 0)
+            self._reference(writer, {"batches": 0, "loss": 0.0, "deviation": 0.0})
             return
         try:
             apply_document(probe.policy, self._found, self._spec.backend)
         except AutoPrecError as error:
-            answer(writer, {**empty, "failed": str(error)})
+            answer(writer, unanswered(str(error)))
         self._hooks.events = _Watch(self._found, self._hooks, lambda watch: self._compared(writer, watch))
 
     def _compared(self, writer: int, watch: _Watch) -> None:
-        error2, norm2 = self._gradients.compare(0, watch.unclip)
-        value = relative_error(error2, norm2)
-        finite = math.isfinite(value) and math.isfinite(watch.loss)
-        answer(
-            writer,
-            {
-                "gradient_error": value if finite else None,
-                "loss": watch.loss if math.isfinite(watch.loss) else None,
-                "nonfinite": not finite,
-            },
-        )
+        answer(writer, answered(relative_error(*self._gradients.compare(watch.unclip)), watch.loss))
 
-    def _reference(self, writer: int, batch: int, first_loss: float = 0.0) -> None:
-        """Store this batch's gradients; go on without updating until enough batches have been seen."""
+    def _reference(self, writer: int, seen: dict[str, Any]) -> None:
+        """Keep the first batch's gradients; go on without updating, for their spread, until enough have been seen."""
 
         def done(watch: _Watch) -> None:
-            self._gradients.store(batch, watch.unclip)
-            loss = watch.loss if batch == 0 else first_loss
-            seen = {"batches": batch + 1, "loss": loss}
-            if batch + 1 >= self._batches:
+            if seen["batches"]:
+                seen["deviation"] += self._gradients.fold(seen["batches"], watch.unclip)
+            else:
+                self._gradients.store(watch.unclip)
+                self._gradients.leave_shared()
+                seen["loss"] = watch.loss
+            seen["batches"] += 1
+            if seen["batches"] >= NOISE_BATCHES:
                 answer(writer, seen)
             weights = Weights(self._found)
 
             def proceed() -> None:
-                self._reference(writer, batch + 1, loss)
+                self._reference(writer, seen)
 
             sys.excepthook = lambda *_: answer(writer, seen)  # fewer batches than asked: still an answer
             self._on_exit(lambda: answer(writer, seen))

@@ -13,7 +13,6 @@ from autoprec.trial.inside.observe import conditions
 from autoprec.trial.inside.observe.conditions import (
     Conditions,
     ask_driver,
-    compiled_steps,
     read_conditions,
     still_compiling,
     unreliable,
@@ -44,11 +43,10 @@ def test_reasons() -> None:
 
 
 def test_compilation_is_seen_step_by_step() -> None:
-    assert compiled_steps([0, 2, 2, 3, 3]) == [0, 2]
-    assert compiled_steps([4, 4]) == []
-    assert still_compiling([0, 1], warmup=2, total=10) == ""
-    assert still_compiling([3], warmup=2, total=10) == ""
-    assert "4 of 8 timed steps" in still_compiling([0, 3, 4, 5, 6], warmup=2, total=10)
+    assert still_compiling([4, 4], warmup=0) == ""
+    assert still_compiling([0, 2, 3, *[3] * 8], warmup=2) == ""
+    assert still_compiling([0, 2, 2, 2, 3, *[3] * 6], warmup=2) == ""
+    assert "4 of 8 timed steps" in still_compiling([0, 1, 1, 1, 2, 3, 4, 5, 5, 5, 5], warmup=2)
 
 
 def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def scanned(found: Found, step: Callable[[], None], *probes: Probe, **changes: A
 
     replay = Replay(TrialSpec(kind="sensitivity", probes=probes, **changes), found, hooks, done)
     try:
-        hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
+        hooks.watch(lambda *_: (hooks.unwatch(), replay.start()))
         for _ in range(10):
             step()
     except DoneError:
