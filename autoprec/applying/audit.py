@@ -20,6 +20,8 @@ from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
+_AS_WRITTEN = "as the script wrote it"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAudit:
@@ -121,11 +123,13 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     plans = resolve(policy, units, strict=False)
     not_reached, left_out = _not_reached(root, units), _left_out(units)
     named = {name for name in units if (rule := first_match(policy.layers, name)) is not None and rule.match != "*"}
-    rows = tuple(
-        _compiled_row(_audit_layer(name, unit, plans[name], name in not_reached, name in named), unit, name in left_out)
+    kept = _AS_WRITTEN if policy.activations == KEEP else f"{_AS_WRITTEN}, under {policy.activations} autocast"
+    audited = (
+        (unit, _audit_layer(name, unit, plans[name], kept, not_reached=name in not_reached, named=name in named))
         for name, unit in units.items()
         if not _is_table(policy, name, unit, plans[name])
     )
+    rows = tuple(_compiled_row(row, unit, row.name in left_out) for unit, row in audited)
     operators = _audit_operators(policy, root, any(not plan.keeps for plan in plans.values()))
     operators |= audit_optimizers(policy, optimizers_of(model), model)
     return AuditReport(rows, operators, _experimental(root, rows, plans))
@@ -188,12 +192,12 @@ def _is_table(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
     return plan.keeps or (found is not None and not found.called)
 
 
-def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, named: bool) -> LayerAudit:
+def _audit_layer(name: str, unit: Unit, plan: LayerPlan, kept: str, *, not_reached: bool, named: bool) -> LayerAudit:
     requested = plan.labels
     found = unit_execution(unit)
     if plan.keeps:
         ran = dict(requested) if found is None else dict(found.executed)
-        reason = "as the script wrote it" if found is None else "a policy is installed where none was asked for"
+        reason = kept if found is None else "a policy is installed where none was asked for"
         return LayerAudit(name, requested, ran, found is None, reason)
     if found is None:
         return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
@@ -275,7 +279,7 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
     rows: dict[str, dict[str, Any]] = {}
     for name, requested in wanted.items():
         if requested == KEEP:
-            rows[name] = {"requested": KEEP, "executed": KEEP, "ok": True, "reason": "as the script wrote it"}
+            rows[name] = {"requested": KEEP, "executed": KEEP, "ok": True, "reason": _AS_WRITTEN}
             continue
         ran = executed.get(name)
         reason = ""

@@ -15,7 +15,9 @@ def policy_table(policy: Policy) -> Table:
         match = rule.match or "(root)"
         name = f"{match} (optional)" if rule.optional else match
         rows.append((name, rule.recipe, *policy.plan_of_rule(rule).labels.values()))
-    rows.append(("every other layer", policy.default, *policy.plan_of_rule(None).labels.values()))
+    rows.append(
+        ("every other layer" if rows else "every layer", policy.default, *policy.plan_of_rule(None).labels.values())
+    )
     model = f" for {policy.model.class_name}, {policy.model.parameters:,} parameters" if policy.model else ""
     return Table(("layers, first match wins", "recipe", *GEMMS), tuple(rows), f"policy{model}", tuple(_around(policy)))
 

@@ -109,6 +109,14 @@ def test_the_document_is_plain_data(model: nn.Sequential) -> None:
     assert document["operators"]["activations"]["requested"] == "keep"
 
 
+def test_a_layer_that_is_kept_runs_under_the_policys_autocast(model: nn.Sequential) -> None:
+    p = Policy.model_validate({"activations": "bf16"})
+    p.apply(model)
+    run(model)
+    reasons = {row.reason for row in p.audit(model).layers}
+    assert reasons == {"as the script wrote it, under bf16 autocast"}
+
+
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
 def test_inside_a_compiled_graph(model: nn.Sequential) -> None:
     p = Policy.model_validate({"recipes": {"b": BUILTIN_RECIPES["bf16"]}, "default": "b", "activations": "bf16"})

@@ -30,6 +30,11 @@ def test_rules_and_what_is_around_them() -> None:
     )
 
 
+def test_without_a_rule_no_layer_is_another() -> None:
+    (row,) = policy_table(policy_from_dict(DOCUMENT | {"layers": []})).rows
+    assert row[:2] == ("every layer", "bf16")
+
+
 def test_phases_and_guards_against_spikes_are_not_left_out() -> None:
     later = [
         {"from": 0.85, "layers": [{"match": "*", "recipe": "bf16", "optional": True}], "loss_scaling": "none"},
