@@ -222,6 +222,8 @@ def install(module: nn.Module, kind: str, execution: Any) -> None:
     instance = module.__dict__.get("forward")
     if instance is not None and kind in ("functional", "root"):
         module.__dict__["forward"] = _InstanceForward(instance, execution)  # hides that of the class
+        if kind == "root":
+            execution.replaced = True
     if ("_autoprec_root_base" if kind == "root" else "_autoprec_base") not in type(module).__dict__:
         module.__class__ = _class_for(type(module), kind)
 

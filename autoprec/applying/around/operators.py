@@ -208,6 +208,7 @@ class OperatorMode(TorchFunctionMode):
         low = _low_dtype(given)
         if low is None:
             return func(*args, **kwargs)
+        autocast = self.autocast or torch.is_autocast_enabled(self.device)
         wide = [_wide(value) for value in args]
         kwargs = {key: _wide(value) for key, value in kwargs.items()}
         if kwargs.get("dtype") in _LOW:
@@ -222,7 +223,7 @@ class OperatorMode(TorchFunctionMode):
         # norm, whose weights may be wider, else the widest
         dtypes = [value.dtype for value in given if isinstance(value, Tensor) and value.is_floating_point()]
         narrow = dtypes[0] in _LOW and (kind == "norm" or all(dtype in _LOW for dtype in dtypes))
-        return _narrow(out, low) if narrow and not self.autocast else out
+        return _narrow(out, low) if narrow and not autocast else out
 
     def _note(self, kind: str, what: str) -> None:
         if not torch.compiler.is_compiling():
@@ -283,6 +284,7 @@ class RootExecution:
         after_step: called when an optimizer has stepped, if anything.
         backends: what runs the layers; the next phase's layers are theirs as well.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
+        replaced: the forward is one that a library stored on the instance (accelerate does), which may begin autocast.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
         scales: a layer runs below 16 bits, which TorchScript and ONNX have no words for.
     """
@@ -293,6 +295,7 @@ class RootExecution:
     low_precision: bool = False
     emulates_casts: bool = False
     executed: dict[str, str] = field(default_factory=dict)
+    replaced: bool = False
     called: bool = False
     traced: bool = False
     narrowed: bool = False
@@ -325,6 +328,7 @@ class RootExecution:
             or self.low_precision
             or self.operators.attention != "keep"
             or torch.is_autocast_enabled(device)
+            or self.replaced
         )
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

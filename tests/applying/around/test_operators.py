@@ -285,6 +285,31 @@ def test_the_scripts_own_autocast_is_protected_too() -> None:
     assert model.seen == {"layer": torch.bfloat16, "result": torch.float32}
 
 
+class Dtypes(TorchDispatchMode):
+    """Notes in what norms and softmax run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "norm" in str(func) or "softmax" in str(func):
+            self.seen.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", [lambda h: F.layer_norm(h, (8,)), lambda h: F.softmax(h, -1)])
+def test_the_autocast_of_a_forward_that_a_library_stored_on_the_instance_is_protected_too(function) -> None:
+    """accelerate's: it begins inside the policy's own forward, and norms ran in bf16 while the audit said fp32."""
+    model = Probe(function)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    Policy.model_validate({"recipes": {"bf16": {"format": "bf16"}}, "default": "bf16"}).apply(model)
+    with Dtypes() as mode:
+        model(torch.randn(2, 8))
+    assert mode.seen == {torch.float32}
+    assert model.seen == {"layer": torch.bfloat16, "result": torch.float32}, "as under autocast around the model"
+
+
 def test_outputs_of_any_nesting_are_widened() -> None:
     low = torch.ones(2, dtype=torch.bfloat16)
 
