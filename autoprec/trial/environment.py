@@ -16,6 +16,7 @@ _QUIET = {
     # One spin-waiting OpenMP thread per core of a shared machine made steps 30 times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",  # the tail of a process that dies is worth reading
+    "KINETO_LOG_LEVEL": "5",  # torch's profiler, which sees the memory of a step, prints each start and stop
     "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ beside the user's modules
     "PYTHONFAULTHANDLER": "1",
     "PYTHONHASHSEED": "0",  # the order of a set of strings must be the same in every trial

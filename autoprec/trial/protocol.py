@@ -110,8 +110,7 @@ class TrialResult:
         losses: objective of every step seen, warm-up included; of a trial with several ranks their mean.
         step_ms: duration of every step; ``clock`` says of what: ``cpu_time`` (process CPU time on the CPU) or
             ``cuda_events``, or ``wall``.
-        memory_bytes: peak of the step, of the rank that holds most; ``memory`` splits it (parameters, gradients,
-            optimizer, saved, ...).
+        memory_bytes: peak of a step by torch's allocator, of the rank that holds most; 0 where it was not measured.
         samples: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
         start_s: from the request to the first training step.
@@ -128,7 +127,6 @@ class TrialResult:
     warmup: int = 0
     clock: str = "cpu_time"
     memory_bytes: int = 0
-    memory: dict[str, int] = field(default_factory=dict)
     samples: int = 0
     skipped_steps: int = 0
     start_s: float = 0.0

@@ -37,8 +37,8 @@ def over_ranks(path: Path) -> TrialResult | None:
     alike = [first, *(found for found in others if found.ok and len(found.losses) == len(first.losses))]
     if not first.ok or len(alike) == 1:
         return first
-    fullest = max(alike, key=lambda found: found.memory_bytes)
+    fullest = max(found.memory_bytes for found in alike)
     # a stage of a pipeline may see no loss at all
     losses = [found.losses for found in alike if not all(map(math.isnan, found.losses))] or [first.losses]
     means = tuple(math.fsum(step) / len(step) for step in zip(*losses, strict=True))
-    return replace(first, losses=means, memory_bytes=fullest.memory_bytes, memory=fullest.memory)
+    return replace(first, losses=means, memory_bytes=fullest)

@@ -148,7 +148,7 @@ class Trial:
             beat=self._beat,
             silent=self._moved_on,
             captured=self._captured,
-            count_memory=self._device.type == "cpu" and spec.kind == "train",
+            count_memory=self._device.type == "cpu" and spec.kind == "train" and spec.warmup >= 2,  # else it is timed
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -367,18 +367,13 @@ class Trial:
             return result
         after = read_conditions(self._device) if self._before is not None else None
         doubt = unreliable(self._before, after)
-        memory = dict(loop.memory)
-        peak = sum(memory.values())
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            memory["allocator_peak"] = peak
+        on_gpu = self._device.type == "cuda"
         result = replace(
             result,
             losses=tuple(loop.losses),
             step_ms=tuple(loop.clock.milliseconds()[: loop.steps]),
             clock=loop.clock.name,
-            memory=memory,
-            memory_bytes=peak,
+            memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else loop.peak_bytes,
             samples=self._batch * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
             unreliable=doubt or still_compiling(loop.graphs, self.spec.warmup),

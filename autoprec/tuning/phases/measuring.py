@@ -23,7 +23,7 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
-from autoprec.tuning.study.run import BY_BLOCK, Metric, Run, pooled
+from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run, pooled
 
 
 def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
@@ -162,6 +162,9 @@ def scored(
     estimate = None if setup.measured else setup.steps.of(plan.params)
     doubt = result.unreliable if setup.measured else ""
     found = score(plan, result, reference, estimate=estimate, error=error)
+    if found.ok and setup.measured and not result.memory_bytes and plan.params:
+        peak = float(setup.steps.of(plan.params).memory_bytes)
+        found = found.with_metrics({"memory_bytes": Metric(peak, MODELLED)})
     done = replace(
         found,
         reason=found.reason or doubt,

@@ -14,7 +14,7 @@ from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import BY_BLOCK, Metric, Run
+from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run
 
 #: Policies that are measured whatever the budget says, each under two seeds.
 FEWEST_RUNS = 2
@@ -84,15 +84,18 @@ def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
 
 
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:
-    """Return a reference from one or more identical runs (the faster clock reading counts)."""
-    estimate = None if setup.measured else setup.steps.of_reference()
+    """Return a reference from one or more identical runs (the faster clock reading counts).
+
+    The peak of its step is modelled where that of a script that is timed could not be measured.
+    """
+    modelled = setup.steps.of_reference()
     measured = min(step_time(result.step_ms, result.warmup) for result in results)
     first, scale = results[0], setup.cost.scale
     return Reference(
         losses=first.losses,
-        step_ms=measured if estimate is None else estimate.time_ms,
-        memory_bytes=first.memory_bytes if estimate is None else estimate.memory_bytes,
-        samples=first.samples if estimate is None else round(first.samples * scale.tokens / scale.seq),
+        step_ms=measured if setup.measured else modelled.time_ms,
+        memory_bytes=(first.memory_bytes if setup.measured else 0) or modelled.memory_bytes,
+        samples=first.samples if setup.measured else round(first.samples * scale.tokens / scale.seq),
     )
 
 
@@ -167,6 +170,8 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
 def _record(setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str) -> Run:
     gap, error = divergence(result.losses, reference.losses), Metric(0.0, setup.source)
     metrics = run_metrics(reference, reference.step_ms, reference.memory_bytes, gap, error, source=setup.source)
+    if not result.memory_bytes:
+        metrics["memory_bytes"] = replace(metrics["memory_bytes"], source=MODELLED)
     return Run(
         number=number,
         kind=kind,

@@ -15,7 +15,7 @@ from autoprec.support.plain import rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.tables import Shown, Table
 from autoprec.tuning.study.rows import Row, headings, note_of, number, over_16bit, percent, row_cells, source_of
-from autoprec.tuning.study.run import MEASURED, error_text, headline, noise_text
+from autoprec.tuning.study.run import MEASURED, MODELLED, error_text, headline, noise_text
 
 if TYPE_CHECKING:
     import optuna
@@ -144,7 +144,13 @@ class SearchResult(Shown):
             limit = error_text(self.gradient_limit, number(self.budget.get("gradient_noise")))
             out.append(f"gradient error at most {limit}{'; ~ predicted' if predicted else ''}")
         source = self.budget.get("cost") or next((source for row in self.rows() if (source := source_of(row))), "")
-        out += [f"times and memory {source}"] if source else []
+        held = {(row.get("sources") or {}).get("memory_bytes", source) for row in self.rows()}
+        what = (
+            "times measured, memory modelled"
+            if source == MEASURED and MODELLED in held
+            else f"times and memory {source}"
+        )
+        out += [what] if source else []
         out += ["modelled as if compiled, which the script is not"] if self.budget.get("as_compiled") else []
         if self.over_16bit:
             out.append(f"over 16-bit is over {self.baseline or 'the script'}")

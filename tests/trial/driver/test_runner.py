@@ -98,7 +98,7 @@ def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureReque
     (tmp_path / "user" / "existing.txt").write_text("precious\n")
     with host(*KINDS[kind]) as runner:
         info = runner.start()
-        first = runner.run(TrialSpec(steps=STEPS, warmup=1))
+        first = runner.run(TrialSpec(steps=STEPS - 1, warmup=2))  # memory is measured in the second step
         bf16 = runner.run(TrialSpec(steps=STEPS, warmup=1, policy=uniform("bf16")))
         probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
         scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))

@@ -8,6 +8,7 @@ import pytest
 
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
+from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.study.run import BY_BLOCK
 from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
 
@@ -57,6 +58,22 @@ def test_a_record_says_that_its_trial_compiled_blocks() -> None:
         )
         record = scored(setup, ledger, plan, result, reference, 0.01, (0.0, 0.0))
         assert (BY_BLOCK in record.tags) is bool(payload)
+
+
+def test_memory_that_could_not_be_measured_is_modelled_and_called_so() -> None:
+    made = plain_search().made
+    assert made.setup is not None
+    assert made.ledger is not None
+    setup, reference = replace(made.setup, measured=True), made.ledger.reference
+    plan = next(run for run in made.records if run.params)
+    result = TrialResult("ok", losses=tuple(reference.losses), step_ms=(1.0,) * len(reference.losses))
+    for measured in (0, 12345):
+        ran = replace(result, memory_bytes=measured)
+        run = scored(setup, made.ledger, plan, ran, reference_of(setup, ran), 0.01, (0.0, 0.0))
+        expected = measured or setup.steps.of(plan.params).memory_bytes
+        assert run["memory_bytes"] == expected
+        assert run.sources["memory_bytes"] == ("measured" if measured else "modelled")
+        assert reference_of(setup, ran).memory_bytes == (measured or setup.steps.of_reference().memory_bytes)
 
 
 def test_a_gain_is_told_over_16_bit_as_soon_as_that_is_known() -> None:

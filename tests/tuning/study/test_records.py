@@ -61,6 +61,12 @@ def test_facts_say_what_the_times_are() -> None:
     assert len(rows[0][1]) == len(titles)
 
 
+def test_memory_that_was_not_measured_beside_times_that_were_is_called_modelled() -> None:
+    for memory, said in (("measured", "times and memory measured"), ("modelled", "times measured, memory modelled")):
+        best = {**RESULT.best, "sources": {"step_time_ms": "measured", "memory_bytes": memory}}
+        assert said in replace(RESULT, best=best).facts()
+
+
 def test_a_scripts_own_autocast_is_its_own_row() -> None:
     for written, name in (("bf16 autocast", "the script's own autocast"), ("bf16", "the script as written")):
         row = next(row for row in replace(RESULT, budget={"written": written}).rows() if row["role"] == "reference")

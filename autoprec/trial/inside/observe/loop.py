@@ -13,7 +13,7 @@ from autoprec.applying.compiling import compiled_graphs
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, raw_loss
 from autoprec.trial.inside.observe.measure import StepClock
-from autoprec.trial.inside.observe.memory import SavedBytes, memory_of
+from autoprec.trial.inside.observe.memory import StepPeak, lasting
 from autoprec.trial.losses import loss_units
 
 #: The learning rate of an annealed trial ends at this share of what the script set.
@@ -47,7 +47,7 @@ class Loop(Events):
         then: called inside the last step's post hook, after it was counted.
         check: called after each step; may end the process (early stop, non-finite loss).
         anneal: multiply the learning rates by a cosine over ``total``.
-        count_memory: count the bytes saved for backward in the first step.
+        count_memory: count what torch's CPU allocator holds in the first two steps, into ``peak_bytes``.
         beat: called when a step is done; the driver watches for hangs by it.
         silent: called with the optimizer that steps on while the primary one has fallen silent.
         captured: called inside a CUDA graph that a whole backward goes into; no tensor can be read there.
@@ -80,10 +80,9 @@ class Loop(Events):
         self._vectors: list[torch.Tensor] = []
         self._closure_call = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
-        self._saved = SavedBytes(found.parameters) if count_memory else None
+        self._memory = StepPeak() if count_memory else None
         self.at_ready: Callable[[], None] | None = None  # called once, when the gradients of a step are complete
-        self.saved_peak = 0
-        self.memory: dict[str, int] = {}
+        self.peak_bytes = 0  # of the second step; 0 where it was not counted
         self.skipped = 0
         self.backwards = 0
         self.graphs = [compiled_graphs()]  # how many there were before the first step, and after each
@@ -91,8 +90,8 @@ class Loop(Events):
 
     def start(self) -> None:
         """Begin the first step now (inside the first training forward)."""
-        if self._saved is not None:
-            self._saved.__enter__()
+        if self._memory is not None:
+            self._memory.begin(lasting(self.found.root, self.found.optimizers))
         self.clock.resume()
 
     @property
@@ -141,13 +140,10 @@ class Loop(Events):
                 group["lr"] = group["lr"] * factor
 
     def ready(self) -> None:
-        """Gradients of the step are complete: what was saved for backward is gone."""
+        """Gradients of the step are complete."""
         if self.at_ready is not None:
             action, self.at_ready = self.at_ready, None
             action()
-        if self._saved is not None:
-            self._saved.__exit__(None, None, None)
-            self.saved_peak, self._saved = self._saved.peak, None
 
     def after_step(self, optimizer: Optimizer) -> None:
         for group, rate in self._rates:
@@ -190,15 +186,12 @@ class Loop(Events):
         self.steps += 1
         self._beat()
         self.graphs.append(compiled_graphs())
-        if self.steps == 1:
-            self.memory = memory_of(
-                list(self.found.root.parameters()),
-                list(self.found.root.buffers()),
-                self.found.optimizers,
-                self.saved_peak,
-            )
+        if self._memory is not None and self.steps == 1:
+            self._memory.second_step()
         if self._check is not None:
             self._check(self)
+        if self._memory is not None and self.steps == 2:
+            self.peak_bytes, self._memory = self._memory.end(), None
         if self.steps >= self.total + min(self.skipped, self._patience):
             self._then(self)
         self.clock.resume()

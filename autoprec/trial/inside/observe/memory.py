@@ -1,125 +1,97 @@
-"""Memory of one training step: counted exactly on the CPU, read from the allocator on a GPU."""
+"""The peak memory of a training step on a CPU: every allocation and release of torch's allocator, as its profiler sees.
+
+Counting begins in the first step, so that gradients and optimizer state which later steps release or replace are known,
+and the second step is the one whose peak counts: the optimizer has its state by then. Neither is timed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
+#: Its profiler's functions are not all declared.
+_TORCH: Any = torch.autograd
+_SECOND_STEP, _MEMORY = "autoprec.second_step", "[memory]"
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if callable(to_local) else tensor
+
+class StepPeak:
+    """Counts bytes from :meth:`begin` to :meth:`end`, and what was the most after :meth:`second_step`.
+
+    Of operators nothing is recorded (their events would take ten times as long as small ones do).
+    """
+
+    def __init__(self) -> None:
+        self._lasting, self._counts = 0, False
+
+    def begin(self, lasting: Iterable[torch.Tensor]) -> None:
+        """Start counting on top of what is there already, unless the script profiles itself."""
+        self._lasting, self._counts = _unique_bytes(lasting), not _TORCH._profiler_enabled()
+        if self._counts:
+            no_more = torch._C._profiler._ExperimentalConfig()
+            config = _TORCH.ProfilerConfig(_TORCH.ProfilerState.KINETO, False, True, False, False, False, no_more)
+            kind, scope = {_TORCH.ProfilerActivity.CPU}, {torch._C._profiler.RecordScope.USER_SCOPE}
+            _TORCH._prepare_profiler(config, kind)
+            _TORCH._enable_profiler(config, kind, scope)
+
+    def second_step(self) -> None:
+        with record_function(_SECOND_STEP):
+            pass
+
+    def end(self) -> int:
+        """Return the peak of the second step in bytes; 0 where the script profiled itself meanwhile."""
+        if not self._counts:
+            return 0
+        self._counts = False
+        events = sorted(_TORCH._disable_profiler().events(), key=lambda event: event.start_ns())
+        now, most, begun = self._lasting, 0, False
+        for event in events:
+            if event.name() == _MEMORY:
+                now += event.nbytes()
+            begun = begun or event.name() == _SECOND_STEP
+            if begun:
+                most = max(most, now)
+        return most
 
 
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = _inner_tensors(tensor)[0].untyped_storage()  # a wrapper subclass has no storage of its own
-    return storage.data_ptr(), storage.nbytes()
+def lasting(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield what is there before a step: parameters, buffers, gradients, and what the optimizers keep."""
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+    stack: list[Any] = [optimizer.state for optimizer in optimizers]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of storages, each of them once."""
     sizes: dict[int, int] = {}
     for tensor in (part for whole in tensors for part in _inner_tensors(whole)):
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            continue
-        pointer, size = _storage(tensor)
-        sizes[pointer] = size
+        if tensor.layout is torch.strided and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-class _Held:
-    """One tensor saved for backward; its bytes count for as long as autograd holds this object."""
-
-    __slots__ = ("_counter", "_key", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, key: tuple[int, int] | None, counter: SavedBytes) -> None:
-        self.tensor, self._key, self._counter = tensor, key, counter
-
-    def __del__(self) -> None:
-        if self._key is not None:
-            self._counter.release(self._key)
-
-
-class SavedBytes:
-    """Context manager: the peak of bytes alive in tensors saved for backward, parameters excluded.
-
-    Storages are counted once however many operators save views of them. Inside non-reentrant checkpointing autograd
-    saves placeholders, so what checkpointing saves is not counted, as it is not kept.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._excluded = {_storage(p)[0] for p in parameters if p.device.type != "meta"}
-        self._users: dict[tuple[int, int], int] = {}
-        self._now = 0
-        self.peak = 0
-        self._hooks: Any = None
-
-    def _pack(self, tensor: torch.Tensor) -> _Held:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return _Held(tensor, None, self)
-        key = _storage(tensor)
-        if key[0] in self._excluded:
-            return _Held(tensor, None, self)
-        users = self._users.get(key, 0)
-        self._users[key] = users + 1
-        if not users:
-            self._now += key[1]
-            self.peak = max(self.peak, self._now)
-        return _Held(tensor, key, self)
-
-    def release(self, key: tuple[int, int]) -> None:
-        users = self._users[key] - 1
-        if users:
-            self._users[key] = users
-            return
-        del self._users[key]
-        self._now -= key[1]
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._hooks.__exit__(*exc)
-
-
-def state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of every tensor the optimizers keep."""
-    found: list[torch.Tensor] = []
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            stack = list(state.values()) if isinstance(state, dict) else [state]
-            while stack:
-                value = stack.pop()
-                if isinstance(value, torch.Tensor):
-                    found.extend(_inner_tensors(value))
-                elif isinstance(value, (list, tuple)):
-                    stack.extend(value)
-    return _unique_bytes(found)
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return what a wrapper subclass (low-precision optimizer state) really holds."""
-    tensor = _local(tensor)
+    to_local = getattr(tensor, "to_local", None)
+    tensor = to_local() if callable(to_local) else tensor
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if not callable(flatten):
         return [tensor]
     names = flatten()[0]
     return [part for name in names for part in _inner_tensors(getattr(tensor, name))]
-
-
-def memory_of(
-    parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], optimizers: Sequence[Optimizer], saved: int
-) -> dict[str, int]:
-    """Split the bytes of a step: parameters, gradients, optimizer, saved_for_backward, buffers."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return {
-        "parameters": _unique_bytes(parameters),
-        "gradients": _unique_bytes(gradients),
-        "optimizer": state_bytes(optimizers),
-        "saved_for_backward": saved,
-        "buffers": _unique_bytes(buffers),
-    }
