@@ -243,9 +243,16 @@ def timeline(
 
 
 def held_bytes(lifetimes: Lifetimes) -> float:
-    """Return the bytes that were alive when backward began beyond those that it reads: logits that have a name."""
-    alive = timeline(lifetimes, {}, "keep").alive
-    return max(0.0, lifetimes.report.memory.get("live_at_backward", 0) - alive["saved"][lifetimes.begin])
+    """Return the bytes that were alive when backward began beyond those that it reads: logits that have a name.
+
+    Of several micro-batches all but the first begin theirs with the gradients that are there by then.
+    """
+    alive, rows = timeline(lifetimes, {}, "keep").alive, lifetimes.report.operators
+    begins = [k for k in range(1, len(rows)) if (rows[k - 1].phase, rows[k].phase) == ("forward", "backward")]
+    known = alive["saved"][lifetimes.begin]
+    if len(begins) > 1:
+        known = max(alive["saved"][k] + alive["gradients"][k] for k in begins)
+    return max(0.0, lifetimes.report.memory.get("live_at_backward", 0) - known)
 
 
 def _gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Value:
@@ -280,6 +287,8 @@ def _live(walk: Walk, lifetimes: Lifetimes, events: _Events, index: int, slot: i
     elif place in lifetimes.lasting:
         events.add("gradients", _bytes(row, slot), index, lifetimes.end)
         return
+    elif row.role == "wgrad":  # of the weight's size: about to be added to a gradient, or cast to its dtype
+        kind = "weight_casts"
     events.add(kind, _bytes(row, slot, width), index, lifetimes.released(place, saved=saved))
 
 

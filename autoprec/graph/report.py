@@ -153,12 +153,12 @@ class GraphReport:
     """A classified training step.
 
     ``model`` is ``{"class", "parameters", "fingerprint"}``; ``groups`` maps a group's name to the layers that must
-    move together; ``batch`` is ``{"samples", "tokens"}`` of one step where they could be seen; ``memory`` holds
-    bytes of parameters, gradients, optimizer state and tensors saved for backward. ``root_called`` is False where the
-    script calls the model's parts, and never the model: what surrounds its forward cannot be changed there. ``held`` is
-    the share of the parameters that one rank holds, whose memory this is (FSDP2, tensor parallelism).
-    ``fused_update`` says that an optimizer updates with ``fused=True``. ``newton_schulz`` is what Muon
-    multiplies after that.
+    move together; ``batch`` is ``{"samples", "tokens"}`` of one step where they could be seen, and ``micro_batches``
+    where it has several; ``memory`` holds bytes of parameters, gradients, optimizer state and tensors saved for
+    backward. ``root_called`` is False where the script calls the model's parts, and never the model: what surrounds
+    its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
+    is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``.
+    ``newton_schulz`` is what Muon multiplies after that.
     """
 
     model: dict[str, Any]

@@ -101,7 +101,8 @@ def _tiles(summary: Summary) -> str:
 def _usage(result: SearchResult, records: Sequence[Run]) -> str:
     if not result.policy or result.verdict != "adopt":
         return ""
-    policy, script = escape(result.policy), escape(result.script or "train.py")
+    arguments = result.variant.get("arguments", "")
+    policy, script = escape(result.policy), escape(f"{result.script or 'train.py'} {arguments}".strip())
     document = best_policy(result, records)
     target = exact_target(policy_from_dict(document)) if document else "python"
     return (
@@ -145,6 +146,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
     about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     failed = [f"{name}: {reason}" for name, reason in summary.failures[:50]]
     verdict, *caveats = verdict_lines(result)
+    under = f" under {result.variant['name']}" if result.variant else ""
     word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(result.verdict, "Stay as you are")
     body = [
         f'<header class="{escape(result.verdict)}"><h1>{escape(name)}</h1>'
@@ -152,8 +154,8 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
         f'<p class="facts">{escape(" · ".join(filter(None, [*about, *result.facts()])))}</p>{_tiles(summary)}</header>',
         _section("Compared with what you could do by hand", "",
                  _table((*titles, "figures"), comparison)),
-        _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
-                 "that no other beats on both axes.", _figure(pareto_chart(summary))),
+        _section("Every policy tried", f"Each dot is one policy{under}, the mean over its paired runs; the line joins "
+                 "those that no other beats on both axes.", _figure(pareto_chart(summary))),
         _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "
                  "same data.", _figure(loss_chart(summary))),
         _section("Distance from the reference", "Inside the band a difference means nothing.",

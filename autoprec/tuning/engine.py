@@ -291,9 +291,9 @@ class Search:
             self._variants = choose(
                 self.options,
                 self.command,
-                lambda command: self._factory or runner_factory(self.options, command),
+                lambda command, start_s: self._factory or runner_factory(self.options, command, start_s),
                 self.study_dir / "hosts",
-                lambda: time.monotonic() - self._started > SHARE * budget,
+                lambda: SHARE * budget - (time.monotonic() - self._started),
             )
             write_json(kept, {"rows": self._variants})
             for row in self._variants:

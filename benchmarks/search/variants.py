@@ -10,12 +10,12 @@ batch that is not full, means taken over the wrong number, ... Each is put to `s
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -120,17 +120,16 @@ def main() -> None:
     lines = ["| variant | should be | is | divergence | limit | speed over as given |", "|---|---|---|--:|--:|--:|"]
     right, began = {True: 0, False: 0}, time.monotonic()
 
-    def start(command: ScriptCommand) -> RunnerFactory:
-        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed)
+    def start(command: ScriptCommand, start_s: float) -> RunnerFactory:
+        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, setup_timeout_s=start_s)
 
-    launch: Callable[[ScriptCommand], RunnerFactory] = start
     for what, given, changed, same in CASES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "train.py").write_text(SCRIPT)
             asked = SearchOptions(command=("train.py",), variant=(f"it: {changed}",))
             command = ScriptCommand.parse(("train.py", *given.split()), folder)
-            (row,) = choose(asked, command, launch, folder / "hosts", lambda: False)
+            (row,) = choose(asked, command, start, folder / "hosts", lambda: math.inf)
         right[same] += (row["status"] == "accepted") == same
         gap, limit = (f"{100 * row[key]:.2g} %" if key in row else "-" for key in ("divergence", "limit"))
         speed = f"{row['speedup']:.2f}x" if "speedup" in row else "-"

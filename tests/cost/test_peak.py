@@ -112,3 +112,28 @@ def test_gradients_that_are_added_to_are_there_all_the_time_and_fresh_ones_grow(
         step()
     added = timeline(Lifetimes.of(recorder.report()), {}, "keep").alive["gradients"]
     assert added[0] == report.memory["gradients"]
+
+
+def test_of_several_micro_batches_one_is_there_with_gradients_of_the_models_size() -> None:
+    """These were taken for activations: of micro-batches smaller than the weights, a tenth of what fits was named."""
+    torch.manual_seed(0)
+    most: dict[int, int] = {}
+    for parts in (1, 4):
+        model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 32))
+        batch = [torch.randn(64, 256) for _ in range(parts)]
+
+        def step(model: nn.Module = model, batch: list[Tensor] = batch) -> None:
+            for part in batch:
+                model(part).sum().backward()
+
+        with StepRecorder(model) as recorder:
+            step()
+        report = recorder.report()
+        assert (report.batch["samples"], report.batch.get("micro_batches", 1)) == (64 * parts, parts)
+        model.zero_grad()
+        found, cost = measured(step), CostModel(report, TARGETS["cpu"])
+        modelled = cost.memory({})
+        assert modelled is not None
+        assert modelled.total - modelled.parameters == pytest.approx(found, rel=0.01)
+        most[parts] = cost.most_samples({}, 64 * 2**20) or 0
+    assert most[4] // 4 == pytest.approx(most[1], rel=0.1)

@@ -83,6 +83,18 @@ def test_the_page_shows_every_section(result: SearchResult, records: list[Run], 
     assert "fp8: saves 3 ms | adds little" in text
 
 
+def test_the_variant_that_was_searched_is_in_the_facts_the_chart_and_the_commands(
+    result: SearchResult, records: list[Run]
+) -> None:
+    """The commands to run the policy left out the arguments that it was found with."""
+    row = {"name": "whole", "arguments": "--micro 1", "status": "accepted", "reason": "faster"}
+    for chosen in (False, True):
+        page = html_report(replace(result, script="train.py", variants=({**row, "chosen": chosen},)), records)
+        assert ("all under whole: --micro 1" in page) is chosen
+        assert ("Each dot is one policy under whole, " in page) is chosen
+        assert ("train.py --micro 1\n" in page) is chosen
+
+
 def test_hostile_names_are_escaped(result: SearchResult, records: list[Run]) -> None:
     evil = "<script>alert(1)</script>"
     records = [replace(r, name=evil, reason=evil) if r.number == 4 else r for r in records]

@@ -111,15 +111,19 @@ _MOST_TIMES = 10_000
 def _batches(model: Any, verdict: Any, plans: Any, limit: int) -> list[dict[str, Any]]:
     """Return, for the baseline and each choice, the largest batch that fits within ``limit`` bytes, and its speed.
 
-    The model is asked at that batch; nothing where the record does not say how large its batch is.
+    The model is asked at that batch, of as many micro-batches as the step has; nothing where the record does not say
+    how large it is.
     """
     samples, tokens = (model.report.batch.get(name, 0) for name in ("samples", "tokens"))
+    parts = model.report.batch.get("micro_batches", 1)
     rows = []
     for choice in (verdict.baseline, *(name for name in plans if name != verdict.baseline)):
         most = model.most_samples(plans.get(choice, {}), limit, activations=verdict.activations)
         if most is None:
             return []
-        row = {"choice": choice, "samples": most, "samples_per_s": None, "tokens_per_s": None}
+        most -= most % parts
+        row = {"choice": choice, "samples": most, "micro_batch": most // parts}
+        row |= {"samples_per_s": None, "tokens_per_s": None}
         if most:
             taken = min(most, samples * _MOST_TIMES)
             scale = replace(model.scale, tokens=model.scale.seq * taken / samples)
@@ -131,19 +135,21 @@ def _batches(model: Any, verdict: Any, plans: Any, limit: int) -> list[dict[str,
 
 
 def _batch_line(rows: list[dict[str, Any]], limit: int) -> str:
-    """Return the text of :func:`_batches`: the baseline, the fastest and the largest."""
+    """Return the text of :func:`_batches`: the baseline, the fastest and the largest, each over the first of these."""
     fits = [row for row in rows if row["samples"]]
     if not fits:
-        return f"batch     none fits in {memory_text(limit)}"
-    fastest, largest = (max(fits, key=lambda row: row[key]) for key in ("samples_per_s", "samples"))
+        return f"batch     no micro-batch fits in {memory_text(limit)}, not even of one sample: shard or checkpoint"
+    fastest = max(fits, key=lambda row: row["samples_per_s"])
+    largest = max(fits, key=lambda row: (row["samples"], row["samples_per_s"]))
     told = {row["choice"]: row for row in (*fits[:1], fastest, largest)}
     first = fits[0]  # a sample of one token is a sample: there are no sequences
     unit = "tokens" if (first["tokens_per_s"] or 0.0) > 1.001 * first["samples_per_s"] else "samples"
-    listed = [
-        f"{name} {row['samples']:,} ({row[f'{unit}_per_s']:,.{0 if row[f'{unit}_per_s'] >= 100 else 2}f} {unit}/s)"
-        for name, row in told.items()
-    ]
-    return f"batch     samples in a step that fit in {memory_text(limit)}: {', '.join(listed)}"
+    listed = []
+    for row in told.values():
+        gain = "" if row is first else f", {row['samples_per_s'] / first['samples_per_s']:.2f}x"
+        listed.append(f"{row['choice']} {row['micro_batch']:,} ({_ms(row[f'{unit}_per_s'])} {unit}/s{gain})")
+    most = f"batch     largest micro-batch within {memory_text(limit)} of one device: {', '.join(listed)}"
+    return most + (f"; {fastest['choice']} is the fastest there" if len(told) > 1 else "")
 
 
 def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:

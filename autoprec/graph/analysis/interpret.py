@@ -84,6 +84,13 @@ def _operators(
 
 
 def _batch(trace: Trace, links: Links) -> dict[str, int]:
+    """Samples and tokens of one step, and its micro-batches where gradients are accumulated over several."""
+    found, calls = _samples(trace, links), trace.calls_of.get("", 0)
+    parts = trace.backwards if trace.backwards and calls % trace.backwards == 0 else 1
+    return found | ({"micro_batches": parts} if found and parts > 1 else {})
+
+
+def _samples(trace: Trace, links: Links) -> dict[str, int]:
     """Samples and tokens of one step: from the first look-up of token ids, else from the first tensor of the batch."""
     calls = max(trace.calls_of.get("", 0), 1)
     for call in trace.in_phase("forward"):

@@ -10,6 +10,7 @@ search is of the script under it; another one is searched by giving its argument
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.support.units import percent_text, speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
@@ -33,8 +34,8 @@ _CLOSE = 1.03
 _STEPS, _WARMUP, _ROUNDS = 6, 2, 2 * FEWEST
 #: Half the width of a speed-up's interval that ends the rounds.
 _PRECISE = 0.03
-#: Seconds of its own without a step after which a variant hangs: it may compile.
-_HUNG_S = 300.0
+#: Seconds of its own without a step after which a variant hangs, and before its first step: it may compile.
+_HUNG_S, _START_S = 300.0, 600.0
 #: Losses apart by less are float32 rounding of another order of sums.
 _ROUNDING = 1e-6
 
@@ -44,16 +45,16 @@ Row = dict[str, Any]
 def choose(
     options: SearchOptions,
     command: ScriptCommand,
-    hosts: Callable[[ScriptCommand], RunnerFactory],
+    hosts: Callable[[ScriptCommand, float], RunnerFactory],
     folder: Path,
-    late: Callable[[], bool],
+    left: Callable[[], float],
 ) -> list[Row]:
     """Time the script under each variant; the row of the fastest that is surely faster says ``chosen``.
 
     Args:
-        hosts: starts a command.
+        hosts: starts a command that may take so many seconds to its first step.
         folder: for logs.
-        late: whether the time budget leaves no time for a further variant.
+        left: seconds that the time budget leaves for variants.
 
     Returns:
         A row of the result for each variant; none where the script itself does not run as it was given, which the
@@ -61,30 +62,37 @@ def choose(
     """
     spec = TrialSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S)
     rows: list[Row] = []
-    with HostPool(hosts(command), folder / "as-given") as given:
+    with HostPool(hosts(command, _START_S), folder / "as-given") as given:
         info = given.info()
         spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
-        runs = [] if late() else [spec, spec, replace(spec, perturb="bf16")]
+        runs = [spec, spec, replace(spec, perturb="bf16")] if left() > 0 else []
         results = [given.run(one) for one in runs]
         if not all(result.ok for result in results):
             return []
+        needed = info.setup_s + results[0].wall_s if results else math.inf
+        best = ("the script as given", 1.0)
         for variant in parse_variants(options.variant):
             row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
             rows.append(row)
-            if late() or not results:
+            if left() < needed or not results:
                 row |= {"status": "not tried", "reason": "the time budget left no time for it"}
                 continue
             first, second, *benign = results
             limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
-            with HostPool(hosts(command.under(variant)), folder / variant.name) as pool:
+            with HostPool(hosts(command.under(variant), min(_START_S, left())), folder / variant.name) as pool:
                 try:
-                    if _is_same(row, (info, first), (pool.info(), own := pool.run(spec)), limit):
-                        _time_script(row, spec, (first, given), (own, pool))
+                    now = pool.info()
+                    within = max(1.0, left())
+                    own = pool.run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
+                    if _is_same(row, (info, first), (now, own), limit):
+                        _time_script(row, spec, (first, given), (own, pool), best)
                 except AutoPrecError as error:
                     row |= {"status": "failed", "reason": _in_short(error)}
-    fastest = max((row for row in rows if row.get("low", 0.0) > 1.0), key=lambda row: row["speedup"], default=None)
-    if fastest is not None:
-        fastest["chosen"] = True
+            if row.get("low", 0.0) > 1.0 and row["speedup"] > best[1]:
+                best = (variant.name, row["speedup"])
+    for row in rows:
+        if row["name"] == best[0]:
+            row["chosen"] = True
     return rows
 
 
@@ -96,6 +104,9 @@ def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInf
         limit: divergence from the script as given that a harmless change explains.
     """
     (before, first), (now, own) = given, other
+    if own.status == OUT_OF_TIME:
+        row |= {"status": "not tried", "reason": f"the time budget left too little time for it: {own.reason}"}
+        return False
     if not own.ok:
         row["reason"] = f"the script ended as {own.status} under it: {_first_line(own.reason)}"
         return False
@@ -116,13 +127,21 @@ def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInf
 
 
 def _time_script(
-    row: Row, spec: TrialSpec, given: tuple[TrialResult, HostPool], other: tuple[TrialResult, HostPool]
+    row: Row,
+    spec: TrialSpec,
+    given: tuple[TrialResult, HostPool],
+    other: tuple[TrialResult, HostPool],
+    best: tuple[str, float],
 ) -> None:
-    """Time the script under a variant beside the script as given, where one run does not show that it is slower."""
+    """Time the script under a variant beside the script as given, where one run does not show that another is faster.
+
+    Args:
+        best: name and speed-up over the script as given of the fastest so far.
+    """
     first, second = (step_time(result.step_ms, result.warmup) for result, _ in (given, other))
     row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes}
-    if second > _CLOSE * first:
-        row["reason"] = f"the script is {speed_text(row['speedup'])} over the script as given: no faster"
+    if row["speedup"] * _CLOSE < best[1]:
+        row["reason"] = f"the script is {speed_text(row['speedup'])} over the script as given: no faster than {best[0]}"
         return
     short = replace(spec, steps=_STEPS, warmup=_WARMUP)
     times, why = in_turns([lambda: given[1].run(short), lambda: other[1].run(short)])

@@ -45,8 +45,8 @@ class SearchResult(Shown):
             not the answer: too few paired seeds, or faster by no more than the timing noise.
         cut_short: what was left out, and ``resume`` the command that goes on; both are empty where nothing was.
         variants: how each variant of the script's arguments went: ``name``, ``arguments``, ``status`` (accepted,
-            refused or failed) and ``reason``; where it was measured ``divergence`` of the script's own losses under it,
-            and ``speedup`` over the script as given (``low``, ``high`` if timed); ``chosen`` where it is searched.
+            refused, failed or not tried) and ``reason``; where it was measured ``divergence`` of the script's losses
+            under it, and ``speedup`` over the script as given (``low``, ``high`` if timed); ``chosen``: it is searched.
         stopped: why no further trial was run ("converged after 9 of 30 trials: ..."); in ``trials`` of the JSON, too.
     """
 
@@ -118,6 +118,11 @@ class SearchResult(Shown):
         return f"{self.study_name or 'study'} on {self.target or 'this machine'}"
 
     @property
+    def variant(self) -> dict[str, Any]:
+        """The row of the variant that was searched; empty for the script as it was given."""
+        return next((row for row in self.variants if row.get("chosen")), {})
+
+    @property
     def noise_floor(self) -> float | None:
         """The divergence that rounding the weights once makes; None where it was not measured."""
         floors = (number(source.get("noise_floor")) for source in (self.best, self.reference, self.budget))
@@ -137,7 +142,8 @@ class SearchResult(Shown):
 
     def facts(self) -> list[str]:
         """Return noise floor, limits and where figures come from, as far as they are known; and what ``~`` means."""
-        out = [f"noise floor {percent(self.noise_floor)}"] if self.noise_floor is not None else []
+        out = [f"all under {row['name']}: {row['arguments']}"] if (row := self.variant) else []
+        out += [f"noise floor {percent(self.noise_floor)}"] if self.noise_floor is not None else []
         out += [f"divergence budget {percent(self.limit)}"] if self.limit is not None else []
         if self.gradient_limit is not None:
             predicted = any(row.get("gradient_error_source") == "predicted" for row in self.rows())

@@ -24,8 +24,11 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
     return [",".join(gpus[i * per_trial : (i + 1) * per_trial]) for i in range(count)]
 
 
-def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
+def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: float = 600.0) -> RunnerFactory:
     """Return the factory of the engine that was asked for.
+
+    Args:
+        start_s: seconds that the script may take to its first training forward, on this machine.
 
     Raises:
         UsageError: a Ray cluster without room for one trial.
@@ -38,7 +41,7 @@ def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFact
 
     def runner(seed: int, folder: Path, devices: str = "") -> TrialRunner:
         own = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-        return TrialRunner(command, run_dir=folder, seed_offset=seed, environment=own)
+        return TrialRunner(command, run_dir=folder, seed_offset=seed, environment=own, setup_timeout_s=start_s)
 
     if len(gpus) < 2 or per_trial == len(gpus):
         return runner

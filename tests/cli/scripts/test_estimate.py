@@ -80,9 +80,14 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
         "MORE than the 64.1 GiB that one device of 74.5 GiB has less a margin: shard, checkpoint, or cut the batch"
         in large.output
     )
-    assert "batch     none fits in 64.1 GiB" in large.output
+    assert "batch     no micro-batch fits in 64.1 GiB, not even of one sample: shard or checkpoint" in large.output
     found = json.loads(run("--target", "h100", "--json", graph).output)["memory"]
-    assert f"bf16 {found['largest'][0]['samples']:,} (" in small
+    rows = {row["choice"]: row for row in found["largest"]}
+    first, best = rows["bf16"], max(rows.values(), key=lambda row: row["tokens_per_s"])
+    gain = best["tokens_per_s"] / first["tokens_per_s"]
+    assert f"of one device: bf16 {first['micro_batch']:,} (" in small
+    assert f"/s, {gain:.2f}x)" in small
+    assert f"; {best['choice']} is the fastest there" in small
     assert found["largest"][0]["choice"] == "bf16"
     assert all(row["samples"] > 0 < row["samples_per_s"] for row in found["largest"])
     assert " tokens/s)" in small

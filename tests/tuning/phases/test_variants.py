@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -91,7 +92,7 @@ def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path)
     simulated = SimulatedScript()
     asked = options(variant=VARIANTS, target="cpu")
     factory = all_kinds(simulated)
-    rows = choose(asked, ScriptCommand.parse(("train.py",)), lambda _: factory, here / "hosts", lambda: False)
+    rows = choose(asked, ScriptCommand.parse(("train.py",)), lambda *_: factory, here / "hosts", lambda: math.inf)
     told = {row["name"]: row for row in rows}
     assert list(told) == [text.partition(":")[0] for text in VARIANTS]
     states = {name: row["status"] for name, row in told.items()}
@@ -100,7 +101,7 @@ def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path)
     assert [name for name, state in states.items() if state == "failed"] == ["crash", "oom"]
     assert told["half"]["chosen"]
     assert told["half"]["reason"] == "the script is 2.00x [2.00, 2.00] over the script as given"
-    assert told["slow"]["reason"] == "the script is 0.50x over the script as given: no faster"
+    assert told["slow"]["reason"] == "the script is 0.50x over the script as given: no faster than half"
     assert "it changes the training: the script's own losses under it are 1.000 % from" in told["wrong"]["reason"]
     assert told["batch"]["reason"] == "it changes the training: 16 samples in a step, as given 8"
     assert told["wide"]["reason"].startswith("it changes the model: ")
@@ -113,10 +114,40 @@ def test_without_time_nothing_is_run(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
     factory = hosts(simulated)
     rows = choose(
-        options(variant=VARIANTS), ScriptCommand.parse(("train.py",)), lambda _: factory, here / "hosts", lambda: True
+        options(variant=VARIANTS), ScriptCommand.parse(("train.py",)), lambda *_: factory, here / "hosts", lambda: 0.0
     )
     assert {row["status"] for row in rows} == {"not tried"}
     assert simulated.calls == []
+
+
+def test_what_the_budget_leaves_for_variants_limits_each_of_them(here: Path) -> None:  # noqa: F811
+    """One that hung took ten minutes of a search of two."""
+    simulated, starts = SimulatedScript(), []
+    out = TrialResult(OUT_OF_TIME, "a step takes 9 s: 20 steps take more than the 40 s there are")
+    factory = hosts(simulated, slow=lambda s: Other(s, lambda _, __: out))
+    seconds = iter((100.0, 90.0, 80.0, 40.0, 0.0))
+
+    def start(_command: ScriptCommand, start_s: float) -> Any:
+        starts.append(start_s)
+        return factory
+
+    asked = options(variant=("slow: --slow", "half: --half"), target="cpu")
+    rows = choose(asked, ScriptCommand.parse(("train.py",)), start, here / "hosts", lambda: next(seconds))
+    assert starts == [600.0, 80.0]
+    assert [row["status"] for row in rows] == ["not tried"] * 2
+    assert rows[0]["reason"] == f"the time budget left too little time for it: {out.reason}"
+    spec = simulated.calls[-1][1]
+    assert (spec.within_s, spec.timeout_s) == (40.0, 40.0)
+
+
+def test_one_that_is_slower_than_another_variant_is_not_timed_further(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    factory = hosts(simulated, half=lambda s: Other(s, faster(0.5)), some=lambda s: Other(s, faster(0.8)))
+    asked = options(variant=("half: --half", "some: --some"), target="cpu")
+    rows = choose(asked, ScriptCommand.parse(("train.py",)), lambda *_: factory, here / "hosts", lambda: math.inf)
+    assert [row.get("chosen") for row in rows] == [True, None]
+    assert rows[1]["reason"] == "the script is 1.25x over the script as given: no faster than half"
+    assert "low" not in rows[1]
 
 
 def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here: Path) -> None:  # noqa: F811
@@ -190,10 +221,10 @@ def test_a_real_script_repeats_its_losses_under_another_micro_batch_and_not_unde
     variants = ("mb16: --micro 16 --accum 1", "dropout: --micro 16 --accum 1 --dropout 0.1")
     asked = SearchOptions(command=("train.py",), variant=variants, steps=8)
 
-    def start(command: ScriptCommand) -> Any:
-        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed)
+    def start(command: ScriptCommand, start_s: float) -> Any:
+        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, setup_timeout_s=start_s)
 
-    rows = choose(asked, ScriptCommand.parse(("train.py",), tmp_path), start, tmp_path / "hosts", lambda: False)
+    rows = choose(asked, ScriptCommand.parse(("train.py",), tmp_path), start, tmp_path / "hosts", lambda: math.inf)
     same, other = rows
     assert same["status"] == "accepted", same
     assert same["divergence"] < 1e-5
