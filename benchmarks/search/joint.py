@@ -5,7 +5,8 @@
 Each script accumulates its gradient over four micro-batches; the variants take the whole batch at once, two halves, or
 compile the model. Three answers are compared: the policy that a search of the script as given adopts, the fastest
 variant with the precision as written (of those that the joint search found to be the same training), and the pair that
-``search --variant`` adopts. Each trains in processes of its own, timed as `by_hand.py` times.
+``search --variant`` adopts. That chooses the variant before the policy: whether another one would have been better is
+seen by the policy of that pair under the others. Each trains in processes of its own, timed as `by_hand.py` times.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def variant_of(folder: Path, result: dict[str, Any]) -> str:
     return next((row["name"] for row in result.get("variants", []) if row.get("chosen")), "")
 
 
-def judged(name: str, work: Path, options: Sequence[str], rounds: int) -> Row:
+def judged(name: str, work: Path, options: Sequence[str], variants: Sequence[str], rounds: int) -> Row:
     folders = {what: work / name / what for what in ("precision", "joint")}
     alone = searched(name, folders["precision"], options, ())
-    joint = searched(name, folders["joint"], options, tuple(VARIANTS))
+    joint = searched(name, folders["joint"], options, variants)
     rows = {row["name"]: row for row in joint.get("variants", [])}
     accepted = [key for key, row in rows.items() if row["status"] == "accepted"]
     pair = variant_of(folders["joint"], joint)
@@ -91,7 +92,12 @@ def judged(name: str, work: Path, options: Sequence[str], rounds: int) -> Row:
         "joint": kind_of(folders["joint"], joint, VARIANTS.get(pair, GIVEN)),
     }
     kinds |= {key: f"{WRITTEN} {VARIANTS[key]}" for key in accepted}
+    under = {"as given": GIVEN, **{key: VARIANTS[key] for key in accepted}}
+    adopted = joint["verdict"] == "adopt"
+    others = {f"policy, {key}": words for key, words in under.items() if adopted and key != (pair or "as given")}
+    kinds |= {key: kind_of(folders["joint"], joint, words) for key, words in others.items()}
     times = race(name, kinds, rounds)
+    other = min(others, key=lambda key: statistics.median(times[key]), default="")
     fastest = min(["as given", *accepted], key=lambda key: statistics.median(times[key]))
     better = min(["precision", fastest], key=lambda key: statistics.median(times[key]))
     base = times["as given"]
@@ -103,6 +109,7 @@ def judged(name: str, work: Path, options: Sequence[str], rounds: int) -> Row:
         "pair": pair or "as given",
         "joint": over(times["joint"], base),
         "gain": over(times["joint"], times[better]),
+        "other": f"{other.removeprefix('policy, ')}: {text(over(times[other], times['joint']))}" if other else "",
         "refused": [key for key in rows if key not in accepted],
         "cost": joint["seconds"] / alone["seconds"],
     }
@@ -110,13 +117,13 @@ def judged(name: str, work: Path, options: Sequence[str], rounds: int) -> Row:
 
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| script | precision alone | fastest variant alone | joint | joint over the better alone | seconds, of those "
-        "without variants | not accepted |",
-        "|---|---|---|---|---|---|---|",
+        "| script | precision alone | fastest variant alone | joint | joint over the better alone | "
+        "its policy under the fastest other variant, over joint | seconds, of those without variants | not accepted |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [row["script"], text(row["precision"]), f"{row['variant']}: {text(row['variant alone'])}"]
-        cells += [f"{row['pair']}: {text(row['joint'])}", text(row["gain"]), f"{row['cost']:.1f}x"]
+        cells += [f"{row['pair']}: {text(row['joint'])}", text(row["gain"]), row["other"], f"{row['cost']:.1f}x"]
         lines.append(f"| {' | '.join([*cells, ', '.join(row['refused'])])} |")
     gains = [row["gain"] for row in rows]
     surely = sum(low > 1.0 for _, low, _ in gains), sum(high < 1.0 for _, _, high in gains)
@@ -128,13 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="+", choices=SCRIPTS)
     parser.add_argument("--options", default="", help="options of all searches, e.g. '--budget 150s'")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/joint"), help="answers here are kept")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
     rows = []
     for name in args.scripts:
-        rows.append(judged(name, args.work.absolute(), args.options.split(), args.rounds))
+        rows.append(judged(name, args.work.absolute(), args.options.split(), args.variants, args.rounds))
         print(table(rows)[-3], flush=True)
     lines = ["# Variants and precision together, and each alone", "", f"`python {' '.join(sys.argv)}`", ""]
     lines.append(

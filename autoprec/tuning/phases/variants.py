@@ -85,7 +85,7 @@ def choose(
                     within = max(1.0, left())
                     own = pool.run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
                     if _is_same(row, (info, first), (now, own), limit):
-                        _time_script(row, spec, (first, given), (own, pool), best)
+                        _time_script(row, spec, (first, given), (own, pool), best, left)
                 except AutoPrecError as error:
                     row |= {"status": "failed", "reason": _in_short(error)}
             if row.get("low", 0.0) > 1.0 and row["speedup"] > best[1]:
@@ -132,11 +132,13 @@ def _time_script(
     given: tuple[TrialResult, HostPool],
     other: tuple[TrialResult, HostPool],
     best: tuple[str, float],
+    left: Callable[[], float],
 ) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that another is faster.
 
     Args:
         best: name and speed-up over the script as given of the fastest so far.
+        left: seconds that the time budget leaves for variants.
     """
     first, second = (step_time(result.step_ms, result.warmup) for result, _ in (given, other))
     row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes}
@@ -144,7 +146,7 @@ def _time_script(
         row["reason"] = f"the script is {speed_text(row['speedup'])} over the script as given: no faster than {best[0]}"
         return
     short = replace(spec, steps=_STEPS, warmup=_WARMUP)
-    times, why = in_turns([lambda: given[1].run(short), lambda: other[1].run(short)])
+    times, why = in_turns([lambda: given[1].run(short), lambda: other[1].run(short)], left)
     if why:
         row["reason"] = f"it could not be timed: {why}"
         return
@@ -153,8 +155,10 @@ def _time_script(
     row["reason"] = f"the script is {speed_text(middle, low, high)} over the script as given"
 
 
-def in_turns(contest: Sequence[Callable[[], TrialResult]]) -> tuple[list[list[float]], str]:
+def in_turns(contest: Sequence[Callable[[], TrialResult]], left: Callable[[], float]) -> tuple[list[list[float]], str]:
     """Run contestants in turns, whose order changes, until the first one's time over the second's is known well.
+
+    With no seconds ``left`` it ends once there is an interval.
 
     Returns:
         Milliseconds per step of each, round by round; and why a run failed, empty where none did.
@@ -170,7 +174,7 @@ def in_turns(contest: Sequence[Callable[[], TrialResult]]) -> tuple[list[list[fl
         rounds.append(times)
         if len(rounds) >= FEWEST:
             middle, low, high = median_interval([one[0] / one[1] for one in rounds])
-            if high - low < 2 * _PRECISE * middle:
+            if high - low < 2 * _PRECISE * middle or left() <= 0:
                 break
     return rounds, ""
 
