@@ -40,6 +40,9 @@ _HUNG_S, _START_S = 300.0, 600.0
 _ROUNDING = 1e-6
 
 Row = dict[str, Any]
+#: Seconds that the time budget leaves for variants.
+Left = Callable[[], float]
+_Ran = tuple[TrialResult, HostPool]
 
 
 def choose(
@@ -47,14 +50,13 @@ def choose(
     command: ScriptCommand,
     hosts: Callable[[ScriptCommand, float], RunnerFactory],
     folder: Path,
-    left: Callable[[], float],
+    left: Left,
 ) -> list[Row]:
     """Time the script under each variant; the row of the fastest that is surely faster says ``chosen``.
 
     Args:
         hosts: starts a command that may take so many seconds to its first step.
         folder: for logs.
-        left: seconds that the time budget leaves for variants.
 
     Returns:
         A row of the result for each variant; none where the script itself does not run as it was given, which the
@@ -126,19 +128,11 @@ def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInf
     return not why
 
 
-def _time_script(
-    row: Row,
-    spec: TrialSpec,
-    given: tuple[TrialResult, HostPool],
-    other: tuple[TrialResult, HostPool],
-    best: tuple[str, float],
-    left: Callable[[], float],
-) -> None:
+def _time_script(row: Row, spec: TrialSpec, given: _Ran, other: _Ran, best: tuple[str, float], left: Left) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that another is faster.
 
     Args:
         best: name and speed-up over the script as given of the fastest so far.
-        left: seconds that the time budget leaves for variants.
     """
     first, second = (step_time(result.step_ms, result.warmup) for result, _ in (given, other))
     row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes}
@@ -155,7 +149,7 @@ def _time_script(
     row["reason"] = f"the script is {speed_text(middle, low, high)} over the script as given"
 
 
-def in_turns(contest: Sequence[Callable[[], TrialResult]], left: Callable[[], float]) -> tuple[list[list[float]], str]:
+def in_turns(contest: Sequence[Callable[[], TrialResult]], left: Left) -> tuple[list[list[float]], str]:
     """Run contestants in turns, whose order changes, until the first one's time over the second's is known well.
 
     With no seconds ``left`` it ends once there is an interval.

@@ -25,10 +25,7 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
 
 
 def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: float = 600.0) -> RunnerFactory:
-    """Return the factory of the engine that was asked for.
-
-    Args:
-        start_s: seconds that the script may take to its first training forward, on this machine.
+    """Return the factory of the engine that was asked for; ``start_s`` is until the first training forward, here.
 
     Raises:
         UsageError: a Ray cluster without room for one trial.
