@@ -32,7 +32,7 @@ def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResu
     path = folder / "train.py"
     path.write_text(SCRIPT)
     probes = (Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8")))
-    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=2.0, timeout_s=60.0)
+    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=4.0, precision=1.0, timeout_s=60.0)
     with host(str(path), str(steps), launch=launch) as runner:
         result: TrialResult = runner.run(spec)
     return result
