@@ -175,7 +175,7 @@ class _Loop:
             ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             ledger.stopped = f"ran out of time after {done}"
         elif self.done >= self.goal:
-            ledger.stopped = f"ran all {counted(self.goal, 'trial')} that it was allowed"
+            ledger.stopped = f"ran the {counted(self.goal, 'trial')} that it was allowed"
         elif self.used_up or not isinstance(self.sampler, PrecisionSampler):
             ledger.stopped = f"exhausted the space after {done}"
         else:

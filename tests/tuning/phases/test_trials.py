@@ -103,7 +103,7 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
 
     search(script(), options(study="mine", sampler="random", trials=3, seeds=1))
     made, result = search(script(), options(study="mine", sampler="random", trials=2, seeds=1, resume=True))
-    assert result.stopped == "ran all 2 trials that it was allowed"
+    assert result.stopped == "ran the 2 trials that it was allowed"
     assert made.setup is not None
     assert made.ledger is not None
     race: Any = SimpleNamespace(seed_s=2.0, fewest=2)
