@@ -11,8 +11,7 @@ from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 _TARGETS = (
-    "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, "
-    "msamp, axolotl, torchtitan, automodel, bionemo"
+    "torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, torchtitan, automodel, bionemo"
 )
 
 
