@@ -129,7 +129,6 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
     policy = write_policy(cwd, "p.yaml", document("fp8_rowwise", activations="bf16"))
     other = write_policy(cwd, "q.yaml", document("mxfp8", optimizer={"exp_avg": "bf16"}))
     step = saved_step(cwd)
-    yield "search --json", _keys(autoprec("search", "--json", "--target", "b200", "--trials", "2", *_QUICK, cwd=cwd))
     cases: dict[str, list[str | Path]] = {
         "show": ["show", policy],
         "validate": ["validate", policy],
@@ -155,9 +154,6 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
         if ran.code == 2 and name in renamed:
             ran = autoprec(renamed[name][0], "--json", *renamed[name][1:], cwd=cwd)
         yield f"{name} --json", _keys(ran)
-
-
-_QUICK: list[str | Path] = ["--dry-run", "--no-mlflow", GPT, "--steps", "40", *SMALL[2:]]
 
 
 def _keys(ran: Ran) -> str:

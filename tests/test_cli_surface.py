@@ -3,15 +3,14 @@
 import click
 import pytest
 
-from autoprec.cli import COMMANDS, MOVED, REMOVED_OPTIONS, cli
+from autoprec.cli import COMMANDS, MOVED, cli
 from autoprec.cli.script import TakesScript
 from autoprec.tuning.options import OPTIONS
 from tests.cli.helpers import autoprec
 
 SURFACE = {
     "demo": "",
-    "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden])
-    + " --dry-run --json --quiet --verbose",
+    "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden]) + " --json --quiet --verbose",
     "inspect": "--json --sensitivity --space --target",
     "estimate": "--batch --cost-scale --json --policy --recompute --seq --shards --space --target",
     "run": "--audit --backend --policy",
@@ -99,12 +98,3 @@ def test_a_command_that_moved_says_where_to(name: str) -> None:
     words = MOVED[name].split()
     assert words[0] in SURFACE
     assert all(word in SURFACE[words[0]].split() for word in words if word.startswith("--"))
-
-
-@pytest.mark.parametrize("words", REMOVED_OPTIONS)
-def test_an_option_that_is_gone_says_what_to_do_instead(words: str) -> None:
-    name, _, option = words.rpartition(" ")
-    for each in [name] if name else ["search", "inspect"]:
-        found = autoprec(each, option, "x")
-        assert (found.code, found.out) == (2, "")
-        assert f"the option {option} was removed" in found.err

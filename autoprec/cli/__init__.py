@@ -52,30 +52,6 @@ MOVED: dict[str, str] = {
     "import": "export FILE --to policy",
 }
 
-#: Options that earlier versions had, of one command or of any, and what to do instead.
-REMOVED_OPTIONS = {
-    "--follow": "`phases:` in the policy and autoprec.Guard remain (docs/long_run.md)",
-    "show --graph": "name the saved step after the policy: autoprec show policy.yaml step.json",
-    "--graph": "name the saved step in the script's place",
-    "--config": "name the preset or the config.json in the script's place",
-    "estimate --sweep": "ask again with another --batch or --seq, or with --cost-scale tokens=8 for a script",
-    "estimate --eager": "leave it out: a script is modelled as it runs here, as compiled elsewhere",
-    "inspect --save": "autoprec inspect --json train.py > step.json",
-    "inspect --passes": "leave it out: the scan spends as many gradients as it needs, 60 at most",
-    "--html": "autoprec inspect --json has every operator and layer, and the tables that are printed their shares",
-    "--at-step": "let the script resume from a checkpoint of its own: it is searched from there",
-    "--phases": "write `phases:` into the policy (docs/long_run.md)",
-    "search --run-steps": "write `phases:` into the policy (docs/long_run.md); `autoprec run --run-steps` stays",
-    "--rules": "leave it out: it changed the printed table, and no search",
-    "--fused-casts": "leave it out: no backend but Transformer Engine's casts so, and `calibrate` measures what runs",
-    "--runs-dir": "start the search in the folder that is to hold autoprec-runs/",
-    "transfer --layers": "name the file of layer names in the big model's place: --to NAMES.txt",
-    "transfer --max-gradient-error": "leave it out: the limit is that of the policy's search (docs/transfer.md)",
-    "calibrate --device": "--target cpu measures the CPU; without it the GPU is measured where there is one",
-    "calibrate --json": "read the file that it writes and names",
-    "--no-open": "BROWSER=none autoprec ui",
-}
-
 
 def kebab(token: str) -> str:
     """Spell an option or command with dashes, so that ``--max_divergence`` is ``--max-divergence``."""
@@ -125,8 +101,6 @@ class LazyGroup(click.Group):
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except click.ClickException as error:
-            if isinstance(error, click.NoSuchOption) and (gone := _removed(error)):
-                return _report(gone)
             error.show()
             return error.exit_code
         except (KeyboardInterrupt, click.Abort):
@@ -159,13 +133,6 @@ def _open_standard_streams() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
-
-
-def _removed(error: click.NoSuchOption) -> UsageError | None:
-    """Return what to do instead of an option that an earlier version had; None where none had it."""
-    command, option = error.ctx.info_name if error.ctx else "", error.option_name
-    fix = REMOVED_OPTIONS.get(f"{command} {option}") or REMOVED_OPTIONS.get(option)
-    return UsageError(f"the option {option} was removed", fix=fix, code="moved") if fix else None
 
 
 def _directory_is_gone() -> bool:

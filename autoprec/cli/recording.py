@@ -1,4 +1,4 @@
-"""One training step of a script, recorded: what ``inspect``, ``estimate``, ``sensitivity`` and a dry run begin with.
+"""One training step of a script, recorded: what ``inspect``, ``estimate``, ``check`` and ``lint`` begin with.
 
 The script is started under hooks, stopped at its first training step, that step is recorded operator by operator, and
 the script is ended again. Nothing it would write is kept.
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoprec.cli.phases import Phases
-from autoprec.errors import FIX, AutoPrecError, NothingAcceptableError, ScriptError, UsageError
-from autoprec.support.units import counted
+from autoprec.errors import NothingAcceptableError, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -203,27 +202,6 @@ def gradient_errors(
         before += moment + 1 + len(probes)
         tell(before)
     return payloads
-
-
-def run_failed(result: TrialResult, label: str, doing: str, *, policy: str = "") -> AutoPrecError:
-    """Return the error of a run that failed after its script had reached a training step: whose fault, and when.
-
-    Args:
-        result: the run.
-        label: the script.
-        doing: what the run was for.
-        policy: what it ran under; empty where the script ran as it is written.
-    """
-    after, tail = f"after {counted(len(result.losses), 'training step')}", result.tail
-    why = result.reason.partition(FIX)[0] or result.status
-    if result.status == "too_short":
-        fix = f"ask for less: --steps {len(result.losses)}, or make it train longer"
-        return NothingAcceptableError(f"{doing}: the script ended {after}", where=label, fix=fix)
-    if policy:
-        fix = tail or "it reached its first training step as written: run it under the policy with `autoprec run`"
-        return AutoPrecError(f"{doing}: the script failed under {policy}, {after}: {why}", where=label, fix=fix)
-    fix = tail or "run the script by itself first"
-    return ScriptError(f"{doing}: the script failed as it is written, {after}: {why}", where=label, fix=fix)
 
 
 def tunable(report: GraphReport) -> GraphReport:

@@ -1,8 +1,8 @@
 """How long a search will take: what it runs, how often, and what one run takes.
 
 A run is a start of the script, compilation and a few steps; on a GPU the steps are the least of it. Two schedules are
-told before the trials begin, when the reference has shown what a run takes, and by ``search --dry-run``: what a search
-usually does, which ends when nothing left is worth a run, and what it does where that never happens.
+told before the trials begin, when the reference has shown what a run takes: what a search usually does, which ends when
+nothing left is worth a run, and what it does where that never happens.
 """
 
 from __future__ import annotations

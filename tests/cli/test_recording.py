@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import payload_of, record_step, run_failed, tunable
+from autoprec.cli.recording import payload_of, record_step, tunable
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
 from autoprec.trial.protocol import TrialResult
@@ -50,18 +50,6 @@ def test_a_step_that_failed_says_why(result: TrialResult, text: str) -> None:
         payload_of(result, "train.py", "recorded")
     assert text in str(error.value)
     assert "could not be recorded" in str(error.value)
-
-
-def test_a_run_that_failed_says_under_what_and_when_by_its_exit_code_too() -> None:
-    """Exit code 4 means that the script fails by itself: under a policy, after steps as written, it does not."""
-    crashed = TrialResult("crashed", "boom", losses=(1.0,))
-    under = run_failed(crashed, "train.py", "not checked", policy="it")
-    assert under.exit_code == 1
-    assert "not checked: the script failed under it, after 1 training step: boom" in str(under)
-    written = run_failed(crashed, "train.py", "not timed")
-    assert written.exit_code == 4
-    assert "failed as it is written, after 1 training step" in str(written)
-    assert run_failed(TrialResult("too_short", "ended", losses=(1.0,) * 5), "train.py", "not timed").exit_code == 3
 
 
 def test_nothing_to_tune_is_an_answer_with_its_own_exit_code() -> None:

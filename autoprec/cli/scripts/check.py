@@ -11,7 +11,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import payload_of, record, run_failed, running
+from autoprec.cli.recording import payload_of, record, running
 from autoprec.cli.script import script_command
 from autoprec.cli.scripts.spot import ask, print_spot, settle
 from autoprec.errors import (
@@ -24,6 +24,7 @@ from autoprec.errors import (
 )
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import by_recipe
+from autoprec.support.units import counted
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -87,7 +88,10 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
         return NothingAcceptableError(what, where=where, fix=f"ask for less: --steps {len(result.losses)}")
     kind = _REFUSALS.get(result.status)
     if kind is None:
-        return run_failed(result, where, "the policy could not be checked", policy="it")
+        after = counted(len(result.losses), "training step")
+        fix = result.tail or "it reached its first step as written: run it under the policy with `autoprec run`"
+        what = f"the policy could not be checked: the script failed under it, after {after}: {what}"
+        return AutoPrecError(what, where=where, fix=fix)
     fix = fix or result.tail or "run the script under it with `autoprec run` to see more"
     return kind(f"the policy could not be checked: {what}", where=where, fix=fix)
 

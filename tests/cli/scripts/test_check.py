@@ -213,3 +213,11 @@ def test_a_wrong_kernel_is_named_by_numerics_with_exit_1(
     with pytest.raises(AuditError, match="fprop of 2"):
         check._print_numerics(document["numerics"], policy, quiet=False)
     assert "16 x 16 x 32" in capsys.readouterr().out
+
+
+def test_a_script_that_failed_under_the_policy_is_not_a_script_that_fails_by_itself() -> None:
+    """Exit code 4 means that the script fails as it is written: under a policy, after a step, it does not."""
+    under = _refusal(TrialResult("crashed", "boom", losses=(1.0,)), "train.py")
+    assert under.exit_code == 1
+    assert "the script failed under it, after 1 training step: boom" in str(under)
+    assert _refusal(TrialResult("too_short", "ended", losses=(1.0,) * 5), "train.py").exit_code == 3

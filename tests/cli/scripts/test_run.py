@@ -59,10 +59,10 @@ def test_an_audit_replaces_nothing_but_an_audit(
     assert autoprec("run", "--policy", policy_file, "--audit", earlier, script, "0").code == 0
 
 
-def test_the_removed_option_is_refused_by_name(ran: list[object], script: Path, policy_file: Path) -> None:
+def test_an_option_that_is_gone_is_refused(ran: list[object], script: Path, policy_file: Path) -> None:
     found = autoprec("run", "--policy", policy_file, "--follow", "every=500", script)
     assert (found.code, ran) == (2, [])
-    assert "--follow was removed" in found.err
+    assert "--follow" in found.err
 
 
 def test_shares_of_a_run_of_unknown_length_are_refused(script: Path, tmp_path: Path) -> None:
