@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -16,7 +14,7 @@ from autoprec.precision.recipes import Gemm, Recipe
 
 
 class Backend(ABC):
-    """Runs GEMMs. Optional methods have defaults."""
+    """Runs GEMMs."""
 
     name: str
     #: bfloat16 is emulated in float32 where a CPU has no units for it: for trials whose time is modelled
@@ -48,14 +46,6 @@ class Backend(ABC):
         Raises:
             UnsupportedError: the backend cannot express the plan.
         """
-
-    def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:
-        """Return what makes the context that the model's forward is run in, or None where it needs none."""
-        return None
-
-    def after_step(self) -> Callable[[], None] | None:
-        """Return what is called on every rank when an optimizer has stepped, or None where nothing is pending then."""
-        return None
 
 
 def feature_sizes(gemm: Gemm, m: int, k: int, n: int) -> dict[str, int]:
