@@ -23,7 +23,6 @@ from autoprec.applying.compiling import allow_versions, restore_execution, set_e
 from autoprec.applying.prepared import Prepared
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import (
-    ShrunkGradient,
     install,
     root_of,
     swapped_base,
@@ -96,15 +95,7 @@ def put_stage(
         others = {each.name: each for each in faster.values()} | held
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
         _install_root(root, policy, backends, device, executions)
-        _shrink_embeddings(root, policy.stability.embedding_gradient)
         set_execution(root, policy.execution)
-
-
-def _shrink_embeddings(root: nn.Module, factor: float) -> None:
-    """Multiply the gradients that come back to look-ups (GLM-130B's embedding gradient shrink)."""
-    for module in root.modules() if factor != 1.0 else ():
-        if isinstance(module, nn.Embedding):
-            install(module, "embedding", ShrunkGradient(factor))
 
 
 def _install_root(

@@ -38,32 +38,6 @@ _CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakre
 _WARNED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
-class ShrunkGradient:
-    """Installed in an embedding: what it returns is unchanged, the gradient that comes back is multiplied."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, out: Tensor) -> Tensor:
-        """Return ``out``, through which gradients are multiplied by ``factor``."""
-        shrunk: Tensor = _Shrink.apply(out, self.factor)  # type: ignore[no-untyped-call]
-        return shrunk
-
-    def describe(self) -> str:
-        return f"gradient x {self.factor:g}"
-
-
-class _Shrink(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()  # what is a view here could not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output * ctx.factor, None
-
-
 def execution_of(module: nn.Module) -> Any:
     """Return what is installed in a module (an execution), or None."""
     return module.__dict__.get(ATTRIBUTE)
@@ -101,12 +75,6 @@ def _convolution_forward(self: Any, input: Tensor, *size: Any, **named: Any) -> 
     return run(input, self.weight, self.bias, training=self.training, size=size)  # type: ignore[no-any-return]
 
 
-def _embedding_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    out = swapped_base(self).forward(self, *args, **kwargs)
-    run: ShrunkGradient | None = self.__dict__.get(ATTRIBUTE)
-    return out if run is None else run(out)
-
-
 def _functional_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     run = self.__dict__.get(ATTRIBUTE)
     own = functools.partial(swapped_base(self).forward, self)
@@ -124,7 +92,6 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "linear": _linear_forward,
     "conv1d": _conv1d_forward,
     "conv": _convolution_forward,
-    "embedding": _embedding_forward,
     "functional": _functional_forward,
     "recurrent": _functional_forward,
     "attention": _attention_forward,

@@ -126,7 +126,7 @@ def as_space(policy: Policy, name: str = "today") -> dict[str, Any]:
     usual = Policy()
     state: dict[str, dict[str, list[Any]]] = {}
     parameters: dict[str, Any] = {}
-    for part in ("optimizer", "communication", "stability"):
+    for part in ("optimizer", "communication"):
         for key, value in getattr(policy, part).model_dump(exclude_defaults=True).items():
             state.setdefault(part, {})[key] = [getattr(getattr(usual, part), key), value]
             parameters[f"{part}.{key}"] = value

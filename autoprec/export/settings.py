@@ -2,7 +2,7 @@
 
 A target has a table: field of the policy -> who sees to it there, or what the target does instead.
 :func:`report_settings` walks everything that a policy says (loss scaling, attention, wide outputs,
-stability, execution, operators, optimizer state, communication); what a target has no row for is lost in the words that
+execution, operators, optimizer state, communication); what a target has no row for is lost in the words that
 stand here. A target without a word for an operator still runs it in some precision, so an export says which.
 """
 
@@ -92,8 +92,6 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
         fprop = rule.plan.fprop
         if fprop is not None and fprop.output == "fp32" and request.runs(rule.plan):
             yield "wide", fprop.describe(), f"{fprop.format}: the product is rounded", rule.match
-    for name, value in policy.stability.model_dump(exclude_defaults=True).items():
-        yield "stability", f"stability.{name}: {value:g}", "nothing: the training loop must do it", ""
     if policy.execution != "keep":
         by_hand = "as the script runs it: torch.compile is for the script to call"
         yield "execution", f"execution: {policy.execution}", by_hand, ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.optim.communication import GradientHook, find_distributed
-from autoprec.optim.optimizer import OptimizerRuntime, guard_of, loss_scaler_of, runtime_of
+from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
 
@@ -45,23 +45,6 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
     return _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
 
 
-def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, dict[str, Any]]:
-    """Audit the guards that a policy asks for: on the model's embeddings, and around the optimizer's steps."""
-    guard, asked = guard_of(optimizer), policy.stability
-    out = {}
-    for name, value in asked.model_dump(exclude_defaults=True).items():
-        live, reason = 0.0, ""
-        if name == "embedding_gradient":
-            tables = [m for m in (() if model is None else model.modules()) if isinstance(m, nn.Embedding)]
-            factors = {getattr(m.__dict__.get("_autoprec"), "factor", 1.0) for m in tables}
-            live = factors.pop() if len(factors) == 1 else 1.0
-            reason = "" if tables else "the model has no embedding"
-        elif guard is not None:
-            live, reason = guard.outlier, f"{guard.skipped} steps left out"
-        out[f"stability.{name}"] = _entry(f"{value:g}", f"{live:g}", reason)
-    return out
-
-
 def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return what a policy makes worth a look at an optimizer, but does not ask of it."""
     narrow = policy.activations == "fp16" or any(r.scaled or r.format == "fp16" for r in policy.recipes.values())
@@ -87,9 +70,6 @@ def audit_optimizers(
     asked: dict[str, Any] = policy.optimizer.model_dump(exclude_defaults=True)
     asked |= {"loss_scaling": policy.loss_scaling} if policy.loss_scaling != "none" else {}
     asked |= {"communication": wire} if (wire := policy.communication.gradients) != "fp32" else {}
-    asked |= {
-        f"stability.{name}": f"{value:g}" for name, value in policy.stability.model_dump(exclude_defaults=True).items()
-    }
     if not asked:
         return {}
     rows: dict[str, dict[str, Any]] = {}
@@ -111,7 +91,7 @@ def audit_optimizer(
     """Return ``{part: {requested, executed, ok, reason}}`` after at least one real step.
 
     Parts are weights, gradients, exp_avg, exp_avg_sq, loss_scaling and, where the model is distributed or the policy
-    asks for it, communication; and the guards of ``stability`` that are asked for.
+    asks for it, communication.
     Emulated weight storage is executed (the numerics are) and says why its bytes are not saved. A part that nothing
     has used yet is not ok and says so.
     """
@@ -142,7 +122,6 @@ def audit_optimizer(
         out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")
     else:  # the script's own scaler does it
         out["loss_scaling"] = _entry(policy.loss_scaling, "dynamic", scaler.inactive_reason)
-    out |= _stability(policy, optimizer, model)
     wrapper = None if model is None else find_distributed(model)
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)

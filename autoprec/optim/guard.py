@@ -1,4 +1,4 @@
-"""Skip a step whose gradients are not finite, or out of all proportion, and count it.
+"""Skip a step whose gradients are not finite, and count it.
 
 Low-precision state cannot take a non-finite value back out: the amax of its block would stay infinite. Large-scale
 FP8 runs (GLM, DeepSeek) skip such steps as well.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,25 +63,18 @@ def gradient_norm(parameters: list[Tensor]) -> float:
 class StepGuard:
     """Leaves out steps of an optimizer by taking their gradients away: any torch optimizer then changes nothing.
 
-    ``outlier``: skip when the gradient norm exceeds this multiple of the median of the last ``window`` norms, as
-    GLM-130B does (arXiv 2210.02414); 0: only non-finite gradients are skipped. ``limit`` consecutive outliers are taken
-    for the new normal. Ranks decide alike, since they hold the same gradients.
+    Ranks decide alike, since they hold the same gradients.
     """
 
-    outlier: float = 0.0
-    window: int = 64
-    limit: int = 4
     skipped: int = 0
     nonfinite: int = 0
-    consecutive: int = 0
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     _handles: list[Any] = field(default_factory=list)
     _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def install(cls, optimizer: torch.optim.Optimizer, outlier: float) -> StepGuard:
+    def install(cls, optimizer: torch.optim.Optimizer) -> StepGuard:
         """Hook an optimizer."""
-        made = cls(outlier)
+        made = cls()
         made._handles.append(optimizer.register_step_pre_hook(before_update(made._before)))
         made._handles.append(optimizer.register_step_post_hook(made._after))
         return made
@@ -103,32 +95,14 @@ class StepGuard:
         if not math.isfinite(norm):
             self.skipped, self.nonfinite = self.skipped + 1, self.nonfinite + 1
             return False
-        if self._is_outlier(norm):
-            self.skipped, self.consecutive = self.skipped + 1, self.consecutive + 1
-            return False
-        self.consecutive = 0
-        self.norms.append(norm)
         return True
 
     def state(self) -> Tensor:
-        """Return counters and recent norms: float64 ``[4 + window]``; the fourth counts the norms."""
-        head = [self.skipped, self.nonfinite, self.consecutive, len(self.norms)]
-        return torch.tensor([*head, *self.norms, *[0.0] * (self.window - len(self.norms))], dtype=torch.float64)
+        """Return the counters, float64 ``[2]``."""
+        return torch.tensor([self.skipped, self.nonfinite], dtype=torch.float64)
 
     def load_state(self, state: Tensor) -> None:
-        skipped, nonfinite, consecutive, count, *norms = state.tolist()
-        self.skipped, self.nonfinite, self.consecutive = int(skipped), int(nonfinite), int(consecutive)
-        self.norms.clear()
-        self.norms.extend(norms[: int(count)])
-
-    def _is_outlier(self, norm: float) -> bool:
-        if not self.outlier or len(self.norms) < 8:
-            return False
-        if self.consecutive >= self.limit:
-            self.norms.clear()
-            return False
-        usual = sorted(self.norms)[len(self.norms) // 2]
-        return usual > 0 and norm > self.outlier * usual
+        self.skipped, self.nonfinite = map(int, state.tolist()[:2])
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

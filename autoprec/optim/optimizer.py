@@ -324,11 +324,9 @@ def wrap_optimizer(
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
-    outlier = policy.stability.outlier if isinstance(policy, Policy) else 0.0
-    if outlier or choice != OptimizerPolicy():  # low-precision state cannot take a non-finite value back out
-        setattr(optimizer, _GUARD, StepGuard.install(optimizer, outlier))
     if choice == OptimizerPolicy():
         return optimizer
+    setattr(optimizer, _GUARD, StepGuard.install(optimizer))  # that state cannot take a non-finite value back out
     kind = _kind(optimizer)
     weights = StoredWeights.install(list(_parameters(optimizer)), choice, model)
     runtime = OptimizerRuntime(choice, kind, weights)

@@ -2,7 +2,7 @@
 
 A policy is the answer of a search: an ordered list of globs on module names, each with a recipe (the first that matches
 a layer wins, single GEMMs may differ), and one line each for activations, operators, optimizer state, communication,
-stability and loss scaling. It spells out every recipe it uses, so that a file means the same under any version. A
+and loss scaling. It spells out every recipe it uses, so that a file means the same under any version. A
 *space* says which of these a search may vary. Nothing here imports torch: a policy is read, compared, exported and
 checked where no model is. ``schema`` is the data, ``document`` reads and writes it with errors a person can act on,
 ``globs`` and ``matching`` find a layer's rule, ``space`` is
@@ -33,7 +33,6 @@ from autoprec.policy.schema import (
     OptimizerPolicy,
     Phase,
     Policy,
-    StabilityPolicy,
 )
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "OptimizerPolicy",
     "Phase",
     "Policy",
-    "StabilityPolicy",
     "boundaries",
     "check_replaceable",
     "diff_policies",

@@ -17,6 +17,11 @@ from autoprec.policy.globs import MOST_RULES, Glob, glob_matches
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
 
 SCHEMA = "autoprec.policy/1"
+#: Sections of earlier versions, and what is not done any more.
+REMOVED_SECTIONS = {
+    "follow": "runs are no longer followed",
+    "stability": "embeddings' gradients and steps of unusual gradients are the script's own to scale or skip",
+}
 OperatorPrecision = Literal["keep", "fp32"]
 
 #: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
@@ -112,30 +117,6 @@ class CommunicationPolicy(_Frozen):
         if data["weights"] != KEEP:
             warnings.warn("communication.weights is ignored: FSDP2 gathers weights as they are", stacklevel=2)
         return {key: value for key, value in data.items() if key != "weights"}
-
-
-class StabilityPolicy(_Frozen):
-    """What keeps a low-precision run from diverging that is not a precision: the guards of GLM-130B.
-
-    Its loss spikes began in the embedding's gradient; a tenth of it removed them (arXiv 2210.02414, section 2.1 and
-    figure 4). The head of a tied embedding is not concerned: only what comes back through the look-up is multiplied.
-    """
-
-    embedding_gradient: float = Field(
-        1.0, gt=0.0, le=1.0, description="multiplies the gradient of embeddings; GLM-130B: 0.1"
-    )
-    outlier: float = Field(
-        0.0, ge=0.0, description="leave out steps whose gradient norm is over this multiple of the usual; 0: none"
-    )
-
-    @field_validator("outlier")
-    @classmethod
-    def _beyond_the_usual(cls, value: float) -> float:
-        if 0.0 < value <= 1.0:
-            raise ValueError(
-                "outlier: a multiple of the usual gradient norm, such as 8; 1 or less would skip half of all steps"
-            )
-        return value
 
 
 class Silenced(_Frozen):
@@ -296,7 +277,6 @@ class Policy(_Frozen):
     operators: OperatorPolicy = OperatorPolicy()
     optimizer: OptimizerPolicy = OptimizerPolicy()
     communication: CommunicationPolicy = CommunicationPolicy()
-    stability: StabilityPolicy = StabilityPolicy()
     loss_scaling: Literal["none", "dynamic"] = "none"
     execution: Literal["keep", "compile", "eager"] = Field("keep", description="torch.compile around the model")
     model: ModelInfo | None = None
@@ -308,10 +288,10 @@ class Policy(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _ignore_removed_sections(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "follow" not in data:
-            return data
-        warnings.warn("the policy's section 'follow' is ignored: runs are no longer followed", stacklevel=2)
-        return {key: value for key, value in data.items() if key != "follow"}
+        gone = [key for key in REMOVED_SECTIONS if key in data] if isinstance(data, Mapping) else []
+        for key in gone:
+            warnings.warn(f"the policy's section '{key}' is ignored: {REMOVED_SECTIONS[key]}", stacklevel=2)
+        return {key: value for key, value in data.items() if key not in gone} if gone else data
 
     @field_validator("recipes")
     @classmethod
@@ -394,8 +374,6 @@ class Policy(_Frozen):
         out |= {"default": self.default, "activations": self.activations}
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
-        if self.stability != StabilityPolicy():
-            out["stability"] = self.stability.model_dump()
         out["loss_scaling"] = self.loss_scaling
         if self.execution != "keep":
             out["execution"] = self.execution

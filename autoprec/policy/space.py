@@ -20,7 +20,6 @@ from autoprec.policy import (
     LayerPlan,
     OperatorPolicy,
     OptimizerPolicy,
-    StabilityPolicy,
     explain,
     glob_matches,
 )
@@ -106,18 +105,10 @@ class CommunicationSpace(_Frozen):
     gradients: tuple[str, ...] = ("fp32",)
 
 
-class StabilitySpace(_Frozen):
-    """Guards that may be tried; the first is the default."""
-
-    embedding_gradient: tuple[float, ...] = (1.0,)
-    outlier: tuple[float, ...] = (0.0,)
-
-
 #: Sections of a space whose fields are values of the same section of a policy.
 _SECTIONS: dict[str, type[BaseModel]] = {
     "optimizer": OptimizerPolicy,
     "communication": CommunicationPolicy,
-    "stability": StabilityPolicy,
 }
 
 
@@ -174,7 +165,6 @@ class SearchSpace(_Frozen):
     softmax: tuple[Literal["keep", "fp32"], ...] = Field((), description="instead of operators.softmax")
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
-    stability: StabilitySpace = StabilitySpace()
     loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
     execution: tuple[Literal["keep", "compile", "eager"], ...] = Field(
         ("keep",), min_length=1, description="torch.compile around the model; tried where trials are timed"

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec import Policy
-from autoprec.applying.policy import remove_policy
 from autoprec.optim.codecs import CODECS
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.optimizer import wrap_optimizer
-from autoprec.policy import OptimizerPolicy, StabilityPolicy
+from autoprec.policy import OptimizerPolicy
 from benchmarks.numerics.originals_rows import E4M3, Row, comparison, normal, version
 
 
@@ -105,28 +103,6 @@ def bitsandbytes_state() -> Iterator[Row]:
             0.0142 if signed else 0.0071,
             "a neighbouring code, where a value lies near the middle of two",
         )
-
-
-@comparison
-def shrunk_embedding() -> Iterator[Row]:
-    ids, table = torch.arange(24).view(4, 6) % 16, nn.Embedding(16, 32)
-    grads = []
-    for ours in (True, False):
-        table.zero_grad()
-        model = nn.Sequential(table, nn.Linear(32, 8))
-        nn.init.constant_(model[1].weight, 0.5)
-        if ours:
-            Policy(stability=StabilityPolicy(embedding_gradient=0.125)).apply(model)
-            out = model(ids)
-        else:
-            remove_policy(model)
-            found = table(ids)
-            out = model[1](found * 0.125 + found.detach() * 0.875)
-        out.sum().backward()
-        if table.weight.grad is None:
-            raise RuntimeError("no gradient")
-        grads.append(table.weight.grad.clone())
-    yield Row("shrunk embedding gradient", "GLM-130B (arXiv 2210.02414), transcribed", grads[0], grads[1])
 
 
 @comparison

@@ -16,7 +16,6 @@ from autoprec import Policy
 from autoprec.applying.policy import apply_policy, load, remove_policy
 from autoprec.applying.units import tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError, UsageError
-from autoprec.optim.audit import audit_optimizer
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -305,46 +304,6 @@ def test_shapes_are_computed_on_the_meta_device() -> None:
     model = nn.Sequential(nn.Linear(16, 32, device="meta"))
     uniform("fp8_rowwise", activations="bf16").apply(model)
     assert model(torch.empty(8, 16, device="meta")).shape == (8, 32)
-
-
-def test_a_shrunk_embedding_gradient_is_the_look_ups_alone() -> None:
-    """The output is unchanged, and so is what comes back through a tied head."""
-    torch.manual_seed(0)
-    table, ids = nn.Embedding(16, 8), torch.randint(16, (4, 5))
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = table, nn.Linear(8, 16, bias=False)
-            self.head.weight = table.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            found = self.embed(ids)
-            found += 0.0  # as positions are added
-            return self.head(torch.tanh(found))
-
-    model = Tied()
-
-    def gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        model.zero_grad()
-        out = model(ids)
-        out.square().sum().backward()
-        return out.detach(), table.weight.grad.clone()
-
-    plain, whole = gradient()
-    policy = Policy.model_validate({"stability": {"embedding_gradient": 0.1}})
-    policy.apply(model)
-    same, shrunk = gradient()
-    head = torch.autograd.grad(
-        nn.functional.linear(torch.tanh(table(ids)).detach(), table.weight).square().sum(), table.weight
-    )
-    assert torch.equal(plain, same)
-    assert torch.allclose(shrunk, head[0] + 0.1 * (whole - head[0]), atol=1e-6)
-    row = audit_optimizer(policy, torch.optim.SGD(model.parameters(), lr=0.1), model)["stability.embedding_gradient"]
-    assert (row["ok"], row["executed"]) == (True, "0.1")
-    policy.remove(model)
-    assert type(model.embed) is nn.Embedding
-    assert torch.equal(gradient()[1], whole)
 
 
 @pytest.mark.parametrize("call", ["apply", "wrap_optimizer"])

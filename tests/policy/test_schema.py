@@ -128,11 +128,12 @@ def test_a_plan_says_what_it_runs() -> None:
 
 
 def test_a_file_of_an_earlier_version_with_a_section_that_was_removed_loads_without_it() -> None:
-    document = {**Policy(default="keep").to_dict(), "follow": {"max_gradient_error": 0.12, "choices": ["keep"]}}
-    with pytest.warns(UserWarning, match="'follow' is ignored"):
-        policy = policy_from_dict(document)
-    assert policy == Policy()
-    assert "follow" not in policy.to_dict()
+    gone = {"follow": {"max_gradient_error": 0.12, "choices": ["keep"]}, "stability": {"outlier": 8.0}}
+    for name, section in gone.items():
+        with pytest.warns(UserWarning, match=f"'{name}' is ignored"):
+            policy = policy_from_dict({**Policy(default="keep").to_dict(), name: section})
+        assert policy == Policy()
+        assert name not in policy.to_dict()
 
 
 def test_a_storage_format_of_an_earlier_version_is_refused_with_the_nearest_kept_one() -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy import LayerPlan, ModelInfo, Policy, StabilityPolicy, glob_matches
+from autoprec.policy import LayerPlan, ModelInfo, Policy, glob_matches
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import KEEP, Recipe
@@ -292,7 +292,6 @@ class Problem:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
         plain: dict[str, Any] = {"activations": "keep", "attention": "keep", "execution": "keep"}
-        plain |= {f"stability.{name}": value for name, value in StabilityPolicy().model_dump().items()}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)
         wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
@@ -353,7 +352,6 @@ class Problem:
                 },
                 "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
                 "communication": {n.split(".")[1]: v for n, v in params.items() if n.startswith("communication.")},
-                "stability": {n.split(".")[1]: v for n, v in params.items() if n.startswith("stability.")},
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": ModelInfo.model_validate(dict(self.report.model)),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, StabilityPolicy
+from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Standing
@@ -267,7 +267,7 @@ def can_be_exchanged(document: dict[str, Any]) -> bool:
     """Say whether a policy can be taken off between two steps: it leaves weights, state and gradients as they are."""
     policy = Policy.model_validate({key: value for key, value in document.items() if key != "evidence"})
     plain = policy.optimizer == OptimizerPolicy() and policy.communication == CommunicationPolicy()
-    return plain and policy.stability == StabilityPolicy() and policy.loss_scaling == "none" and not policy.phases
+    return plain and policy.loss_scaling == "none" and not policy.phases
 
 
 def interval_text(run: Run) -> str:

@@ -111,11 +111,10 @@ def test_what_the_head_alone_offers_is_called_a_head() -> None:
 def test_apex_levels_are_presets_by_name() -> None:
     problem = Problem.build(gpt(), load_space("amp-fp16"))
     found = dict(presets(problem))
-    assert {"O0", "O1/O2 (fp16 autocast)", "O3", "GLM-130B"} <= set(found)
+    assert {"O0", "O1/O2 (fp16 autocast)", "O3"} <= set(found)
     assert found["O0"]["activations"] == "keep"
     assert problem.policy(found["O0"]).loss_scaling == "none"
     assert problem.policy(found["O3"]).optimizer.weights == "fp16_scaled"
-    assert problem.policy(found["GLM-130B"]).stability.embedding_gradient == 0.1
 
 
 def test_a_preset_of_the_space_may_keep_the_last_blocks_and_the_head() -> None:

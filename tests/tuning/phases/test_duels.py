@@ -58,7 +58,6 @@ def test_a_rehearsal_times_nothing(here: Path) -> None:  # noqa: F811
         ({"optimizer": {"exp_avg": "bf16"}}, False),
         ({"communication": {"gradients": "bf16"}}, False),
         ({"loss_scaling": "dynamic", "activations": "fp16"}, False),
-        ({"stability": {"outlier": 8.0}}, False),
     ],
 )
 def test_what_changes_stored_values_cannot_be_taken_off_between_two_steps(changes: dict, can: bool) -> None:
