@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from markdown_it import MarkdownIt
 
 from autoprec.cli import cli
 from autoprec.export import EXPORTERS, Request, exporter
 from autoprec.policy import Policy, dump_yaml, parse_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.report.html import write_html
-from autoprec.report.markdown import write_markdown
 from autoprec.support.text import visible
 from autoprec.tuning.study.run import Run
 from tests.cli.helpers import autoprec
@@ -107,11 +105,6 @@ def test_a_page_runs_nothing_that_a_name_says(tmp_path: Path) -> None:
     assert "PWNED" in page, "the name is shown"
     assert "<script" not in page
     assert "<img" not in page
-    text = Path(write_markdown(tmp_path / "r.md", result, records)).read_text()
-    rendered = MarkdownIt("commonmark").enable("table").render(text)
-    assert "PWNED" in rendered
-    assert "<script" not in rendered
-    assert "<img" not in rendered
 
 
 #: Escapes that a terminal obeys, and a name that reads as another.

@@ -116,58 +116,6 @@ def import_policy(document: Mapping[str, Any], *, layers: Sequence[str] = (), fl
     return Imported(policy, tuple(notes))
 
 
-def as_space(policy: Policy, name: str = "today") -> dict[str, Any]:
-    """Return a search space (``autoprec.space/1``) around a policy: each layer may run what it runs today, or bf16.
-
-    The policy itself is a preset of the space, so that a search compares with it. Where rules quantise differently,
-    every way is a preset of its own. Optimizer state and communication may stay as they are by default, or be what the
-    policy says, as they are in its presets.
-    """
-    usual = Policy()
-    state: dict[str, dict[str, list[Any]]] = {}
-    parameters: dict[str, Any] = {}
-    for part in ("optimizer", "communication"):
-        for key, value in getattr(policy, part).model_dump(exclude_defaults=True).items():
-            state.setdefault(part, {})[key] = [getattr(getattr(usual, part), key), value]
-            parameters[f"{part}.{key}"] = value
-    operators = policy.operators.model_dump()
-    attention = operators.pop("attention")
-    recipes = {key: recipe.to_dict() for key, recipe in policy.recipes.items()}
-    recipes.setdefault("bf16", {"format": "bf16"})
-    rules: list[dict[str, Any]] = []
-    ways: dict[str, list[str]] = {}
-    for match, recipe, gemms in [*((r.match, r.recipe, r.gemms) for r in policy.layers), ("*", policy.default, {})]:
-        way = "/".join([recipe, *(f"{gemm}={other}" for gemm, other in sorted(gemms.items()))])
-        scaled = any(key != KEEP and policy.recipes[key].scaled for key in (recipe, *gemms.values()))
-        rules.append({"match": match, "choices": [*(["bf16"] if scaled else []), way]})
-        if scaled:
-            ways.setdefault(way, []).append(match)
-        if match == "*":
-            break
-    return {
-        "schema": "autoprec.space/1",
-        "name": name,
-        "description": "what an imported configuration runs, against bf16",
-        "recipes": recipes,
-        "baseline": "bf16",
-        "choices": rules,
-        "operators": operators,
-        "activations": [policy.activations],
-        "attention": [attention],
-        **state,
-        "loss_scaling": policy.loss_scaling,
-        "execution": [policy.execution],
-        "presets": [
-            {
-                "name": name if len(ways) == 1 else f"{name}: {way}",
-                "choice": way,
-                **({"parameters": parameters} if parameters else {}),
-            }
-            for way in ways
-        ],
-    }
-
-
 def _bool(value: Any, where: str) -> bool:
     if isinstance(value, bool):
         return value

@@ -1,17 +1,12 @@
-"""The report as Markdown: for a pull request, a wiki, or a run's description."""
+"""What a search found as lines of Markdown, for a run's description in MLflow."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from autoprec.report.summary import summarise
-from autoprec.report.text import cost_text, variant_cells, verdict_lines
-from autoprec.support.files import write_atomic
-from autoprec.support.text import markdown_text, visible
+from autoprec.report.text import verdict_lines
+from autoprec.support.text import markdown_text
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import Run
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -36,48 +31,3 @@ def why(result: SearchResult, most: int | None = None) -> list[str]:
     """Return as lines why each kind of layer got its precision (the first ``most`` kinds)."""
     rows = [(f"`{row['layers']}`", str(row["text"])) for row in result.explanation.get("layers", ())[:most]]
     return ["", "## Why", "", *_table(("layers", "why"), rows)] if rows else []
-
-
-def markdown(result: SearchResult, records: Sequence[Run]) -> str:
-    """Return the report's text."""
-    summary = summarise(result, records)
-    lines = [f"# AutoPrec: {markdown_text(result.study_name or 'study')}", ""]
-    lines += [*verdict(result), ""]
-    about = [f"target {result.target or 'this machine'}", "script " + markdown_text(f"`{Path(result.script).name}`")]
-    lines += ["; ".join(about + result.facts()).capitalize() + ".", ""]
-    lines += comparison(result)
-    if summary.assignment:
-        lines += ["", "## Layer by layer", ""]
-        lines += _table(("layers", "precision"), [(f"`{k}`", v) for k, v in summary.assignment.items()])
-    lines += why(result)
-    if result.front:
-        titles, rows = result.comparison(result.front)
-        named = [(str(row.get("name", "?")), *cells[1:]) for row, cells in rows]
-        lines += ["", "## The front", "", *_table(("what", *titles[1:]), named)]
-    if result.variants:
-        lines += ["", "## Variants", "", *_table(*variant_cells(result))]
-    lines += ["", "## Cost", "", cost_text(summary)]
-    if summary.failures:
-        lines += [
-            "",
-            "## Trials that failed",
-            "",
-            *[f"- {markdown_text(f'{name}: {reason}')}" for name, reason in summary.failures[:20]],
-        ]
-    if result.notes:
-        lines += ["", "## Notes", "", *[f"- {markdown_text(note)}" for note in result.notes]]
-    if result.policy and result.verdict == "adopt":
-        lines += [
-            "",
-            "## Use it",
-            "",
-            "```python",
-            f"autoprec.load({json.dumps(visible(result.policy))}).apply(model)",
-            "```",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def write_markdown(path: Path | str, result: SearchResult, records: Sequence[Run]) -> Path:
-    """Write the report as Markdown, atomically."""
-    return write_atomic(path, markdown(result, records))

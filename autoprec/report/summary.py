@@ -33,7 +33,6 @@ class Summary:
         curves: runs of the script's own seed with their losses; ``kind`` is ``reference``, ``best`` or ``preset``.
         noise: relative gaps (low, high) per step that runs of the same precision show.
         baseline: the row of the 16-bit run that gains are given over; None on a CPU, and where none was measured.
-        assignment: the answer's choice by group.
         runs: how many there were.
         saved_share: the part of a training run's time that the policy saves; ``break_even_s`` the length of a training
             run (measured without the policy) whose savings equal the search's own time. Both are None when nothing is
@@ -49,7 +48,6 @@ class Summary:
     curves: tuple[Run, ...]
     noise: tuple[tuple[float, float], ...]
     baseline: Row | None
-    assignment: dict[str, str]
     runs: int
     saved_share: float | None
     break_even_s: float | None
@@ -97,14 +95,6 @@ def _noise_band(records: Sequence[Run]) -> tuple[tuple[float, float], ...]:
     return tuple(band)
 
 
-def _assignment(result: SearchResult, records: Sequence[Run]) -> dict[str, str]:
-    name = str(result.best.get("name", ""))
-    for record in records:
-        if record.ok and record.name == name and record.params:
-            return {key[6:]: str(value) for key, value in record.params.items() if key.startswith("layer:")}
-    return {}
-
-
 def _saved_share(result: SearchResult) -> float | None:
     """Return the share of a training run's time that the policy saves, in 16 bit where that is what people run."""
     plain, over = number(result.best.get("speedup")), number(result.best.get("speedup_over_16bit"))
@@ -127,7 +117,6 @@ def summarise(result: SearchResult, records: Sequence[Run]) -> Summary:
         curves=_curves(result, records),
         noise=_noise_band(records),
         baseline=next((row for row in rows if result.baseline and row["name"] == result.baseline), None),
-        assignment=_assignment(result, records),
         runs=len(records),
         saved_share=saved,
         break_even_s=result.seconds / saved if saved and MODELLED not in source_of(result.best) else None,

@@ -1,4 +1,4 @@
-"""The verdict, and what a search cost, in words: one place, so that page, Markdown, terminal agree."""
+"""The verdict, and what a search cost, in words: one place, so that page and terminal agree."""
 
 from __future__ import annotations
 

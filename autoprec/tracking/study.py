@@ -27,7 +27,7 @@ from autoprec.tuning.study.storage import is_server
 from autoprec.tuning.study.study import default_storage
 
 #: Reports that a search writes into its own folder.
-_REPORTS = ("report.html", "report.md", "result.json")
+_REPORTS = ("report.html", "result.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import yaml
 
 from autoprec.errors import FileError
 from autoprec.export import export
-from autoprec.export.importers import as_space, detect, import_policy
+from autoprec.export.importers import detect, import_policy
 from autoprec.policy import resolve
 from tests.conformance.exporters import MODELS, POLICIES, gemm_label
 
@@ -170,30 +170,3 @@ def test_what_a_document_is_its_keys_say() -> None:
     assert detect(TE) == "te"
     with pytest.raises(FileError, match="not an accelerate"):
         detect({"foo": 1})
-
-
-def test_todays_setup_becomes_a_preset_of_a_search_space() -> None:
-    from autoprec.policy.space import space_from_dict
-
-    done = import_policy({**TE, "override_linear_precision": [False, False, True]})
-    space = space_from_dict(as_space(done.policy, "today"))
-    (preset,) = space.presets
-    assert (preset.name, preset.choice) == ("today", "fp8_delayed/wgrad=bf16")
-    ao = space_from_dict(as_space(import_policy({"fp8_config": {"backend": "AO"}}, layers=["a", "b", "c"]).policy))
-    assert [len(rule.choices) for rule in ao.choices] == [1, 1, 2]
-    assert ao.presets[0].choice == "fp8_tensorwise"
-    mixed = space_from_dict(as_space(POLICIES["mixed"], "m"))
-    assert len(mixed.presets) == 4
-
-
-def test_a_space_keeps_what_is_beside_the_layers() -> None:
-    from autoprec.policy.space import space_from_dict
-
-    done = import_policy({"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}})
-    space = space_from_dict(as_space(done.policy, "ms"))
-    (preset,) = space.presets
-    assert preset.parameters["optimizer.weights"] == done.policy.optimizer.weights == "fp16_scaled"
-    assert space.parameter_values()["optimizer.weights"] == ("fp32", "fp16_scaled")
-    assert preset.parameters["communication.gradients"] == "fp8"
-    half = space_from_dict(as_space(import_policy({"mixed_precision": "fp16"}).policy))
-    assert (half.activations, half.loss_scaling) == (("fp16",), "dynamic")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from rich.console import Console
 
 from autoprec.report.html import html_report
-from autoprec.report.markdown import markdown
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
@@ -33,7 +32,6 @@ def test_the_limit_of_gradient_errors_is_told_in_both_units() -> None:
     result, records = rehearsal()
     told = "gradient error at most 6 % (0.12 of the noise)"
     assert told in " ".join(_terminal(result, records, 200).split())
-    assert told in markdown(result, records)
     assert told in html_report(result, records)
 
 

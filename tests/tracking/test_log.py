@@ -161,8 +161,8 @@ def test_a_link_out_of_the_folder_is_not_sent(tmp_path: Path) -> None:
     (tmp_path / "id_rsa").write_text("key")
     folder = make_study(tmp_path / "s")
     (folder.path / "report.html").symlink_to(tmp_path / "id_rsa")
-    (folder.path / "report.md").write_text("x")
-    assert [path.name for path in folder.files()] == ["report.md"]
+    (folder.path / "result.json").write_text("x")
+    assert [path.name for path in folder.files()] == ["result.json"]
 
 
 def _trials(folder: Path) -> int:

@@ -34,28 +34,26 @@ def known_layers(path: Path) -> dict[str, str]:
     return {str(row["name"]): str(row.get("kind", "")) for row in rows if row.get("tunable", True)}
 
 
-def _imported(path: Path, layers: dict[str, str], target: str) -> tuple[dict[str, str], list[str]]:
-    """Return the file (name -> text) of another stack's configuration as a policy or a search space, and notes on it.
+def _imported(path: Path, layers: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the file (name -> text) of another stack's configuration as a policy, and notes on it.
 
     Raises:
         FileError: it is not the configuration of a stack that is read.
         UnsupportedError, PolicyError: it asks for what a policy cannot say.
     """
     from autoprec.export import importers
-    from autoprec.policy import document, dump_yaml
+    from autoprec.policy import document
     from autoprec.support.files import read_document, read_text
 
     beside = path.with_name("megatron_flags.txt")  # as `autoprec export` writes them
     words = read_text(beside).split() if beside.is_file() else []
     done = importers.import_policy(read_document(path), layers=tuple(layers), flags=words)
-    if target == "policy":
-        return {"policy.yaml": document.yaml_text(done.policy.to_dict())}, list(done.notes)
-    return {"space.yaml": dump_yaml(importers.as_space(done.policy, path.stem))}, list(done.notes)
+    return {"policy.yaml": document.yaml_text(done.policy.to_dict())}, list(done.notes)
 
 
 @click.command("export", short_help="A policy as another training stack's configuration, or that as a policy.")
 @click.argument("policy", type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, metavar="TARGET", help=f"One of: {_TARGETS}; policy, space.")
+@click.option("--to", "target", required=True, metavar="TARGET", help=f"One of: {_TARGETS}; policy.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("."), help="Directory to write to.")
 @click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
 @click.option("--allow-lossy", is_flag=True, help="Write it although the target cannot express all of it.")
@@ -65,9 +63,9 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
 
     What the target cannot express is listed; without --allow-lossy nothing is written then, and the exit code is 1.
 
-    With --to policy, or --to space (a search space that has it as a preset), POLICY is such a stack's file:
-    accelerate's fp8_config, Megatron's --te-precision-config-file (its flags are read from megatron_flags.txt beside
-    it), a NeMo Automodel recipe, BioNeMo's layer_precision, torchao's FqnToConfig as JSON, or TE recipe keys.
+    With --to policy, POLICY is such a stack's file: accelerate's fp8_config, Megatron's --te-precision-config-file (its
+    flags are read from megatron_flags.txt beside it), a NeMo Automodel recipe, BioNeMo's layer_precision, torchao's
+    FqnToConfig as JSON, or TE recipe keys.
     Settings that their library ignores are translated or refused, and named on stderr.
     """
     from autoprec.export import export as write
@@ -76,8 +74,8 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
 
     known = known_layers(layers) if layers else {}
     told: dict[str, list[str]] = {}
-    if target in ("policy", "space"):
-        files, told["note"] = _imported(policy, known, target)
+    if target == "policy":
+        files, told["note"] = _imported(policy, known)
     else:
         done = write(load_policy(policy), target, layers=known, allow_lossy=allow_lossy, name=policy.name)
         files = done.files

@@ -77,9 +77,8 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
 
 
 def write_reports(engine: Search, result: SearchResult) -> Files:
-    """Write report.html, report.md and result.json beside the study; one that fails is named, never fatal."""
+    """Write report.html and result.json beside the study; one that fails is named, never fatal."""
     from autoprec.report.html import write_html
-    from autoprec.report.markdown import write_markdown
     from autoprec.support.files import write_json
 
     records = engine.records
@@ -87,7 +86,6 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
     writers: dict[str, Callable[[Path], Any]] = {
         "result.json": lambda path: write_json(path, result.to_json()),
         "report.html": lambda path: write_html(path, result, records, engine.graph),
-        "report.md": lambda path: write_markdown(path, result, records),
     }
     for name, write in writers.items():
         path = engine.study_dir / name

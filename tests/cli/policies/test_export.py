@@ -87,15 +87,6 @@ def test_another_stacks_file_becomes_a_policy_and_its_notes(document: str, note:
     assert CliRunner().invoke(export, [*arguments, "--force"]).exception is None
 
 
-def test_another_stacks_file_becomes_a_search_space(tmp_path: Path) -> None:
-    from autoprec.policy.space import load_space
-
-    source = tmp_path / "today.yaml"
-    source.write_text("fp8_config: {backend: TE}\n", encoding="utf-8")
-    assert CliRunner().invoke(export, [str(source), "--to", "space", "-o", str(tmp_path)]).exception is None
-    assert load_space(str(tmp_path / "space.yaml")).presets[0].name == "today"
-
-
 def test_what_is_not_a_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n", encoding="utf-8")
     for name in ("x.yaml", "none.yaml"):

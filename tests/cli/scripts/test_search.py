@@ -50,10 +50,9 @@ def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
         raise FileError("the disk is a museum piece")
 
     monkeypatch.setattr("autoprec.report.html.write_html", refuse)
-    monkeypatch.setattr("autoprec.report.markdown.write_markdown", lambda path, *_: path.write_text("ok"))
     engine: Any = SimpleNamespace(records=[], study_dir=tmp_path, graph=None)
     result: Any = SimpleNamespace(to_json=lambda: {"verdict": "stay"})
-    assert set(write_reports(engine, result)) == {"result.json", "report.md"}
+    assert set(write_reports(engine, result)) == {"result.json"}
     assert "report.html could not be written: the disk is a museum piece" in capsys.readouterr().err
 
 
