@@ -43,13 +43,12 @@ class LossJump:
         for kept in (self._values, self._norms, *self._medians.values()):
             kept.clear()
 
-    def add(self, value: float, norm: float | None = None, expected: float | None = None) -> float:
-        """Return the largest jump over all scales, as a share; 0.0 where there is none or too little past.
+    def add(self, value: float, norm: float | None = None) -> float:
+        """Return the largest jump over all scales, as a share of the past's median; 0.0 where there is none, or too little past.
 
         Args:
-            value: a loss, or its gap to the reference's loss of the same batch. What is not finite is left out.
+            value: a loss. What is not finite is left out.
             norm: the gradient norm of the step, where known.
-            expected: what the jump is a share of; default: the median of the past.
         """
         if not math.isfinite(value):
             return 0.0
@@ -68,8 +67,7 @@ class LossJump:
             errors, beyond = WITH_NORM if _rises(norms, n) else ALONE
             usual = median(past)
             noise = errors * _standard_error(past, n)
-            share = abs(usual if expected is None else expected)
-            found = max(found, (now - usual - max(noise, beyond * (highest - usual))) / max(share, 1e-12))
+            found = max(found, (now - usual - max(noise, beyond * (highest - usual))) / max(abs(usual), 1e-12))
         return found
 
 

@@ -6,8 +6,7 @@ a breach it applies the next fallback in the policy's order, logs it, and never 
 A single high loss is not a divergence; several that lie above all that was usual are (``jump.py``): where losses come
 as numbers, or lie on the CPU, that is looked at in every step, else in every look. What is small shows in medians over
 the last steps, and counts from where noise ends: three standard errors, taken from the differences between neighbouring
-steps. Where the reference's losses are known, of the same batches, the gap to them is looked at step by step: a spike
-that the data cause is in both.
+steps.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from autoprec.policy import GUARD_METRICS, Policy, resolve
 from autoprec.support.active_run import log_to_active_run
 
 _LOG = logging.getLogger("autoprec.guard")
-#: A gap to the reference of this many times its threshold, beyond noise, is acted on at the first look.
-_GROSS = 5.0
 _JUMP = "loss_jump"
 
 
@@ -67,8 +64,6 @@ class Guard:
         policy: what the model runs; its ``guard`` section says what to watch, how far it may go, and the fallbacks.
             Without one, all of :data:`~autoprec.policy.GUARD_METRICS` is watched, and all fallbacks are used in order.
         model: the model the policy is applied to, wrapped or not; without it the guard warns but cannot fall back.
-        reference: losses of the reference run per step, of the same batches, where known; otherwise the run's own best
-            smoothed loss stands for the reference's trend.
         every: steps between two looks; only then are tensors brought to the host from a GPU, and ranks agree:
             in a distributed run every rank calls :meth:`step`.
         window: steps that a median runs over, and the time a fallback is given before the next one.
@@ -83,7 +78,6 @@ class Guard:
         policy: Policy,
         model: nn.Module | None = None,
         *,
-        reference: Sequence[float] = (),
         every: int = 10,
         window: int = 100,
         patience: int = 3,
@@ -101,7 +95,7 @@ class Guard:
             name: float(given.get(name, usual)) for name, usual in GUARD_METRICS.items() if name in {*named, *given}
         }
         self.fallbacks = list(section.fallback if section and section.fallback else FALLBACKS)
-        self.policy, self.model, self.reference = policy, model, tuple(reference)
+        self.policy, self.model = policy, model
         self.every, self.patience, self.backend, self.on_breach = max(1, every), patience, backend, on_breach
         self.steps, self.window = 0, window
         self.breaches: list[Breach] = []
@@ -142,18 +136,13 @@ class Guard:
 
     def _take_in(self) -> None:
         """Bring what is pending to the host, and note the largest jump of the loss since the last look."""
-        known = len(self.reference)
-        for number, (loss, norm) in enumerate(self._pending, self.steps - len(self._pending)):
+        for loss, norm in self._pending:
             value = float(loss)
             self._losses.append(value)
             size = None if norm is None else float(norm)
             if size is not None:
                 self._norms.append(size)
-            if number == known > 0:
-                self._jumps.clear()  # from here on losses, not gaps
-            expected = median(self.reference[max(0, number - 15) : number + 1]) if number < known else None
-            value -= self.reference[number] if number < known else 0.0
-            self._jump = max(self._jump, self._jumps.add(value, size, expected))
+            self._jump = max(self._jump, self._jumps.add(value, size))
         self._pending = []
 
     def _settled(self) -> bool:
@@ -176,9 +165,7 @@ class Guard:
 
     def _patience_for(self, name: str) -> int:
         """Return the looks that a threshold must be crossed: one is enough for what cannot be noise of the batches."""
-        value, threshold = self.values.get(name, 0.0), self.thresholds[name]
-        gross = name == "loss_gap" and self.reference and value > _GROSS * threshold
-        gross = gross or (name == "loss_gap" and self.values.get(_JUMP, 0.0) > threshold)
+        gross = name == "loss_gap" and self.values.get(_JUMP, 0.0) > self.thresholds[name]
         return 1 if gross or name == "nonfinite_steps" else self.patience
 
     def _measure(self) -> dict[str, float]:
@@ -190,28 +177,13 @@ class Guard:
         if recent:
             smooth = median(recent)
             self._best = min(self._best, smooth)
-            gaps = self._gaps()
-            if gaps:  # what is small shows over the whole window, what is large in the last steps
-                counts = (len(recent), len(gaps))
-                beyond = max(median(gaps[-count:]) - _allowance(gaps, 2 * count) for count in counts)
-                expected = median(self.reference[max(0, self.steps - len(recent)) : self.steps])
-            else:
-                expected = self._best
-                beyond = smooth - expected - _allowance(finite, len(recent))
+            beyond = smooth - self._best - _allowance(finite, len(recent))
             values[_JUMP] = self._jump
-            values["loss_gap"] = max(self._jump, beyond / max(abs(expected), 1e-12), 0.0)
+            values["loss_gap"] = max(self._jump, beyond / max(abs(self._best), 1e-12), 0.0)
         norms = [norm for norm in self._norms if math.isfinite(norm)]
         if len(norms) >= 2 * self.every:
             values["gradient_norm_ratio"] = median(norms[-self.every :]) / max(median(norms), 1e-30)
         return values
-
-    def _gaps(self) -> list[float]:
-        """Return how far the last losses lie above the reference's of the same steps; empty where it is not known."""
-        known = self.reference[max(0, self.steps - len(self._losses)) : self.steps]
-        if len(known) < len(self._losses):
-            return []
-        gaps = [loss - reference for loss, reference in zip(self._losses, known, strict=True)]
-        return [gap for gap in gaps if math.isfinite(gap)]
 
     def _act(self, metric: str) -> Breach:
         action = "none left"

@@ -66,13 +66,6 @@ def test_what_is_usual_is_forgotten_on_demand() -> None:
     assert [jump.add(5.0) for _ in range(LEAST_PAST)] == [0.0] * LEAST_PAST
 
 
-def test_a_gap_is_told_as_a_share_of_what_is_expected() -> None:
-    jump = LossJump()
-    for e in noise("normal", 2, 100):
-        jump.add(e * 1e-3, expected=4.0)
-    assert [round(jump.add(1.0, expected=4.0), 2) for _ in range(4)][-1] == pytest.approx(0.25, abs=0.01)
-
-
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=80))
 def test_it_takes_in_whatever_a_loss_may_be(values: list[float]) -> None:
     jump = LossJump()
