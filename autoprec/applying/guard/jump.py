@@ -44,7 +44,7 @@ class LossJump:
             kept.clear()
 
     def add(self, value: float, norm: float | None = None) -> float:
-        """Return the largest jump over all scales, as a share of the past's median; 0.0 where there is none, or too little past.
+        """Return the largest jump over all scales as a share of the past's median; 0.0 where too little is past.
 
         Args:
             value: a loss. What is not finite is left out.
