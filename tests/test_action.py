@@ -23,18 +23,18 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
         ({}, "lint --format github policy.yaml -- train.py --width 768"),
         ({"POLICY": "", "STRICT": "true"}, "lint --format github --strict -- train.py --width 768"),
         (
-            {"TARGET": "h100", "BASE": "abc", "SCRIPT": "*.py; touch no"},
-            "lint --format github --target h100 --base abc policy.yaml -- *.py; touch no",
+            {"TARGET": "h100", "SCRIPT": "*.py; touch no"},
+            "lint --format github --target h100 policy.yaml -- *.py; touch no",
         ),
     ],
 )
 def test_the_action_s_step_calls_lint_with_its_inputs(given: dict[str, str], words: str, tmp_path: Path) -> None:
     _, step = ACTION["runs"]["steps"]
-    assert set(step["env"]) == {"POLICY", "SCRIPT", "TARGET", "BASE", "STRICT"}
+    assert set(step["env"]) == {"POLICY", "SCRIPT", "TARGET", "STRICT"}
     called = tmp_path / "autoprec"
     called.write_text('#!/bin/sh\necho "$@"\n')
     called.chmod(0o755)
-    plain = {"POLICY": "policy.yaml", "SCRIPT": "train.py --width 768", "TARGET": "", "BASE": "", "STRICT": "false"}
+    plain = {"POLICY": "policy.yaml", "SCRIPT": "train.py --width 768", "TARGET": "", "STRICT": "false"}
     environment = os.environ | plain | given | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-e", "-c", step["run"]], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
@@ -47,7 +47,7 @@ def test_the_action_s_step_finds_what_a_policy_misses(tmp_path: Path) -> None:
     _, step = ACTION["runs"]["steps"]
     recipe = "recipes: {bf16: {format: bf16}}\nlayers: [{match: 'h.*.c_fc', recipe: bf16}]\n"
     (tmp_path / "policy.yaml").write_text(f"schema: autoprec.policy/1\n{recipe}")
-    given = {"POLICY": "policy.yaml", "SCRIPT": "gpt2.json", "TARGET": "h100", "BASE": "", "STRICT": "false"}
+    given = {"POLICY": "policy.yaml", "SCRIPT": "gpt2.json", "TARGET": "h100", "STRICT": "false"}
     (tmp_path / "gpt2.json").write_text(
         '{"model_type": "gpt2", "n_embd": 768, "n_layer": 2, "n_head": 12, "vocab_size": 50257}'
     )

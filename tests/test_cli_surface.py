@@ -19,7 +19,7 @@ SURFACE = {
     "transfer": ("--batch --force --from --json --output --role --seq --spot --target --to"),
     "show": "--lean --json --schema",
     "validate": "--json",
-    "lint": "--base --baseline --format --json --strict --target",
+    "lint": "--baseline --format --json --strict --target",
     "export": "--allow-lossy --force --layers --output --to",
     "calibrate": "--output --target",
     "doctor": "--json --targets",

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import tarfile
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,42 +79,6 @@ def _policies(words: tuple[str, ...]) -> list[str]:
     return [word for word in files if "schema: autoprec.policy/" in read_text(word)]
 
 
-@contextlib.contextmanager
-def _checked_out(revision: str) -> Iterator[Path]:
-    """Give the working directory as it was at a revision of its git repository, in a temporary folder.
-
-    Raises:
-        UsageError: this is not a repository, or it has no such revision.
-    """
-
-    def git(*words: str) -> bytes:
-        done = subprocess.run(["git", *words], capture_output=True, check=False)
-        if done.returncode:
-            what = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["git failed"]
-            raise UsageError(f"--base {revision}: {what[0]}", fix="a shallow clone lacks it: git fetch origin REVISION")
-        return done.stdout
-
-    root, inside = git("rev-parse", "--show-toplevel").decode().strip(), git("rev-parse", "--show-prefix").decode()
-    with tempfile.TemporaryDirectory(prefix="autoprec-base-") as folder:
-        packed = Path(folder) / "base.tar"
-        git("-C", root, "archive", "--output", str(packed), revision)
-        with tarfile.open(packed) as archive:
-            archive.extractall(Path(folder) / "tree", filter="data")
-        yield Path(folder) / "tree" / inside.strip()
-
-
-def _of_base(revision: str, policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts | None, list[str]]:
-    """Return what is known of the same files at a revision; None, and why, where nothing could be."""
-    try:
-        with _checked_out(revision) as folder, contextlib.chdir(folder):
-            phases.begin(f"the same at {revision}")
-            there = policy if policy and Path(policy).exists() else ""
-            facts, unseen = _facts(there, words, phases)
-    except (UsageError, FileError) as error:
-        return None, [f"nothing is known of the base: {error.what}"]
-    return facts, [f"at {revision}: {text}" for text in unseen]
-
-
 def _known(path: Path | None) -> set[str]:
     """Return the keys of findings that a baseline, an earlier ``--json``, has."""
     if path is None:
@@ -138,12 +97,11 @@ def _known(path: Path | None) -> set[str]:
     takes="[POLICY] -- train.py [SCRIPT ARGS]...",
     examples=(
         "autoprec lint policy.yaml -- train.py --width 768",
-        "autoprec lint --base origin/main --format github policy.yaml -- train.py",
+        "autoprec lint --target h100 --format github policy.yaml -- train.py",
         "autoprec lint --target b200 policy.yaml -- llama3-70b",
     ),
 )
 @options.of_search("target", help="What gains and shapes are judged for; default: the policy's.")
-@click.option("--base", default="", metavar="REV", help="Compare with this git revision of the working directory.")
 @click.option("--baseline", type=click.Path(path_type=Path), help="Findings of an earlier --json are not told again.")
 @click.option(
     "--format",
@@ -158,7 +116,6 @@ def _known(path: Path | None) -> set[str]:
 def lint(
     script: tuple[str, ...],
     target: str,
-    base: str,
     baseline: Path | None,
     layout: str,
     as_json: bool,
@@ -177,9 +134,6 @@ def lint(
     known, (policy, words) = _known(baseline), _split(script)
     with Phases() as phases:
         facts, unseen = _facts(policy, words, phases)
-        if base:
-            earlier, more = _of_base(base, policy, words, phases)
-            facts, unseen = replace(facts, base=earlier), unseen + more
     named = str((facts.policy.evidence.get("target") if facts.policy else "") or "") if target == "auto" else target
     facts = replace(facts, targets=[target_named(named)] if named else [])
     found = [one for one in findings(facts) if one.key not in known]

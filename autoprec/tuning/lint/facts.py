@@ -1,4 +1,4 @@
-"""What a rule may look at: a policy, one recorded step, the script's own settings, targets, and the same of a base."""
+"""What a rule may look at: a policy, one recorded step, the script's own settings and targets."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one revision of a script and its policy.
+    """What is known of a script and its policy.
 
     Attributes:
         policy: None where only the script is looked at; ``path`` is its file, ``text`` what is in it.
         report: one recorded step; None where none could be recorded, and rules that need one find nothing.
         settings: from :func:`autoprec.tuning.lint.source.settings_of`.
         targets: what gains are expected on, and shapes are held against.
-        base: the same of an earlier revision; None where none was asked for.
     """
 
     policy: Policy | None = None
@@ -48,7 +47,6 @@ class Facts:
     report: GraphReport | None = None
     settings: Sequence[Setting] = ()
     targets: Sequence[Target] = ()
-    base: Facts | None = None
     models: dict[str, CostModel] = field(default_factory=dict, compare=False)
 
     @cached_property

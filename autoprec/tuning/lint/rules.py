@@ -1,8 +1,8 @@
 """The rules: for each code of ``rules.yaml`` the function that finds what its sentence says.
 
 An ``error`` is a policy that does not do what it says, or breaks training; a ``warning`` is one that probably does not
-do what was meant; a ``note`` costs time, or is worth knowing. A rule that lacks a fact (no recorded step, no policy,
-no base) finds nothing. Findings are silenced by their code in the policy's ``silenced:``, with a reason.
+do what was meant; a ``note`` costs time, or is worth knowing. A rule that lacks a fact (no recorded step, no policy)
+finds nothing. Findings are silenced by their code in the policy's ``silenced:``, with a reason.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from autoprec.tuning.lint.facts import Facts
 SEVERITIES = ("error", "warning", "note")
 #: What the audit of a run notes as well: a policy that runs as asked, and asks for what is known to end worse.
 SENSITIVE = ("router-low-precision", "head-int8-tensor")
-#: A gain is lost when the modelled speed-up falls by more than this share of it: the cost model tells no less apart.
-_LOST = 0.02
 #: What one script may choose only one of.
 _DTYPE_KINDS = ("autocast", "trainer")
 
@@ -138,16 +136,13 @@ def _out_of_reach(facts: Facts) -> Iterator[Finding]:
 
 
 def _unnamed(facts: Facts) -> Iterator[Finding]:
-    """Find layers that run as written because nothing names them, and that the search or the base had otherwise."""
-    policy, base = facts.policy, facts.base
+    """Find layers that run as written because nothing names them, and that the search had not seen."""
+    policy = facts.policy
     if policy is None or all(plan.keeps for plan in facts.plans.values()):
         return
     unnamed = [n for n, layer in facts.layers.items() if layer.tunable and facts.rule_of(n) is None]
     unnamed = [name for name in unnamed if facts.plans[name].keeps]
     new = unknown_layers(unnamed, policy.model.layers) if policy.model is not None and policy.model.layers else []
-    if base is not None and base.report is not None:
-        before = {name for name in unnamed if name in base.plans}
-        new += [name for name in unnamed if name not in before or not base.plans[name].keeps]
     yield from _by_place(facts, "layer-unnamed", [name for name in unnamed if name in new])
 
 
@@ -273,19 +268,6 @@ def other_instructions(policy: Policy, here: str) -> Iterator[Finding]:
         yield Finding("other-instructions", data={"then": then, "now": here})
 
 
-def _gain(facts: Facts) -> Iterator[Finding]:
-    base = facts.base
-    if facts.policy is None or facts.report is None or base is None or base.report is None:
-        return
-    for target in facts.targets:
-        if target.is_cpu:
-            continue
-        now, then = facts.speedup(target), base.speedup(target)
-        if now < then * (1.0 - _LOST):
-            data = {"target": target.title, "now": now, "then": then, "lost": 1.0 - now / then, "what": target.name}
-            yield Finding("gain-lost", facts.path, (), data)
-
-
 # --- what the script itself says -------------------------------------------------------------------------------------
 def _contradiction(facts: Facts) -> Iterator[Finding]:
     found = [setting for setting in facts.says(*_DTYPE_KINDS) if setting.value in ("bf16", "fp16")]
@@ -312,15 +294,6 @@ def _cast(facts: Facts) -> Iterator[Finding]:
         yield Finding("weights-cast", setting.place, (), {"own": setting.value, "what": setting.place})
 
 
-def _filtered(facts: Facts) -> Iterator[Finding]:
-    for setting in facts.says("filter") if facts.report is not None else ():
-        if setting.value and not any(setting.value in name for name in facts.layers):
-            heads = [name for name, place in facts.places.items() if place.role == "head"]
-            close = nearest(setting.value, list(facts.layers), limit=1) or heads[:1]
-            near = f"; the nearest layer is {close[0]}" if close else ""
-            yield Finding("filter-unmatched", setting.place, (), {"what": setting.value, "near": near})
-
-
 def _unscaled(facts: Facts) -> Iterator[Finding]:
     policy, scaled = facts.policy, bool(facts.says("scaler"))
     if policy is not None and (policy.activations == "fp16" or policy.uses_format("fp16")):
@@ -330,16 +303,6 @@ def _unscaled(facts: Facts) -> Iterator[Finding]:
     for setting in facts.says("autocast"):
         if setting.value == "fp16" and not scaled:
             yield Finding("fp16-unscaled", setting.place, (), {"what": "torch.autocast"})
-
-
-def _ignored(facts: Facts) -> Iterator[Finding]:
-    for setting in facts.says("ignored"):
-        yield Finding("argument-ignored", setting.place, (), {"what": setting.value})
-
-
-def _shared(facts: Facts) -> Iterator[Finding]:
-    for setting in facts.says("shared"):
-        yield Finding("shared-configuration", setting.place, (), {"what": setting.value})
 
 
 def _tf32(facts: Facts) -> Iterator[Finding]:
@@ -357,9 +320,6 @@ def _recompiles(facts: Facts) -> Iterator[Finding]:
     if facts.policy is not None and facts.policy.phases:
         data = {"what": "phases", "why": f"the policy changes {len(facts.policy.phases)} times during the run"}
         yield Finding("recompiles", facts.path, (), data)
-    for setting in facts.says("last_batch"):
-        why = "a DataLoader without drop_last ends each epoch with a batch of another size"
-        yield Finding("recompiles", setting.place, (), {"what": setting.place, "why": why})
 
 
 def _silence(facts: Facts) -> Iterator[Finding]:
@@ -386,14 +346,10 @@ _FINDERS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
     "tokens-padded": _padded,
     "other-target": _other_target,
     "other-instructions": _instructions,
-    "gain-lost": _gain,
     "autocast-contradicts": _contradiction,
     "converted-twice": _converted,
     "weights-cast": _cast,
-    "filter-unmatched": _filtered,
     "fp16-unscaled": _unscaled,
-    "argument-ignored": _ignored,
-    "shared-configuration": _shared,
     "tf32-off": _tf32,
     "recompiles": _recompiles,
     "silence-unknown": _silence,

@@ -28,14 +28,8 @@ _CALLS = {
     "fp8_model_init": "te",
     "set_float32_matmul_precision": "tf32",
 }
-#: Objects that every layer shares which is given them: a change of one is a change of all.
-_SHARED = ("Float8LinearConfig", "AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs", "DelayedScaling", "CastConfig")
-#: Arguments that a library takes and ignores (facts of Transformer Engine 2.0 and later).
-_IGNORED = {("DelayedScaling", "interval"), ("DelayedScaling", "override_linear_precision")}
 #: Arguments of Accelerator and TrainingArguments that choose a precision.
 _FLAGS = ("bf16", "fp16", "mixed_precision")
-#: Parameters that hold a module's full name in a filter of layers.
-_NAMES = ("fqn", "cur_fqn", "full_name", "module_name")
 
 
 def settings_of(words: Sequence[str], folder: Path) -> list[Setting]:
@@ -106,8 +100,6 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, name: str) -> None:
         self.settings: list[Setting] = []
         self._name = name
-        self._shared: dict[str, str] = {}
-        self._names: list[str] = []
         self.visit(tree)
 
     def _add(self, kind: str, value: str, node: ast.expr | ast.stmt) -> None:
@@ -125,51 +117,16 @@ class _Reader(ast.NodeVisitor):
             self._add(kind, _text(node.args[0]) if kind == "tf32" and node.args else called, node)
         if called in ("half", "bfloat16") and not node.args:
             self._add("cast", _DTYPES[called], node)
-        if called == "DataLoader" and not _is_true(given.get("drop_last")):
-            self._add("last_batch", called, node)
         for flag in _FLAGS:
             if flag in given and called.endswith(("Accelerator", "Arguments", "Config", "Trainer", "Fabric")):
                 value = _text(given[flag]) if flag == "mixed_precision" else flag if _is_true(given[flag]) else ""
                 self._add("trainer", _DTYPES.get(value, value), node) if value not in ("", "no", "None") else None
-        for word in given:
-            if (called, word) in _IGNORED:
-                self._add("ignored", f"{called}({word}=...)", node)
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        made = _last(node.value.func) if isinstance(node.value, ast.Call) else ""
         for target in node.targets:
-            if isinstance(target, ast.Name) and made in _SHARED:
-                self._shared[target.id] = made
-            if isinstance(target, ast.Attribute):
-                if target.attr == "allow_tf32":
-                    self._add("tf32", "high" if _is_true(node.value) else "highest", node)
-                owner = _last(target.value)
-                if owner in self._shared:
-                    self._add("shared", f"{owner}.{target.attr} ({self._shared[owner]})", node)
-            if "fqn" in _last(target).lower() and isinstance(node.value, ast.List | ast.Tuple | ast.Set):
-                for entry in node.value.elts:
-                    self._add("filter", _text(entry), entry)
-        self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._names.append(next((arg.arg for arg in node.args.args if arg.arg in _NAMES), ""))
-        self.generic_visit(node)
-        self._names.pop()
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._names.append(next((arg.arg for arg in node.args.args if arg.arg in _NAMES), ""))
-        self.generic_visit(node)
-        self._names.pop()
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        name = self._names[-1] if self._names else ""
-        sides = [node.left, *node.comparators]
-        if name and any(_last(side) == name for side in sides):
-            for side in sides:
-                for entry in side.elts if isinstance(side, ast.List | ast.Tuple | ast.Set) else [side]:
-                    if isinstance(entry, ast.Constant) and isinstance(entry.value, str) and entry.value:
-                        self._add("filter", entry.value, entry)
+            if isinstance(target, ast.Attribute) and target.attr == "allow_tf32":
+                self._add("tf32", "high" if _is_true(node.value) else "highest", node)
         self.generic_visit(node)
 
 
