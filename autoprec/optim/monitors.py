@@ -6,7 +6,6 @@ run. Gradient errors do not see it either. So a few steps of every trial are wat
 ``lost_updates``        share of the intended weight change that the stored weights did not make (projection on it);
 ``lost_state_updates``  the same for the second moment: 1 when it is frozen;
 ``flushed_state``       share of second moments that are zero although the gradient is not (they divide by epsilon);
-``saturation``          share of stored codes at the format's largest value beyond the one per scale that is meant;
 ``skipped_steps``       steps the guard or the loss scaler left out.
 """
 
@@ -18,18 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.optim.codecs import PairCodec
 from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
-from autoprec.optim.tensor import StoredTensor, decoded
+from autoprec.optim.tensor import decoded
 
 #: What a healthy run stays below (measured: docs/state.md), and what is wrong beyond it.
 LIMITS: dict[str, tuple[float, str]] = {
     "lost_updates": (0.10, "of the weight updates are lost in rounding"),
     "lost_state_updates": (0.25, "of the second moment's updates are lost: it stalls"),
     "flushed_state": (1e-3, "of the second moments are flushed to zero"),
-    # scales come from the tensor itself: only near-constant values crowd the top code
-    "saturation": (0.5, "of the stored values are saturated"),
     "skipped_share": (0.05, "of the steps were skipped"),
 }
 
@@ -41,7 +37,6 @@ class StateReport:
     lost_updates: float = 0.0
     lost_state_updates: float = 0.0
     flushed_state: float = 0.0
-    saturation: float = 0.0
     skipped_steps: int = 0
     steps: int = 0
     watched: int = 0
@@ -80,8 +75,6 @@ class _Sums:
     seconds: list[float] = field(default_factory=list)
     flushed: int = 0
     seen: int = 0
-    saturated: int = 0
-    codes: int = 0
     watched: int = 0
 
 
@@ -163,10 +156,6 @@ class StateMonitor:
             sums.seen += now.numel()
             if meant_second is not None and second is not None:
                 second_share = _projection(now - second, meant_second - second)
-        for value in (parameter, parameter.grad, *state.values()):
-            if isinstance(value, StoredTensor):
-                saturated, codes = _saturated(value)
-                sums.saturated, sums.codes = sums.saturated + saturated, sums.codes + codes
         return *weight_share, *second_share
 
     def _exact(self, parameter: Tensor) -> Tensor:
@@ -180,7 +169,6 @@ class StateMonitor:
             lost_updates=_lost(s.weights),
             lost_state_updates=_lost(s.seconds),
             flushed_state=s.flushed / s.seen if s.seen else 0.0,
-            saturation=s.saturated / s.codes if s.codes else 0.0,
             skipped_steps=skipped_steps(self.optimizer),
             steps=self.steps,
             watched=s.watched,
@@ -200,15 +188,3 @@ def _copy(value: Any) -> Tensor | None:
 def _projection(made: Tensor, meant: Tensor) -> tuple[float, float]:
     """Return (made . meant, meant . meant): their ratio is the share of the intended change that happened."""
     return float((made * meant).sum(dtype=torch.float64)), float(meant.square().sum(dtype=torch.float64))
-
-
-def _saturated(stored: StoredTensor) -> tuple[int, int]:
-    """Return codes at the largest finite value beyond one per scale, and codes in all (0 without scales)."""
-    parts, how = stored.parts, stored.codec
-    if isinstance(how, PairCodec):
-        parts = parts[len(parts) // 2 :]
-    largest = {torch.float8_e4m3fn: 448.0, torch.float16: 65504.0}.get(parts[0].dtype)
-    if largest is None or len(parts) < 2:
-        return 0, 0
-    at_limit = int((parts[0].float().abs() >= largest).sum())
-    return max(0, at_limit - parts[1].numel()), parts[0].numel()
