@@ -112,6 +112,9 @@ def _install_root(
         activations = _ACTIVATIONS.get(policy.activations)
         emulates = backends[0].emulates_casts
         root_execution = RootExecution(activations, policy.operators, kind, low, emulates, backends=backends)
+        for backend in backends:  # one of them at most has anything to do around the layers of others
+            root_execution.context = root_execution.context or backend.around_model()
+            root_execution.after_step = root_execution.after_step or backend.after_step()
         root_execution.scales = any(made is not None and made.plan.scaled for made in executions.values())
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None

@@ -38,7 +38,8 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return what the policy on a model remembers between steps, by ``layer.gemm.operand.part``.
 
     Delayed scaling: ``history`` float32 ``[amax_history_len]``, ``scale`` and ``seen`` float32; stochastic rounding:
-    ``random``, the state of the layer's generator (uint8). A policy with phases: the steps of the run so far.
+    ``random``, the state of the layer's generator (uint8). Transformer Engine: ``scale`` and ``history`` of both
+    directions. A policy with phases: the steps of the run so far.
     """
     found: dict[str, Tensor] = {}
     for name, unit in tunable_units(model).items():
@@ -111,6 +112,8 @@ def _settle(model: nn.Module, *_args: Any) -> None:
     root = root_of(unwrap(model))
     if root is not None and root.before is not None:
         root.before.settle()
+    if root is not None and root.after_step is not None:
+        root.after_step()
 
 
 def carries_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,10 +2,10 @@
 
 A backend answers one question, "can you run this GEMM, under this recipe, at this size, here?", with yes or a reason a
 person can read, and hands out an execution for a layer's plan. ``emulated`` runs every recipe anywhere with true values
-and no speed-up; ``native`` calls torch's scaled products; ``torchao`` calls torchao's from the layer's forward. No rule
-of a policy names a backend: what a layer *is* does not depend on its backend, and the conformance suite
-(:mod:`tests.conformance.backends`) holds each of them to that. A policy's evidence may name the one it was found with
-(:mod:`autoprec.applying.binding`).
+and no speed-up; ``native`` calls torch's scaled products; ``torchao`` and ``transformer_engine`` call theirs from the
+layer's own forward. No rule of a policy names a backend: what a layer *is* does not depend on its backend, and the
+conformance suite (:mod:`tests.conformance.backends`) holds each of them to that. A policy's evidence may name the one
+it was found with (:mod:`autoprec.applying.binding`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BACKENDS = {
     "emulated": ("emulated", "EmulatedBackend"),
     "native": ("native", "NativeBackend"),
     "torchao": ("torchao", "TorchaoBackend"),
+    "transformer_engine": ("transformer_engine", "TransformerEngineBackend"),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -14,7 +16,7 @@ from autoprec.precision.recipes import Gemm, Recipe
 
 
 class Backend(ABC):
-    """Runs GEMMs."""
+    """Runs GEMMs. Optional methods have defaults."""
 
     name: str
     #: bfloat16 is emulated in float32 where a CPU has no units for it: for trials whose time is modelled
@@ -46,6 +48,14 @@ class Backend(ABC):
         Raises:
             UnsupportedError: the backend cannot express the plan.
         """
+
+    def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Return what makes the context that the model's forward is run in, or None where it needs none."""
+        return None
+
+    def after_step(self) -> Callable[[], None] | None:
+        """Return what is called on every rank when an optimizer has stepped, or None where nothing is pending then."""
+        return None
 
 
 def feature_sizes(gemm: Gemm, m: int, k: int, n: int) -> dict[str, int]:

@@ -1,19 +1,20 @@
-"""What a backend that calls a library needs: dtypes, ragged batches, bias, and seeing what ran.
+"""What all library backends share: dtypes, ragged batches, bias, and seeing what ran.
 
 A library's product runs on a 2-D input whose rows are padded with zeros to the multiple its kernels need: zero rows
 change no scale and no sum, so a ragged last batch needs no other recipe. No module is replaced and no Parameter is
-copied: the library's function is called from the layer's own forward.
+copied: the library's function, or a shell module that shares the Parameters, is called from the layer's own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.backends.te_state import DelayedMemory
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.plan import DTYPE_NAMES
@@ -35,11 +36,21 @@ class LibraryExecution(Execution):
         product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable; the weight comes as it is stored.
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
+        memory: what the library remembers between steps, if anything.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
     labels: dict[str, str]
     rows: int = 1
+    memory: DelayedMemory | None = None
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        return {} if self.memory is None else self.memory.state(device)
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue from :meth:`state`; one that lacks a part is not taken."""
+        if self.memory is not None and state.keys() == self.memory.state(device).keys():
+            self.memory.load(state)
 
     def describe(self) -> str:
         return f"{self.plan.describe()} by {self.backend}"

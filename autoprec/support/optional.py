@@ -13,6 +13,7 @@ from autoprec.errors import MissingDependencyError
 #: import name -> (distribution, oldest version that works, what to pip install)
 EXTRAS: dict[str, tuple[str, str, str]] = {
     "torchao": ("torchao", "0.15", "autoprec[torchao]"),
+    "transformer_engine": ("transformer-engine", "2.19", "autoprec[te]"),
     "ray": ("ray", "2.40", "autoprec[ray]"),
     "transformers": ("transformers", "4.50", "autoprec[hf]"),
     "accelerate": ("accelerate", "1.10", "autoprec[hf]"),

@@ -4,12 +4,12 @@
                                       [--sections gradients,times,curves]
 
 One host of the same script answers everything, in one run: the gradient error of every group and recipe by the
-``emulated`` backend and by the device's own (``native``, and torchao's where it is installed), the step time of uniform
-and mixed policies beside the cost model's, loss curves of 50 steps beside the noise floor, and what share of the layers
-executed what was asked. Curves compile the script's blocks, not its whole model. Every answer is kept beside ``FILE``,
-where a second call finds it, and so are, row by row, the figures that the day's report draws from them
-(``figures.py``). A CPU's own FP8 products are slow but real, so a machine without a GPU rehearses all but the times,
-and the table says so.
+``emulated`` backend and by the device's own (``native``, and torchao's and
+Transformer Engine's where they are installed), the step time of uniform and mixed policies beside the cost model's,
+loss curves of 50 steps beside the noise floor, and what share of the layers executed what was asked. Curves compile
+the script's blocks, not its whole model. Every answer is kept beside ``FILE``, where a second call finds it, and so
+are, row by row, the figures that the day's report draws from them (``figures.py``). A CPU's own FP8 products are
+slow but real, so a machine without a GPU rehearses all but the times, and the table says so.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="emulated against native, modelled against measured")
     parser.add_argument("--model", default="")
     parser.add_argument("--recipes", default="", help=f"default: {', '.join(RECIPES)}; on a CPU {ON_CPU}")
-    parser.add_argument("--backends", default="", help="default: native,torchao; on a CPU native")
+    parser.add_argument("--backends", default="", help="default: native,torchao,transformer_engine; on a CPU native")
     parser.add_argument("--calibration", type=Path, default=None)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="default: %(default)s")
     parser.add_argument("--curve-steps", type=int, default=CURVE_STEPS)
@@ -232,7 +232,7 @@ def main() -> None:
 
     gpu = torch.cuda.is_available()
     recipes = asked.recipes.split(",") if asked.recipes else RECIPES if gpu else (ON_CPU,)
-    backends = (asked.backends or ("native,torchao" if gpu else "native")).split(",")
+    backends = (asked.backends or ("native,torchao,transformer_engine" if gpu else "native")).split(",")
     model = asked.model or ("gpt2-124m" if gpu else "tiny")
     words = [str(TRAIN), "--model", model, "--precision", "bf16", "--steps", "100000"]
     words += ["--compile"] if torch.cuda.is_available() else []  # what FP8 is judged by on a GPU

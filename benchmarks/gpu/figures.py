@@ -19,7 +19,7 @@ __all__ = ["FIGURES_FILE", "Figure", "documents", "figures", "gap", "table"]
 
 #: Where ``fidelity.py`` keeps what two of the figures are made of, beside its own rows.
 FIGURES_FILE = "figures.json"
-BACKENDS = ("native", "torchao")
+BACKENDS = ("native", "torchao", "transformer_engine")
 #: torchao's names of the recipes that both run.
 SAME = {"torchao-tensorwise": "native-fp8_tensorwise", "torchao-rowwise": "native-fp8_rowwise"}
 #: What may be lost of the loss where two policies count as equally far from the script (``--max-divergence``).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from autoprec import Policy
 from autoprec.applying import binding
 from autoprec.applying import stage as applying
 from autoprec.applying.raw_weights import unit_execution
-from autoprec.applying.swap import execution_of
+from autoprec.applying.swap import execution_of, root_of
 from autoprec.applying.units import tunable_units
 from autoprec.backends import Backend, Capability
 from autoprec.errors import UnsupportedError
@@ -20,6 +22,8 @@ from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
 from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+
+log: list[str] = []
 
 
 class Fake(Backend):
@@ -39,6 +43,17 @@ class Fake(Backend):
             raise UnsupportedError("one recipe for a layer")
         return LinearExecution(plan, backend=self.name)
 
+    def around_model(self) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            log.append(self.name)
+            yield
+
+        return around if self.name == "transformer_engine" else None
+
+    def after_step(self) -> Callable[[], None] | None:
+        return (lambda: log.append("stepped")) if self.name == "transformer_engine" else None
+
 
 ALL = ("fp8_row", "fp8_tensor", "fp8_delayed", "fp8_block")
 
@@ -49,14 +64,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
     found = {
         "native": Fake("native", "fp8_row", "fp8_tensor", "fp8_delayed"),
         "torchao": Fake("torchao", "fp8_row", "fp8_tensor", mixed=False),
-        "library": Fake("library", *ALL),
+        "transformer_engine": Fake("transformer_engine", *ALL),
     }
     monkeypatch.setattr(applying, "_device_of", lambda _model: "cuda:0")
     for module in (applying, binding):
         monkeypatch.setattr(module, "choose", lambda name, _device: found["native" if name == "auto" else name])
     emulated = Fake("emulated", *ALL)
     monkeypatch.setattr(binding, "get", lambda name: found.get(name, emulated))
-    monkeypatch.setattr(binding, "BACKENDS", found)
+    log.clear()
     return found
 
 
@@ -85,10 +100,14 @@ def ran(made: nn.Sequential) -> list[str]:
 
 def test_each_layer_runs_by_the_backend_that_its_recipe_was_found_with(gpu: dict[str, Fake]) -> None:
     made = model()
-    evidence = {"fp8_rowwise": by("torchao"), "fp8_delayed": by("library")}
+    evidence = {"fp8_rowwise": by("torchao"), "fp8_delayed": by("transformer_engine")}
     policy({"0": "fp8_rowwise", "2": "fp8_delayed"}, evidence).apply(made)
-    assert ran(made) == ["torchao", "library"]
+    assert ran(made) == ["torchao", "transformer_engine"]
     made(torch.randn(4, 16)).sum().backward()
+    assert log == ["transformer_engine"]  # what it needs around the model, once
+    root = root_of(made)
+    assert root is not None
+    assert root.after_step is not None
 
 
 def test_what_the_evidence_does_not_name_is_natives(gpu: dict[str, Fake]) -> None:
@@ -126,17 +145,17 @@ def test_a_layer_that_the_backend_refuses_or_cannot_bind_is_natives(gpu: dict[st
 def test_a_layer_of_two_recipes_is_the_backends_that_runs_both_of_them(gpu: dict[str, Fake]) -> None:
     made = model()
     mixed = ("fp8_rowwise", {"wgrad": "fp8_tensorwise"})
-    evidence = {"fp8_rowwise": by("library"), "fp8_tensorwise": by("torchao")}
+    evidence = {"fp8_rowwise": by("transformer_engine"), "fp8_tensorwise": by("torchao")}
     policy({"0": mixed, "2": "fp8_tensorwise"}, evidence).apply(made)
     assert ran(made) == ["native", "torchao"]
-    policy({"*": mixed}, dict.fromkeys(evidence, by("library"))).apply(made)
-    assert ran(made) == ["library", "library"]
+    policy({"*": mixed}, dict.fromkeys(evidence, by("transformer_engine"))).apply(made)
+    assert ran(made) == ["transformer_engine", "transformer_engine"]
 
 
 def test_a_recipe_that_native_lacks_is_not_emulated_where_another_backend_has_it(gpu: dict[str, Fake]) -> None:
     made = model()
-    policy({"*": "fp8_block"}, {"fp8_block": by("library")}).apply(made)
-    assert ran(made) == ["library", "library"]
+    policy({"*": "fp8_block"}, {"fp8_block": by("transformer_engine")}).apply(made)
+    assert ran(made) == ["transformer_engine", "transformer_engine"]
     policy({"*": "fp8_block"}, {}).apply(made)
     assert ran(made) == ["emulated", "emulated"]
 

@@ -9,7 +9,7 @@ from autoprec.errors import UnknownNameError
 
 
 def test_names() -> None:
-    assert set(BACKENDS) == {"emulated", "native", "torchao"}
+    assert set(BACKENDS) == {"emulated", "native", "torchao", "transformer_engine"}
     assert all(get(name).name == name for name in BACKENDS)
     with pytest.raises(UnknownNameError, match="did you mean 'torchao'"):
         get("torch_ao")

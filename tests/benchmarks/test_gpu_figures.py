@@ -25,6 +25,7 @@ def run(items: float, losses: tuple[float, ...] = (2.0, 1.0)) -> dict[str, Any]:
 def out(tmp_path: Path) -> Path:
     """Rows of a day on which every goal was met."""
     gradients = {name: {"probes": 9, "of": 9, "median": 0.01, "largest": 0.03} for name in ("native", "torchao")}
+    gradients["transformer_engine"] = {"probes": 6, "of": 9, "median": 0.02, "largest": 0.1}
     times = {
         "label": "calibrated",
         "calibrated": True,
@@ -97,7 +98,7 @@ def test_a_search_that_was_cut_short_met_nothing(out: Path) -> None:
 def test_what_is_missing_is_named(out: Path, tmp_path: Path) -> None:
     assert [one.verdict.partition(":")[0] for one in figures(tmp_path / "nothing")] == ["not measured"] * 7
     kept = json.loads((out / "fidelity" / FIGURES_FILE).read_text())
-    kept["gradients"]["torchao"] = {"probes": 0, "of": 9}
+    kept["gradients"]["transformer_engine"] = {"probes": 0, "of": 9}
     kept["times"]["calibrated"] = False
     (out / "fidelity" / FIGURES_FILE).write_text(json.dumps(kept))
     put(out / "blocks", **{"torchao-rowwise": {"eager": {"step_ms": 2.0}, "compiled": {"failed": "late"}}})
@@ -105,7 +106,7 @@ def test_what_is_missing_is_named(out: Path, tmp_path: Path) -> None:
         put(out / "end_to_end" / "parts", **{f"gpt2-124m-{name}": {"failed": "late"}})
     put(out / "end_to_end" / "parts", **{"llama-1.3b-autoprec": {"failed": "CUDA out of memory"}})
     verdicts = [one.verdict for one in figures(out)]
-    assert verdicts[0].startswith("not measured: torchao ran no probe; native 3.0%")
+    assert verdicts[0].startswith("not measured: transformer_engine ran no probe; native 3.0%")
     assert verdicts[1] == "not measured: torchao-rowwise failed"
     assert verdicts[2].startswith("not measured: no FP8 preset of gpt2-124m to compare with; torchao-rowwise failed")
     assert verdicts[3] == "not measured: llama-1.3b-autoprec failed: CUDA out of memory"

@@ -36,6 +36,18 @@ class TestTorchao(BackendSuite):
     device = DEVICE
 
 
+class TestTransformerEngine(BackendSuite):
+    backend = get("transformer_engine")
+    device = DEVICE
+    __test__ = backend.available(DEVICE).ok
+
+    def known_gap(self, plan: LayerPlan, check: str) -> str:
+        delayed = plan.fprop is not None and plan.fprop.scaling is not None and plan.fprop.scaling.scale == "delayed"
+        if check == "test_non_finite_values_show" and delayed:
+            return "TE's cast saturates infinities under a scale from earlier steps; NaN shows"
+        return ""
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_that_is_not_available_says_why(name: str) -> None:
     available = get(name).available(DEVICE)

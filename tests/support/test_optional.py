@@ -22,9 +22,9 @@ def test_a_package_that_is_there_is_imported() -> None:
 
 def test_a_missing_package_carries_the_pip_line() -> None:
     with pytest.raises(MissingDependencyError) as caught:
-        require("bitsandbytes", purpose="a comparison")
-    assert "pip install 'bitsandbytes'" in str(caught.value)
-    assert "a comparison" in str(caught.value)
+        require("transformer_engine", purpose="the transformer_engine backend")
+    assert "pip install 'autoprec[te]'" in str(caught.value)
+    assert "the transformer_engine backend" in str(caught.value)
     assert caught.value.exit_code == 2
 
 

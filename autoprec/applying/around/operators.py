@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -278,7 +279,9 @@ class RootExecution:
         device: device type of the model (cpu, cuda).
         low_precision: the model holds bfloat16 or float16 parameters.
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
+        context: what a backend needs around the whole forward, if anything.
         before: learns delayed scales before each forward, where the policy has any.
+        after_step: called when an optimizer has stepped, if anything.
         backends: what runs the layers; the next phase's layers are theirs as well.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         replaced: the forward is one that a library stored on the instance (accelerate does), which may begin autocast.
@@ -298,7 +301,9 @@ class RootExecution:
     narrowed: bool = False
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     idle: dict[bool, bool] = field(init=False, default_factory=dict)
+    context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
+    after_step: Callable[[], None] | None = None
     backends: tuple[Backend, ...] = ()
     scales: bool = False
 
@@ -339,6 +344,12 @@ class RootExecution:
         device = self.device
         if self.before is not None:
             self.before()
+        if self.context is not None:
+            with self.context():
+                return self._run(forward, args, kwargs, device)
+        return self._run(forward, args, kwargs, device)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
         if not self.needed(device):
             return forward(*args, **kwargs)
         if self.activations is None:
