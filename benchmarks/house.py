@@ -40,6 +40,7 @@ ENTRANCES = (
     "autoprec.trial.inside._inject.sitecustomize",
     "autoprec.integrations.lightning",
     "autoprec.integrations.transformers",
+    "autoprec.export.standalone",
 )
 COMPARATIVE = "longer|more|less|fewer|slower|faster|better|worse|larger|smaller|higher|lower|different|further"
 #: "is no" for "is not a"; "there is no", "is no longer" and comparatives are good English.

@@ -15,21 +15,28 @@ from autoprec.policy import Policy, first_match
 
 __all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "exact_target", "export", "exporter"]
 
-#: Every target; its module in :mod:`.stacks` has the same name and is imported when named.
+#: Every target; its module in :mod:`.stacks` has the same name (``python`` for lightning) and is imported when named.
 EXPORTERS = (
+    "python",
     "torchao",
     "torchao-fqn",
     "transformer-engine",
     "accelerate",
     "megatron",
     "dlfw-inspect",
+    "lightning",
+    "deepspeed",
+    "msamp",
+    "axolotl",
     "torchtitan",
     "automodel",
     "bionemo",
 )
 
 #: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.
-_LINEAR_ALONE = frozenset(("torchao", "torchao-fqn", "accelerate", "transformer-engine"))
+_LINEAR_ALONE = frozenset(
+    ("python", "lightning", "torchao", "torchao-fqn", "accelerate", "transformer-engine", "msamp", "axolotl")
+)
 _KINDS = {
     "conv": "convolutions are",
     "conv1d": "transformers' Conv1D is",
@@ -52,16 +59,21 @@ def exporter(name: str) -> Exporter:
     """
     if name not in EXPORTERS:
         raise UnknownNameError("export target", name, EXPORTERS)
+    if name == "lightning":
+        return Exporter(name, importlib.import_module("autoprec.export.stacks.python").write_lightning)
     module = importlib.import_module(f"autoprec.export.stacks.{name.replace('-', '_')}")
     return Exporter(name, module.write)
 
 
 def exact_target(policy: Policy) -> str:
-    """Return the first of the stacks that most people use which can express a policy without any loss; or nothing."""
+    """Return the first of the stacks that most people use which can express a policy without any loss.
+
+    ``python`` is the last resort: a module with no other dependency than PyTorch, which needs no stack at all.
+    """
     for name in ("torchao", "transformer-engine", "accelerate"):
         if not _exported(name, Request(policy)).losses:
             return name
-    return ""
+    return "python"
 
 
 def _exported(target: str, request: Request) -> Export:

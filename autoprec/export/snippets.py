@@ -120,6 +120,7 @@ def shared(request: Request) -> dict[str, str]:
         "SETTINGS": SETTINGS,
         "PLAN_OF": PLAN_OF,
         "MECHANICS": "\n".join((LEFT_OUT, RUN_IN, ATTEND, CONTEXT)),
+        "CONTEXT": CONTEXT,
         "ACTIVATIONS": TORCH_DTYPES.get(policy.activations, "None"),
         "ATTENTION": TORCH_DTYPES.get(policy.operators.attention, "None"),
         "WIDE": str(wide_output(request)),

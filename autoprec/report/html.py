@@ -103,11 +103,10 @@ def _usage(result: SearchResult, records: Sequence[Run]) -> str:
     arguments = result.variant.get("arguments", "")
     policy, script = escape(result.policy), escape(f"{result.script or 'train.py'} {arguments}".strip())
     document = best_policy(result, records)
-    target = exact_target(policy_from_dict(document)) if document else ""
-    exported = f"\nautoprec export {policy} --to {target}" if target else ""
+    target = exact_target(policy_from_dict(document)) if document else "python"
     return (
-        f"<pre>autoprec run --policy {policy} {script}\nautoprec check --policy {policy} {script}"
-        f"{exported}</pre><p>or, in the training code, after the model is built:</p>"
+        f"<pre>autoprec run --policy {policy} {script}\nautoprec check --policy {policy} {script}\n"
+        f"autoprec export {policy} --to {target}</pre><p>or, in the training code, after the model is built:</p>"
         f"<pre>import autoprec\nautoprec.load(&quot;{policy}&quot;).apply(model)</pre>"
     )
 

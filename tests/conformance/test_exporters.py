@@ -34,6 +34,10 @@ class Ours(ExporterSuite):
         return self.found.settings  # of the file that read() has just read
 
 
+class TestPython(Ours):
+    exporter = exporter("python")
+
+
 class TestTorchao(Ours):
     exporter = exporter("torchao")
 
@@ -52,6 +56,22 @@ class TestMegatron(Ours):
 
 class TestDlfwInspect(Ours):
     exporter = exporter("dlfw-inspect")
+
+
+class TestLightning(Ours):
+    exporter = exporter("lightning")
+
+
+class TestDeepSpeed(Ours):
+    exporter = exporter("deepspeed")
+
+
+class TestMsAmp(Ours):
+    exporter = exporter("msamp")
+
+
+class TestAxolotl(Ours):
+    exporter = exporter("axolotl")
 
 
 class TestTorchtitan(Ours):
@@ -104,7 +124,7 @@ def test_a_listed_loss_excuses_its_rule_alone() -> None:
     layers = [{"match": "a", "recipe": "fp8"}, {"match": "b", "recipe": "fp8"}]
     document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": layers, "default": "bf16"}
     request = Request(policy_from_dict({**document, "activations": "bf16"}), ("a", "b"))
-    done = exporter("torchao-fqn").export(request)
+    done = exporter("deepspeed").export(request)
     executed = {name: dict.fromkeys(("fprop", "dgrad", "wgrad"), "high") for name in ("a", "b")}
     assert differences(request, done, executed) == []
     only_a = replace(done, losses=tuple(loss for loss in done.losses if loss.match == "a"))

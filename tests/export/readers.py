@@ -17,7 +17,7 @@ import yaml
 
 from autoprec.export import Export, Request
 from autoprec.policy import LayerPlan, OptimizerPolicy
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Operands, Recipe, Scaling
 from autoprec.support.optional import require
 from tests.conformance.exporters import Executed, gemm_label
 
@@ -107,6 +107,31 @@ def _dtype_label(dtype: Any, request: Request) -> str:
 
 def _activations(module: Any) -> dict[str, str]:
     return UNTOUCHED | {"activations": _DTYPES[str(module.ACTIVATIONS)]}
+
+
+def read_python(done: Export, request: Request) -> Reading:
+    """Apply the module to a model and look at what it put on each layer."""
+    module = load_source(done.files["precision_policy.py"], "precision_policy")
+    return _of_the_plain_module(module, module.apply(model_of(request.layers)), request)
+
+
+def _of_the_plain_module(module: Any, model: Any, request: Request) -> Reading:
+    out: dict[str, dict[str, str]] = {}
+    for name in request.layers:
+        plan = getattr(model.get_submodule(name), "_precision_plan", None)
+        out[name] = uniform("high") if plan is None else {str(g): _python_label(plan[g], g, request) for g in GEMMS}
+    return Reading(out, UNTOUCHED | {"activations": module.ACTIVATIONS})
+
+
+def _python_label(recipe: Any, gemm: Gemm, request: Request) -> str:
+    if recipe is None:
+        return "high"
+    scaling = {name: recipe[name] for name in Scaling.model_fields if name in recipe}
+    operands = {name: recipe[name] for name in Operands.model_fields if name in recipe}
+    kept = {name: recipe[name] for name in ("accumulation", "output") if name in recipe}
+    document = {"format": recipe["format"], **kept}
+    document |= {"scaling": scaling, "operands": operands} if scaling else {}
+    return gemm_label(Recipe.model_validate(document), gemm, request.policy.activations)
 
 
 def _read_float8(model: Any, request: Request) -> Executed:
@@ -277,6 +302,16 @@ def _slot_label(gemm: Gemm, slots: dict[str, Any], made: Any) -> str:
     return gemm_label(recipe.model_copy(update={"accumulation": "full" if full else "fast"}), gemm)
 
 
+def read_lightning(done: Export, request: Request) -> Reading:
+    """Let Lightning's plugin convert the model."""
+    require("lightning", purpose="reading the exported plugin")
+    inner = load_source(done.files["precision_policy.py"], "precision_policy")
+    with stand_ins(precision_policy=dict(inner.__dict__)):
+        plugin = load_source(done.files["precision_lightning.py"], "precision_lightning").PolicyFabricPrecision()
+        model = plugin.convert_module(model_of(request.layers))
+    return _of_the_plain_module(inner, model, request)
+
+
 def read(done: Export, request: Request) -> Reading:
     """Read an export by its target's reader.
 
@@ -287,11 +322,16 @@ def read(done: Export, request: Request) -> Reading:
     from tests.export import recipe_readers as recipes
 
     readers: dict[str, Callable[[Export, Request], Reading]] = {
+        "python": read_python,
         "torchao": read_torchao,
         "transformer-engine": read_transformer_engine,
         "accelerate": read_accelerate,
         "megatron": configs.read_megatron,
         "dlfw-inspect": configs.read_dlfw_inspect,
+        "lightning": read_lightning,
+        "deepspeed": configs.read_deepspeed,
+        "msamp": configs.read_msamp,
+        "axolotl": configs.read_axolotl,
         "torchtitan": configs.read_torchtitan,
         "torchao-fqn": recipes.read_torchao_fqn,
         "automodel": recipes.read_automodel,

@@ -15,24 +15,29 @@ from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 
-def test_there_are_nine() -> None:
-    assert len(EXPORTERS) == 9
+def test_there_are_fourteen() -> None:
+    assert len(EXPORTERS) == 14
     assert all(exporter(name).name == name for name in EXPORTERS)
 
 
 #: What each target must express without any loss.
 EXACT = {
+    "python": ["empty", "bf16", "tensorwise everywhere", "rowwise but the ends", "mixed", "delayed", "blocks"],
+    "lightning": ["empty", "bf16", "mixed", "delayed"],
     "torchao": ["empty", "bf16", "tensorwise everywhere", "rowwise but the ends", "mixed"],
     "accelerate": ["empty", "bf16", "rowwise but the ends", "mixed", "delayed, fast fprop"],
     "transformer-engine": ["empty", "bf16", "tensorwise everywhere", "delayed", "blocks", "delayed, fast fprop"],
     "megatron": ["bf16", "tensorwise, fast fprop", "delayed, fast fprop", "blocks"],
     "dlfw-inspect": ["empty", "bf16", "tensorwise, fast fprop", "delayed, fast fprop"],
+    "deepspeed": ["empty", "bf16", "fp16"],
+    "axolotl": ["empty"],
     "torchtitan": ["bf16", "rowwise, fast fprop", "microscaling"],
 }
 
 
 #: Operators that a target cannot keep in FP32 under autocast, or has no autocast for.
 ALWAYS_LOST = {
+    "deepspeed": ["operators.output: fp32"],
     "dlfw-inspect": ["activations: bf16", "operators.output: fp32"],
     "torchtitan": ["operators.softmax: fp32", "operators.norm: fp32", "operators.embedding: fp32"],
 }
@@ -63,7 +68,7 @@ def test_the_target_that_is_recommended_loses_nothing() -> None:
         assert exporter(chosen[case]).export(Request(POLICIES[case])).losses == ()
     assert chosen["rowwise but the ends"] == "torchao"
     assert chosen["blocks"] == "transformer-engine", "torchao has no blocks"
-    assert chosen["state"] == "", "no target carries optimizer state"
+    assert chosen["state"] == "python", "no target carries optimizer state: the last resort, which lists what it loses"
 
 
 @pytest.mark.parametrize("target", EXPORTERS)
@@ -86,7 +91,7 @@ CNN = policy_from_dict(
 )
 
 
-@pytest.mark.parametrize("target", ["torchao", "accelerate", "transformer-engine"])
+@pytest.mark.parametrize("target", ["python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp"])
 def test_a_rule_about_another_layer_than_linear_is_lost_where_nothing_else_is_converted(target: str) -> None:
     kinds = {"conv": "conv", "rnn": "rnn", "head": "linear"}
     found = {loss.match: loss for loss in export(CNN, target, layers=kinds, allow_lossy=True).losses}
@@ -97,13 +102,14 @@ def test_a_rule_about_another_layer_than_linear_is_lost_where_nothing_else_is_co
     assert any("only nn.Linear" in note for note in export(CNN, target, allow_lossy=True).notes)
 
 
-def test_the_exported_module_warns_of_layers_that_it_leaves() -> None:
-    if not is_available("torchao.float8"):
+@pytest.mark.parametrize("target", ["python", "torchao"])
+def test_the_exported_module_warns_of_layers_that_it_leaves(target: str) -> None:
+    if target == "torchao" and not is_available("torchao.float8"):
         pytest.skip("torchao is not installed")
-    (source,) = export(CNN, "torchao", allow_lossy=True).files.values()
+    (source,) = export(CNN, target, allow_lossy=True).files.values()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchao's own, on being compiled
-        module = load_source(source, "left")
+        module = load_source(source, f"left_{target}")
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 1), "rnn": nn.LSTM(4, 4), "head": nn.Linear(4, 4)})
     with pytest.warns(UserWarning, match="only nn.Linear is converted, and a rule is about conv, rnn"):
         module.apply(model)

@@ -35,7 +35,7 @@ def test_who_runs_attention_in_its_own_dtype_is_said(name: str) -> None:
     """An exported module does it itself; a target that reads a configuration says what it does instead."""
     done = exporter(name).export(Request(POLICIES["attention"], MODELS["gpt"]))
     what = "operators.attention: fp32"
-    if name in ("torchao", "transformer-engine", "accelerate"):
+    if name in ("python", "lightning", "torchao", "transformer-engine", "accelerate"):
         assert done.kept[what] == "the exported module, inside the model's forward"
         assert re.search(r'^ATTENTION = ("fp32"|torch.float32)', "".join(done.files.values()), re.MULTILINE)
     else:
@@ -50,7 +50,7 @@ def test_attention_is_lost_where_accelerate_gets_no_module_and_kept_where_activa
 
     lost, _ = run("accelerate", attention="fp32")
     assert "operators.attention: fp32" in lost
-    lost, kept = run("megatron", attention="bf16")
+    lost, kept = run("deepspeed", attention="bf16")
     assert "operators.attention: bf16" not in lost
     assert "operators.attention: bf16" in kept
 
@@ -68,9 +68,10 @@ class _Attending(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("target", ["python", "torchao"])
 @pytest.mark.parametrize("attention", ["keep", "fp32"])
-def test_attention_runs_in_its_own_dtype(attention: str) -> None:
-    if not is_available("torchao"):
+def test_attention_runs_in_its_own_dtype(target: str, attention: str) -> None:
+    if target == "torchao" and not is_available("torchao"):
         pytest.skip("torchao is not installed")
     document = {
         "schema": "autoprec.policy/1",
@@ -79,7 +80,7 @@ def test_attention_runs_in_its_own_dtype(attention: str) -> None:
         "activations": "bf16",
         "operators": {"attention": attention},
     }
-    done = export(policy_from_dict(document, cls=Policy), "torchao")
+    done = export(policy_from_dict(document, cls=Policy), target)
     assert done.lossy == []
     name = next(iter(done.files)).removesuffix(".py")
     with warnings.catch_warnings():
@@ -87,8 +88,13 @@ def test_attention_runs_in_its_own_dtype(attention: str) -> None:
         module = load_source(done.files[f"{name}.py"], name)
     model = module.apply(_Attending())
     x = torch.randn(1, 2, 8, 16)
-    with module.autocast("cpu"):
-        model(x)
+    if target == "python":
+        out = model(x)
+        assert out.dtype is torch.float32  # operators.output
+        assert model.seen[2] is torch.float32
+    else:
+        with module.autocast("cpu"):
+            out = model(x)
     assert model.seen[0] is torch.bfloat16
     assert model.seen[1] is (torch.float32 if attention == "fp32" else torch.bfloat16)
 

@@ -11,7 +11,8 @@ from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 _TARGETS = (
-    "torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, torchtitan, automodel, bionemo"
+    "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, "
+    "msamp, axolotl, torchtitan, automodel, bionemo"
 )
 
 

@@ -29,18 +29,18 @@ def test_files_are_written_and_named_on_stdout(policy: Path, tmp_path: Path) -> 
 
 def test_a_lossy_export_writes_nothing_until_allowed(policy: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = [str(policy), "--to", "megatron", "-o", str(out)]
+    arguments = [str(policy), "--to", "axolotl", "-o", str(out)]
     done = CliRunner().invoke(export, arguments)
     assert isinstance(done.exception, UnsupportedError)
     assert not out.exists()
     done = CliRunner().invoke(export, [*arguments, "--allow-lossy"])
     assert done.exception is None
     assert "lost: layers" in done.stderr
-    assert (out / "megatron_flags.txt").exists()
+    assert (out / "axolotl_precision.yaml").exists()
 
 
 def test_existing_files_are_kept(policy: Path, tmp_path: Path) -> None:
-    arguments = [str(policy), "--to", "torchao", "-o", str(tmp_path)]
+    arguments = [str(policy), "--to", "python", "-o", str(tmp_path)]
     assert CliRunner().invoke(export, arguments).exception is None
     assert isinstance(CliRunner().invoke(export, arguments).exception, FileError)
     assert CliRunner().invoke(export, [*arguments, "--force"]).exception is None
