@@ -179,7 +179,7 @@ def exits(cwd: Path) -> Iterator[tuple[str, str]]:
         --help; --version; frobnicate; --frobnicate; show good.yaml; show missing.yaml; show broken.yaml
         show unknown.yaml; validate good.yaml; validate good.yaml broken.yaml; validate missing.yaml
         diff good.yaml same.yaml; diff good.yaml other.yaml; diff good.yaml missing.yaml
-        export good.yaml --to python -o out; export good.yaml --to nowhere; export good.yaml --to deepspeed -o lossy
+        export good.yaml --to python -o out; export good.yaml --to nowhere; export good.yaml --to megatron -o lossy
         export good.yaml --to torchao --layers layers.txt -o ao; export missing.yaml --to python
         import good.yaml; schema policy; schema nowhere; targets; targets b200; targets nowhere
         estimate --target nowhere llama3-70b; estimate --target b200 llama3-80b; estimate missing.py

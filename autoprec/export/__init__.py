@@ -25,9 +25,7 @@ EXPORTERS = (
     "megatron",
     "dlfw-inspect",
     "lightning",
-    "deepspeed",
     "msamp",
-    "axolotl",
     "torchtitan",
     "automodel",
     "bionemo",
@@ -35,7 +33,7 @@ EXPORTERS = (
 
 #: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.
 _LINEAR_ALONE = frozenset(
-    ("python", "lightning", "torchao", "torchao-fqn", "accelerate", "transformer-engine", "msamp", "axolotl")
+    ("python", "lightning", "torchao", "torchao-fqn", "accelerate", "transformer-engine", "msamp")
 )
 _KINDS = {
     "conv": "convolutions are",

@@ -11,6 +11,7 @@ from autoprec.export import exact_target
 from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
+from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS
 from autoprec.report.summary import Summary, summarise
 from autoprec.report.text import cost_text, variant_cells, verdict_lines
@@ -163,6 +164,8 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  layer_map(layers)),
         _section("Why", _WHY if result.verdict == "adopt" else "What keeps each kind of layer as it is.",
                  _reasons(result)),
+        _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
+                 "red is where training suffers.", heat_map(result.sensitivity)),
         _section("Variants", "The script with further arguments, timed beside itself.", _variants(result)),
         _section("What it cost", "", f"<p>{escape(cost_text(summary))}</p>"),
         _section("Use it", "", _usage(result, records)),

@@ -53,4 +53,5 @@ code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summa
 .map td{vertical-align:middle}.share{position:relative;min-width:140px;overflow:hidden}
 .share .bar{position:absolute;inset:4px auto 4px 0;background:var(--band);opacity:.35}
 .share span{position:relative;padding-left:6px}
+.heat td.h{color:#111;text-align:right;padding:3px 8px}
 """

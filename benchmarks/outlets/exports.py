@@ -110,8 +110,6 @@ def two_steps(target: str, recipe: str) -> tuple[list[float], list[float]]:
     done = exporter(target).export(Request(policy, ("stem", "fc1", "fc2", "head")))
     theirs = real.TRAINERS[target](done, _model(), _batches())
     ours, batches = _model(), _batches()
-    if target == "axolotl":  # loads the model in what it trains in, which is on the list of losses
-        ours, batches = ours.to(torch.bfloat16), [(x.to(torch.bfloat16), y) for x, y in batches]
     apply_policy(policy, ours, backend="emulated")
     return theirs, real.losses_of(ours, batches)
 
@@ -135,8 +133,6 @@ def _titan_steps(recipe: str) -> tuple[list[float], list[float]]:
 def ran(target: str) -> tuple[str, str]:
     """Return (what ran, the largest relative gap of a loss) over the policies that the target can express."""
     cases = ["bf16", "fp8_rowwise"] if target == "torchtitan" else [*_CASES.values()]
-    if target == "deepspeed":
-        cases = ["bf16"]
     worst = 0.0
     for recipe in cases:
         theirs, ours = two_steps(target, recipe)

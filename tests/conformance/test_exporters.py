@@ -62,16 +62,8 @@ class TestLightning(Ours):
     exporter = exporter("lightning")
 
 
-class TestDeepSpeed(Ours):
-    exporter = exporter("deepspeed")
-
-
 class TestMsAmp(Ours):
     exporter = exporter("msamp")
-
-
-class TestAxolotl(Ours):
-    exporter = exporter("axolotl")
 
 
 class TestTorchtitan(Ours):
@@ -124,7 +116,7 @@ def test_a_listed_loss_excuses_its_rule_alone() -> None:
     layers = [{"match": "a", "recipe": "fp8"}, {"match": "b", "recipe": "fp8"}]
     document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": layers, "default": "bf16"}
     request = Request(policy_from_dict({**document, "activations": "bf16"}), ("a", "b"))
-    done = exporter("deepspeed").export(request)
+    done = exporter("torchao-fqn").export(request)
     executed = {name: dict.fromkeys(("fprop", "dgrad", "wgrad"), "high") for name in ("a", "b")}
     assert differences(request, done, executed) == []
     only_a = replace(done, losses=tuple(loss for loss in done.losses if loss.match == "a"))

@@ -30,8 +30,6 @@ from tests.levels import LEVELS
 
 __all__ = [
     "nearest_named",
-    "read_axolotl",
-    "read_deepspeed",
     "read_dlfw_inspect",
     "read_megatron",
     "read_msamp",
@@ -135,23 +133,6 @@ def _recipe_in_notes(done: Export) -> dict[str, str]:
 _DELAYED = ("margin", "amax_history_len", "amax_compute_algo")
 
 
-def read_deepspeed(done: Export, request: Request) -> Reading:
-    """Read as DeepSpeed's get_torch_autocast and get_communication_data_type do."""
-    config = json.loads(done.files["ds_config.json"])
-    assert set(config) <= {"torch_autocast", "communication_data_type"}
-    settings = dict(UNTOUCHED)
-    section = config.get("torch_autocast")
-    if section:
-        assert section["enabled"] is True
-        dtype = {"bfloat16": "bf16", "float16": "fp16"}[section["dtype"]]
-        modules = section["lower_precision_safe_modules"]
-        settings |= {"activations": dtype, "communication.gradients": dtype if modules else "fp32"}
-        settings["loss_scaling"] = "dynamic" if dtype == "fp16" else "none"
-    elif "communication_data_type" in config:
-        settings["communication.gradients"] = config["communication_data_type"]
-    return Reading({name: uniform("high") for name in request.layers}, settings)
-
-
 def read_msamp(done: Export, request: Request) -> Reading:
     """Run the module with a stand-in for ``msamp.initialize`` and see which layers it may replace."""
     section = json.loads(done.files["ds_msamp.json"])["msamp"]
@@ -177,24 +158,6 @@ def nearest_named(name: str, activations: str) -> dict[str, str]:
     if name == "rowwise_with_gw_hp":
         found |= {"dgrad": found["dgrad"].replace("fp8 row", "fp8 row/tensor"), "wgrad": "high"}
     return found
-
-
-def read_axolotl(done: Export, request: Request) -> Reading:
-    """Read as axolotl's schema and loader do: whole-model switches, and the layers that it never converts."""
-    config = yaml.safe_load(done.files["axolotl_precision.yaml"])
-    known = {"fp8", "fp8_config", "fp8_enable_fsdp_float8_all_gather", "torch_compile", "bf16", "fp16"}
-    assert set(config) <= known
-    dtype = "bf16" if config.get("bf16") else "fp16" if config.get("fp16") else "keep"
-    out = {}
-    for name in request.layers:
-        left = name in (request.layers[0], request.layers[-1]) or {"gate", "router"} & set(name.split("."))
-        eight = config.get("fp8") and not left
-        runs = nearest_named(config["fp8_config"]["recipe"], request.policy.activations) if eight else uniform("high")
-        out[name] = runs
-    stored = {name: "fp32" if dtype == "keep" else dtype for name in UNTOUCHED if "." in name}
-    compiled = {True: "compile", False: "eager", None: "keep"}[config.get("torch_compile")]
-    scaled = "dynamic" if dtype == "fp16" else "none"
-    return Reading(out, {**stored, "activations": dtype, "loss_scaling": scaled, "execution": compiled})
 
 
 def read_torchtitan(done: Export, request: Request) -> Reading:

@@ -12,7 +12,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -34,7 +33,6 @@ from tests.export.readers import (
     Reading,
     float8_labels,
     load_source,
-    model_of,
     read_accelerate,
     read_lightning,
     read_python,
@@ -164,77 +162,6 @@ def load_megatron(done: Export, request: Request) -> Reading:
     return Reading(out, megatron_settings(settings))
 
 
-def load_deepspeed(done: Export, request: Request) -> Reading:
-    """DeepSpeed's own configuration class, and what it makes of autocast and communication."""
-    require("deepspeed")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    config = DeepSpeedConfig({"train_batch_size": 1, **json.loads(done.files["ds_config.json"])})
-    settings = dict(Reading({}).settings)
-    names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "None": "fp32"}
-    if config.torch_autocast_enabled:
-        dtype = names[str(config.torch_autocast_dtype)]
-        modules = config.torch_autocast_lower_precision_safe_modules
-        settings |= {"activations": dtype, "loss_scaling": "dynamic" if dtype == "fp16" else "none"}
-        settings["communication.gradients"] = dtype if modules is None or modules else "fp32"
-    else:
-        settings["communication.gradients"] = names[str(config.communication_data_type)]
-    return Reading({name: uniform("high") for name in request.layers}, settings)
-
-
-def axolotl_config(done: Export, **more: Any) -> Any:
-    """The exported keys in axolotl's schema, on a GPU that has FP8."""
-    require("axolotl.utils.schemas.config", purpose="reading the exported YAML")
-    from axolotl.utils.schemas.config import AxolotlConfigWCapabilities
-
-    base: dict[str, Any] = {
-        "base_model": "model",
-        "learning_rate": 1e-3,
-        "micro_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "datasets": [{"path": "data", "type": "alpaca"}],
-        "capabilities": {"bf16": True, "fp8": True, "compute_capability": "sm_90"},
-        "env_capabilities": {"torch_version": "2.11.0"},
-    }
-    return AxolotlConfigWCapabilities(**base, **yaml.safe_load(done.files["axolotl_precision.yaml"]), **more)
-
-
-def axolotl_converted(config: Any, model: nn.Module) -> nn.Module:
-    """Convert a model as axolotl's trainer has accelerate do it: its recipe, its routers, accelerate's ends."""
-    from accelerate import accelerator
-    from axolotl.core.fp8 import build_fp8_linear_config
-    from axolotl.monkeypatch.accelerate import float8_moe_filter
-
-    recipe = build_fp8_linear_config(config.fp8_config.recipe, bool(config.fp8_enable_fsdp_float8_all_gather))
-    float8_moe_filter.patch_fp8_exclude_moe_router()
-    accelerator.convert_model_to_fp8_ao(model, config=dataclasses.replace(recipe, emulate=True))
-    return model
-
-
-def load_axolotl(done: Export, request: Request) -> Reading:
-    """axolotl's schema takes the keys, and its own code converts a model."""
-    config = axolotl_config(done)
-    float8: Any = require("torchao.float8.float8_linear")
-    model = model_of(request.layers)
-    if config.fp8:
-        axolotl_converted(config, model)
-    layers = {name: model.get_submodule(name) for name in request.layers}
-    out = {
-        n: float8_labels(m.config) if isinstance(m, float8.Float8Linear) else uniform("high") for n, m in layers.items()
-    }
-    dtype = "bf16" if config.bf16 else "fp16" if config.fp16 else "keep"
-    from axolotl.utils.config import resolve_dtype
-    from axolotl.utils.dict import DictDefault
-
-    resolved = DictDefault({"bf16": config.bf16, "fp16": config.fp16})
-    resolve_dtype(resolved)
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    stored = {name: names[resolved.torch_dtype] for name in Reading({}).settings if "." in name}
-    compiled = {True: "compile", False: "eager", None: "keep"}[config.torch_compile]
-    scaled = "dynamic" if dtype == "fp16" else "none"
-    return Reading(out, {**stored, "activations": dtype, "loss_scaling": scaled, "execution": compiled})
-
-
 def titan_names() -> tuple[str, ...]:
     """The names of the linear layers of torchtitan's smallest Llama."""
     from torchtitan.models.common.linear import Linear
@@ -305,8 +232,6 @@ LOADERS: dict[str, Callable[[Export, Request], Reading]] = {
     "megatron": load_megatron,
     "dlfw-inspect": _requiring("nvdlfw_inspect", read_dlfw_inspect),
     "lightning": read_lightning,
-    "deepspeed": load_deepspeed,
-    "axolotl": load_axolotl,
     "torchtitan": load_torchtitan,
     "torchao-fqn": _requiring("torchao.core.config", read_torchao_fqn),
 }
@@ -389,35 +314,6 @@ def train_lightning(done: Export, model: nn.Module, batches: Batches) -> list[fl
     return losses_of(model, batches, backward=fabric.backward, optimizer=optimizer)
 
 
-def train_deepspeed(done: Export, model: nn.Module, batches: Batches) -> list[float]:
-    """``deepspeed.initialize(model=..., config=...)`` on one CPU process."""
-    import deepspeed
-
-    config = {"train_batch_size": len(batches[0][0]), **json.loads(done.files["ds_config.json"])}
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29591"}
-    # its shared-memory kernel for several processes of one host would be compiled for minutes
-    with mock.patch.dict(os.environ, alone), mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    out = []
-    for x, y in batches:
-        loss = torch.nn.functional.mse_loss(engine(x).float(), y)
-        engine.backward(loss)
-        engine.step()
-        out.append(loss.item())
-    return out
-
-
-def train_axolotl(done: Export, model: nn.Module, batches: Batches) -> list[float]:
-    """axolotl's conversion, in the dtype that it loads models in, under accelerate's autocast."""
-    config, model = axolotl_config(done), model.to(torch.bfloat16)
-    model = axolotl_converted(config, model) if config.fp8 else model
-    return losses_of(
-        model, [(x.to(torch.bfloat16), y) for x, y in batches], lambda: torch.autocast("cpu", torch.bfloat16)
-    )
-
-
 class TitanBlock(nn.Module):
     """A feed-forward block and the head of torchtitan's smallest Llama, built from its configuration, by their names.
 
@@ -453,8 +349,6 @@ TRAINERS: dict[str, Callable[[Export, nn.Module, Batches], list[float]]] = {
     "torchao": train_torchao,
     "accelerate": train_accelerate,
     "lightning": train_lightning,
-    "deepspeed": train_deepspeed,
-    "axolotl": train_axolotl,
     "torchtitan": train_torchtitan,
 }
 

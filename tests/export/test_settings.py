@@ -50,7 +50,7 @@ def test_attention_is_lost_where_accelerate_gets_no_module_and_kept_where_activa
 
     lost, _ = run("accelerate", attention="fp32")
     assert "operators.attention: fp32" in lost
-    lost, kept = run("deepspeed", attention="bf16")
+    lost, kept = run("megatron", attention="bf16")
     assert "operators.attention: bf16" not in lost
     assert "operators.attention: bf16" in kept
 

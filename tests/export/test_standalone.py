@@ -63,4 +63,4 @@ def test_the_plain_module_returns_fp32_sums_where_the_policy_does() -> None:
     apply_policy(policy, ours)
     module.apply(theirs)
     assert torch.equal(ours(x), theirs(x))
-    assert "bf16 -> fp32" in {loss.what for loss in export(policy, "deepspeed", allow_lossy=True).losses}
+    assert "bf16 -> fp32" in {loss.what for loss in export(policy, "megatron", allow_lossy=True).losses}

@@ -72,6 +72,7 @@ def test_the_page_shows_every_section(result: SearchResult, records: list[Run], 
         "The loss curve",
         "Distance from",
         "Layer by layer",
+        "sensitive",
     ):
         assert heading in text
     assert text.count("<svg") == 3

@@ -11,8 +11,8 @@ from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 _TARGETS = (
-    "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, "
-    "msamp, axolotl, torchtitan, automodel, bionemo"
+    "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, msamp, "
+    "torchtitan, automodel, bionemo"
 )
 
 

@@ -29,14 +29,14 @@ def test_files_are_written_and_named_on_stdout(policy: Path, tmp_path: Path) -> 
 
 def test_a_lossy_export_writes_nothing_until_allowed(policy: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = [str(policy), "--to", "axolotl", "-o", str(out)]
+    arguments = [str(policy), "--to", "megatron", "-o", str(out)]
     done = CliRunner().invoke(export, arguments)
     assert isinstance(done.exception, UnsupportedError)
     assert not out.exists()
     done = CliRunner().invoke(export, [*arguments, "--allow-lossy"])
     assert done.exception is None
     assert "lost: layers" in done.stderr
-    assert (out / "axolotl_precision.yaml").exists()
+    assert (out / "megatron_flags.txt").exists()
 
 
 def test_existing_files_are_kept(policy: Path, tmp_path: Path) -> None:
