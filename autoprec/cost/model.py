@@ -25,6 +25,7 @@ from autoprec.cost.rest import (
 )
 from autoprec.cost.saved import NOT_LISTED, WIDE, saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
+from autoprec.cost.widths import Widths, widths
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
@@ -128,12 +129,13 @@ class CostModel:
         self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
         self._muon = scaled_newton_schulz(report, self.scale)
-        self._costs: dict[tuple[str, LayerPlan, str], LayerCost] = {}
+        self._costs: dict[tuple[str, LayerPlan, str, float], LayerCost] = {}
         self._saved_as_written: float | None = None
         self._lifetimes: Lifetimes | None = None
         self._held = 0.0
         self._memory: dict[tuple[Any, ...], int] = {}
-        self._rests: dict[tuple[str, str], RestCost] = {}
+        self._rests: dict[tuple[str, str, tuple[str, ...]], RestCost] = {}
+        self._widths: dict[tuple[str, tuple[str, ...]], Widths | None] = {}
         self._other: CostModel | None = None
 
     @property
@@ -170,25 +172,39 @@ class CostModel:
     def works(self, name: str) -> tuple[GemmWork, ...]:
         return self._works[name]
 
-    def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost:
+    def layer_cost(
+        self, name: str, plan: LayerPlan, activations: str = "keep", wide: tuple[str, ...] = WIDE
+    ) -> LayerCost:
         """Return seconds of one layer's GEMMs and casts in one step (all calls, all repeats of scaled depth).
+
+        ``wide``: what stays in float32 under autocast, which a CPU casts for the layers that read it.
 
         Raises:
             KeyError: the report has no such layer.
         """
-        found = self._costs.get((name, plan, activations))
+        runs = self._runs(activations, wide)
+        given = runs.inputs.get(name, 0.0) if runs else 0.0
+        found = self._costs.get((name, plan, activations, given))
         if found is None:
-            found = self._costs[name, plan, activations] = self._layer_cost(name, plan, activations)
+            found = self._costs[name, plan, activations, given] = self._layer_cost(name, plan, activations, given)
         return found
 
-    def _layer_cost(self, name: str, plan: LayerPlan, activations: str) -> LayerCost:
+    def _runs(self, activations: str, wide: tuple[str, ...]) -> Widths | None:
+        """Return what autocast casts on a CPU; None on a GPU, and of a step that was not recorded."""
+        if self._cpu is None or activations == "keep" or self.report.source == "analytic":
+            return None
+        found = self._widths.get((activations, wide))
+        if found is None:
+            self._lifetimes = self._lifetimes or Lifetimes.of(self.report)
+            found = self._widths[activations, wide] = widths(self._lifetimes, activations, wide)
+        return found
+
+    def _layer_cost(self, name: str, plan: LayerPlan, activations: str, given: float) -> LayerCost:
         script = self._script[name]
         if self._cpu is not None:
+            how: dict[str, Any] = {"script": script, "kind": self._layers[name].kind, "given": given}
             on_cpu = self._cpu
-            parts = [
-                on_cpu.layer_cost(work, plan, activations=activations, script=script, kind=self._layers[name].kind)
-                for work in self._works[name]
-            ]
+            parts = [on_cpu.layer_cost(work, plan, activations=activations, **how) for work in self._works[name]]
         else:
             parts = self._gpu_layer_cost(name, plan, activations)
         gemm = sum(part.gemm for part in parts)
@@ -236,22 +252,24 @@ class CostModel:
         """Return milliseconds of one layer's GEMMs and casts: the additive part of a step's time."""
         return self.layer_cost(name, plan, activations).seconds * 1e3
 
-    def rest(self, activations: str = "keep", attention: str = "keep") -> RestCost:
-        found = self._rests.get((activations, attention))
-        if found is None:
-            found = self._rests[(activations, attention)] = self._rest(activations, attention)
-        return found
+    def rest(self, activations: str = "keep", attention: str = "keep", wide: tuple[str, ...] = WIDE) -> RestCost:
+        key = (activations, attention, wide)
+        if key not in self._rests:
+            self._rests[key] = self._rest(*key)
+        return self._rests[key]
 
-    def _rest(self, activations: str, attention: str) -> RestCost:
+    def _rest(self, activations: str, attention: str, wide: tuple[str, ...]) -> RestCost:
         if self._cpu is not None:
-            found = self._cpu.rest_cost(self._rest_operators, self.scale, activations=activations, attention=attention)
+            runs = self._runs(activations, wide)
+            how = {"activations": activations, "attention": attention}
+            found = self._cpu.rest_cost(self._rest_operators, self.scale, runs=runs, **how)
             views = len(self.report.operators) - len(self._rest_operators)
             found.seconds["other"] += self._cpu.overhead_seconds(views * self.scale.depth)
             return found
         return rest_cost(
             self.target,
             self.rates,
-            self._rest_operators,
+            self._rest_operators.values(),
             self.scale,
             activations=activations,
             attention=attention,
@@ -270,17 +288,17 @@ class CostModel:
     ) -> StepEstimate:
         """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype."""
         gemm = cast = kernels = error = 0.0
+        kept = {"attention": attention, "norm": norm, "softmax": softmax}
+        wide = tuple(name for name, dtype in kept.items() if dtype == "fp32")
         for name in self._layers:
-            cost = self.layer_cost(name, plans.get(name, _KEEP), activations)
+            cost = self.layer_cost(name, plans.get(name, _KEEP), activations, wide)
             gemm += cost.gemm
             cast += cost.cast
             kernels += cost.kernels
             error += cost.error * cost.seconds
-        rest = self.rest(activations, attention)
+        rest = self.rest(activations, attention, wide)
         state = optimizer or OptimizerPolicy()
         update = self._update_seconds(state)
-        kept = {"attention": attention, "norm": norm, "softmax": softmax}
-        wide = tuple(name for name, dtype in kept.items() if dtype == "fp32")
         gaps = 0.0 if self._cpu else rest.kernels * self.rates.launch_us * 1e-6
         others = sum(rest.seconds.values()) + gaps + update
         device = gemm + cast + others

@@ -225,7 +225,7 @@ def timeline(
             if (index, 0) in lifetimes.unpacked and (result := walk.made.get(index)) is not None:
                 result.saved = _bytes(row, 0)
         elif row.phase != "forward" and lifetimes.base[index] != _OUTSIDE:
-            walk.made[index] = _gradient(walk, lifetimes, index, row)
+            walk.made[index] = gradient(walk, lifetimes, index, row)
         if (layer := walk.layer(row)) is not None and index in walk.made:
             for kind, size in zip(("backward", "weight_casts"), _workspace(walk, index, row, layer), strict=True):
                 events.add(kind, size, index, index)
@@ -255,7 +255,7 @@ def held_bytes(lifetimes: Lifetimes) -> float:
     return max(0.0, lifetimes.report.memory.get("live_at_backward", 0) - known)
 
 
-def _gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Value:
+def gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Value:
     """Return what an operator of the backward pass makes: as wide as what it reads, unless it says otherwise."""
     script = _BYTES.get(row.out_dtypes[0], 8.0)
     if lifetimes.base[index] != (index, 0) and row.sources and (made := walk.made.get(row.sources[0])) is not None:

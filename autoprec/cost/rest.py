@@ -50,8 +50,8 @@ def category(cls: str) -> str:
     return _CATEGORY.get(cls, "other")
 
 
-def rest_operators(report: GraphReport) -> list[Operator]:
-    """Return the operators that are not a GEMM of a layer and touch memory.
+def rest_operators(report: GraphReport) -> dict[int, Operator]:
+    """Return the operators that are not a GEMM of a layer and touch memory, by position.
 
     Products of two activations, and softmaxes, in a module that does not attend get the classes ``product`` and
     ``softmax_alone``: the graph calls every product without a weight attention.
@@ -59,8 +59,8 @@ def rest_operators(report: GraphReport) -> list[Operator]:
     attending = {row.module for row in report.operators if row.attends}
     weights = {layer.weight for layer in report.layers}
     names = {layer.name for layer in report.layers}
-    out = []
-    for operator in report.operators:
+    out = {}
+    for index, operator in enumerate(report.operators):
         if operator.exchanges and operator.op.endswith(("::wait_tensor", "::_wrap_tensor_autograd")):
             continue  # no work of their own: the collective before them has it
         own = operator.cls in ("gemm", "conv") and (operator.weight in weights or operator.module in names)
@@ -68,7 +68,7 @@ def rest_operators(report: GraphReport) -> list[Operator]:
             continue
         if operator.cls in _ALONE and attending.isdisjoint((operator.module, operator.module.rpartition(".")[0])):
             operator = replace(operator, cls=_ALONE[operator.cls])
-        out.append(operator)
+        out[index] = operator
     return out
 
 

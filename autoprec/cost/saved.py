@@ -241,7 +241,7 @@ def _planned(walk: Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size:
         walk.copy(codes_bytes(dgrad, weight_size, 128.0), None, layer.weight, cast=True)
 
 
-def _operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> float:
+def operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> float:
     """Return the width in which a product that belongs to no layer reads an operand."""
     if not walk.low:
         return value.script
@@ -257,7 +257,7 @@ def _other(walk: Walk, operator: Operator, name: str) -> None:
     if operator.cls in _PRODUCTS:  # both operands, or q, k and v; a mask comes after them
         for read in reads[:3] if name.startswith("_scaled_dot_product") else reads:
             if read.value is not None:
-                walk.save(read, _operand_width(walk, operator, name, read.value))
+                walk.save(read, operand_width(walk, operator, name, read.value))
     elif operator.cls == "norm" and any(part in name for part in _NORMS):
         for read in reads[:1]:
             if "norm" in walk.wide:

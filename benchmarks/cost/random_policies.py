@@ -72,9 +72,8 @@ class Script:
         self.report: GraphReport = recorder.report()
 
     def step(self, *, update: bool = True) -> None:
-        loss = self.loss()
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()  # before the forward pass, as the scripts have it
+        self.loss().backward()  # type: ignore[no-untyped-call]
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         if update:
@@ -94,6 +93,7 @@ class Script:
         """Return the allocator's peak over a step, what lives from step to step included."""
         with under(self.model, policy):
             self.step()
+            self.optimizer.zero_grad()  # what lives from step to step is held on to while the peak is taken
             return allocator_peak(self.step, lasting(self.model, self.optimizer))
 
 

@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from autoprec.cost.kernels import LayerCost, kept_family
 from autoprec.cost.rest import OTHER, PRODUCTS, RestCost, category, growth
 from autoprec.cost.scale import CostScale, GemmWork, in_block, short_dtype
+from autoprec.cost.widths import Widths
 from autoprec.errors import AutoPrecError
 from autoprec.graph.report import Operator
 from autoprec.policy.schema import LayerPlan
@@ -30,7 +31,7 @@ from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
 from autoprec.support.files import cache_folder, write_json
 
-_SCHEMA = 12
+_SCHEMA = 13
 #: Limits of the instructions that the libraries use: rates under one are not those under another.
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 _PROBE_TIMEOUT_S = 120.0
@@ -60,6 +61,8 @@ FALLBACK: dict[str, Any] = {
     "emulated": {name: [8e-9, 5e-5] for name in ("fp8_row", "mxfp8", "nvfp4")},
     "integer": {"row": [1e-9, 3e-5], "tensor": [1e-9, 3e-5]},
     "convolution": {"fp32": 1.5, "bf16": 1.5},
+    "recurrent": {"fp32": 1.0, "bf16": 1.0},
+    "handling": {"cast": 1e-4, "autocast": 1e-4, "mixed": 1e-4},
     "attention": {
         form: {
             regime: {"forward": [2e-11, 1e-9, 1e-8], "backward": [5e-11, 3e-9, 1e-7]} for regime in ("short", "long")
@@ -180,6 +183,8 @@ def cpu_rates(*, refresh: bool = False) -> tuple[dict[str, Any], str]:
     return _load(str(cache_file()), refresh)
 
 
+#: What is multiplied with what products in a hot loop would take, by the kind of a layer.
+_FACTORS = {"conv": "convolution", "rnn": "recurrent"}
 _OPERATOR = {"softmax": "softmax", "softmax_alone": "softmax", "loss": "softmax", "transcendental": "activation"}
 #: Library kernels that read a whole row at once; norms written by hand are pointwise operators and reductions.
 _FUSED_NORMS = ("layer_norm", "batch_norm", "group_norm", "rms_norm")
@@ -215,7 +220,8 @@ class CpuCost:
 
     def __init__(self, rates: Mapping[str, Any]) -> None:
         self.rates = rates
-        #: what a whole step takes longer than its operators alone in a hot loop (caches, memory allocation)
+        #: What a whole step takes longer than its operators alone in a hot loop (caches, memory allocation). An update
+        #: of small tensors is Python and calls of kernels, so its factor is that of all that is not arithmetic.
         self.in_situ: Mapping[str, float] = rates["in_situ"]
 
     def gemm_seconds(self, form: str, role: str, m: int, k: int, n: int, batch: int) -> float:
@@ -230,12 +236,21 @@ class CpuCost:
         return float(elements * per_value + fixed) * self.in_situ["bf16"]
 
     def layer_cost(
-        self, work: GemmWork, plan: LayerPlan, *, activations: str, script: str, kind: str = "linear"
+        self,
+        work: GemmWork,
+        plan: LayerPlan,
+        *,
+        activations: str,
+        script: str,
+        kind: str = "linear",
+        given: float = 0.0,
     ) -> LayerCost:
-        """Return the time of one layer's GEMMs and casts under a plan."""
+        """Return the time of one layer's GEMMs and casts under a plan; ``given``: bytes of a value of its input."""
         kept = kept_family(activations, script)
         wide = kept not in ("bf16", "fp16")
-        gemm_time = cast = 0.0
+        # whether an operand is wider than 16 bits before it is cast, and its gradient afterwards
+        widths = {"input": wide or given == 4.0, "weight": script not in ("bf16", "fp16"), "grad_output": wide}
+        gemm_time, cast = 0.0, self._handling(plan, activations, kind)
         done: set[str] = set()
         for role in work.roles:
             gemm: Gemm = "fprop" if role == "recompute" else role  # type: ignore[assignment]
@@ -245,18 +260,23 @@ class CpuCost:
             if recipe is not None and recipe.scaling is not None and form == "int8":
                 per_value, fixed = self.rates["integer"][recipe.scaling.granularity]
                 gemm_time += self.gemm_seconds(form, role, *work.dims(role), work.batch) * self.in_situ[form]
-                added = fixed + per_value * sum(work.elements(operand) for operand in operands)
+                added = fixed * self.in_situ["optimizer"] + per_value * sum(map(work.elements, operands))
                 added += work.elements("weight") * self.rates["weights"][form] if gemm == "wgrad" else 0.0
                 cast += added * self.in_situ[form]
-                if not wide and gemm != "wgrad":  # its float32 sums are narrowed to what surrounds the layer
-                    cast += self._cast("down", work.elements("grad_output" if gemm == "fprop" else "input"))
+                result = "grad_output" if gemm == "fprop" else "input"
+                if gemm != "wgrad" and not widths[result]:  # its float32 sums are narrowed
+                    cast += self._cast("down", work.elements(result))
+                if gemm == "fprop":  # to which a bias is added, in float32
+                    per_byte, once = self.rates["operators"]["pointwise"]["fp32"]["forward"]
+                    cast += once + 8.0 * per_byte * work.elements(result)
+                    cast += 0.0 if wide else sum(self._cast(how, work.elements(result)) for how in ("up", "down"))
                 continue
             emulated = recipe is not None and (recipe.scaled or form in ("fp16", "tf32"))
             low = form == "bf16" or emulated
             # the FP32 sums of 16-bit operands come from a float32 product here
             native = "bf16" if low and not (recipe is not None and recipe.output == "fp32") else "fp32"
             spent = self.gemm_seconds(native, role, *work.dims(role), work.batch)
-            gemm_time += spent * (self.rates["convolution"] if kind == "conv" else self.in_situ)[native]
+            gemm_time += spent * self.rates[_FACTORS.get(kind, "in_situ")][native]
             if gemm == "wgrad":
                 cast += work.elements("weight") * self.rates["weights"]["emulated" if emulated else native]
             if emulated and recipe is not None:
@@ -267,14 +287,27 @@ class CpuCost:
             if not low:
                 continue
             for operand in operands:
-                source_wide = wide if operand != "weight" else script not in ("bf16", "fp16")
-                if source_wide and operand not in done:
+                if widths[operand] and operand not in done:
                     done.add(operand)
                     cast += self._cast("down", self._size(work, operand, kind))
             result = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}[gemm]
-            if wide if result != "weight" else script not in ("bf16", "fp16"):
+            if widths[result]:
                 cast += self._cast("up", self._size(work, result, kind))
         return LayerCost(gemm=gemm_time * work.copies, cast=cast * work.casts, kernels=0.0, error=0.15)
+
+    def _handling(self, plan: LayerPlan, activations: str, kind: str) -> float:
+        """Return what a layer takes beside a plain one, whatever its size: Python, autograd, calls of casts."""
+        recipes = [recipe for recipe in plan.recipes if recipe is not None]
+        formats = {recipe.format for recipe in recipes} - {"fp32"}
+        emulated = any(recipe.scaled and recipe.format != "int8" for recipe in recipes)
+        if kind == "rnn" or emulated or (not formats and activations == "keep"):
+            return 0.0
+        name = "cast" if activations == "keep" else "autocast"
+        if "int8" in formats:
+            if plan.fprop == plan.dgrad == plan.wgrad:
+                return 0.0  # it is in the rate of its casts
+            name = "mixed"
+        return float(self.rates["handling"][name]) * self.in_situ["optimizer"]
 
     @staticmethod
     def _size(work: GemmWork, operand: str, kind: str) -> float:
@@ -283,30 +316,43 @@ class CpuCost:
         return size / 9.0 if kind == "conv" and operand == "input" else size
 
     def rest_cost(
-        self, operators: Iterable[Operator], scale: CostScale, *, activations: str, attention: str
+        self,
+        operators: Mapping[int, Operator],
+        scale: CostScale,
+        *,
+        activations: str,
+        attention: str,
+        runs: Widths | None = None,
     ) -> RestCost:
-        """Return the time of what is not a layer's GEMM, in the dtype it runs in under the policy."""
+        """Return the time of what is not a layer's GEMM, in the dtype it runs in under the policy, and its casts."""
         seconds = dict.fromkeys(OTHER, 0.0)
         count = 0.0
-        for operator in operators:
+        for index, operator in operators.items():
             kind = category(operator.cls)
             depth = scale.depth if in_block(operator.module) else 1.0
             count += depth
-            seconds[kind] += self._operator_seconds(operator, scale, depth, activations, attention)
+            form = self._form(operator, activations, attention) if runs is None else ("fp32", "bf16")[index in runs.low]
+            seconds[kind] += self._operator_seconds(operator, scale, depth, form)
+            for values in runs.casts.get(index, ()) if runs else ():
+                if values:  # forward, and the opposite in backward
+                    values *= growth(operator, scale)[1]
+                    seconds["pointwise"] += self._cast("up", values) + self._cast("down", values)
         return RestCost(seconds, 0.0, count)
 
-    def _operator_seconds(
-        self, operator: Operator, scale: CostScale, depth: float, activations: str, attention: str
-    ) -> float:
+    @staticmethod
+    def _form(operator: Operator, activations: str, attention: str) -> str:
         kind = category(operator.cls)
         script = short_dtype(operator.dtypes[0]) if operator.dtypes else "fp32"
         low = kind in ("pointwise", *PRODUCTS) and operator.cls not in ("softmax", "transcendental")
         form = activations if activations != "keep" and low else script
         if kind == "attention" and attention != "keep":
             form = attention
-        form = "bf16" if form == "bf16" else "fp32"
+        return "bf16" if form == "bf16" else "fp32"
+
+    def _operator_seconds(self, operator: Operator, scale: CostScale, depth: float, form: str) -> float:
+        kind = category(operator.cls)
         more_flops, more_bytes = growth(operator, scale)
-        narrowed = form == "bf16" and script == "fp32"
+        narrowed = form == "bf16" and bool(operator.dtypes) and short_dtype(operator.dtypes[0]) == "fp32"
         moved = operator.bytes * more_bytes * (0.5 if narrowed else 1.0)
         phase = "backward" if operator.phase == "backward" else "forward"
         if kind in PRODUCTS and operator.cls != "softmax" and operator.flops:

@@ -186,9 +186,39 @@ def test_int8_runs_on_its_own_units_with_the_casts_of_its_scales() -> None:
 
 def test_int8_sums_are_narrowed_where_the_rest_is_in_16_bits() -> None:
     plan = LayerPlan.uniform(R["int8"])
-    values = WORK.elements("grad_output") + WORK.elements("input")
+    out, values = WORK.elements("grad_output"), WORK.elements("grad_output") + WORK.elements("input")
     per_value, fixed = RATES["casts"]["down"]
-    assert seconds(plan, "bf16") - seconds(plan) == pytest.approx(values * per_value + 2 * fixed)
+    bias = COST._cast("up", out) + COST._cast("down", out)  # added in float32
+    assert seconds(plan, "bf16") - seconds(plan) == pytest.approx(values * per_value + 2 * fixed + bias)
+
+
+def test_autocast_casts_what_a_wide_operator_hands_to_a_layer_and_the_gradient_back() -> None:
+    how = {"activations": "bf16", "script": "fp32"}
+    narrow, wide = (COST.layer_cost(WORK, LayerPlan(), **how, given=given).seconds for given in (2.0, 4.0))
+    values = WORK.elements("input")
+    assert wide - narrow == pytest.approx(COST._cast("down", values) + COST._cast("up", values))
+
+
+def test_a_layer_of_any_size_is_handled() -> None:
+    rates = {**RATES, "handling": {"cast": 1.0, "autocast": 2.0, "mixed": 4.0}}
+    cost, mixed = CpuCost(rates), LayerPlan(fprop=R["int8"], dgrad=R["int8"])
+
+    def handled(plan: LayerPlan, activations: str = "keep", kind: str = "linear") -> int:
+        return int(cost.layer_cost(WORK, plan, activations=activations, script="fp32", kind=kind).cast)
+
+    bf16 = LayerPlan.uniform(R["bf16"])
+    assert [handled(plan) for plan in (LayerPlan(), bf16, LayerPlan.uniform(R["int8"]), mixed)] == [0, 1, 0, 4]
+    assert [handled(plan, "bf16") for plan in (LayerPlan(), bf16, mixed)] == [2, 2, 4]
+    assert handled(bf16, kind="rnn") == 0
+
+
+def test_recurrent_layers_have_their_own_factor() -> None:
+    cost = CpuCost({**RATES, "recurrent": {"fp32": 1.25, "bf16": 1.5}})
+    times = [
+        cost.layer_cost(WORK, LayerPlan(), activations="keep", script="fp32", kind=kind).seconds
+        for kind in ("linear", "rnn")
+    ]
+    assert times[1] == pytest.approx(1.25 * times[0])
 
 
 def test_rates_under_other_instructions_are_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +240,13 @@ def test_convolutions_have_their_own_factor() -> None:
 
 def test_the_rest_of_a_step(tiny: GraphReport) -> None:
     fp32 = replace(tiny, operators=tuple(replace(op, dtypes=("fp32",), bytes=2 * op.bytes) for op in tiny.operators))
-    plain = COST.rest_cost(fp32.operators, CostScale(), activations="keep", attention="keep")
-    low = COST.rest_cost(fp32.operators, CostScale(), activations="bf16", attention="keep")
+    plain = COST.rest_cost(dict(enumerate(fp32.operators)), CostScale(), activations="keep", attention="keep")
+    low = COST.rest_cost(dict(enumerate(fp32.operators)), CostScale(), activations="bf16", attention="keep")
     assert plain.seconds["norm"] == low.seconds["norm"]
     assert plain.seconds["attention"] > 0
-    pinned = COST.rest_cost(fp32.operators, CostScale(), activations="bf16", attention="fp32")
+    pinned = COST.rest_cost(dict(enumerate(fp32.operators)), CostScale(), activations="bf16", attention="fp32")
     assert pinned.seconds["attention"] == plain.seconds["attention"]
-    more = COST.rest_cost(fp32.operators, CostScale(tokens=4), activations="keep", attention="keep")
+    more = COST.rest_cost(dict(enumerate(fp32.operators)), CostScale(tokens=4), activations="keep", attention="keep")
     assert more.seconds["pointwise"] > 2 * plain.seconds["pointwise"]
     for fused in (False, True):
         assert COST.update_seconds(1e6, 10, fused=fused) > COST.update_seconds(1e5, 10, fused=fused) > 0
@@ -240,7 +270,7 @@ def test_fused_attention_has_two_regimes() -> None:
     cost = CpuCost({**RATES, "attention": regimes})
 
     def spent(operator: Operator) -> float:
-        found = cost.rest_cost([operator], CostScale(), activations="keep", attention="keep").seconds
+        found = cost.rest_cost({0: operator}, CostScale(), activations="keep", attention="keep").seconds
         return found["attention"]
 
     assert spent(attention(128)) == pytest.approx(1e-10 * attention(128).flops)
@@ -250,7 +280,7 @@ def test_fused_attention_has_two_regimes() -> None:
 
 def test_attention_written_by_hand_costs_what_its_multiplications_do() -> None:
     written = replace(attention(128, op="aten::bmm"), shapes=((8, 128, 32), (8, 32, 128)), flops=2 * 8 * 128 * 128 * 32)
-    found = COST.rest_cost([written], CostScale(), activations="keep", attention="keep").seconds["attention"]
+    found = COST.rest_cost({0: written}, CostScale(), activations="keep", attention="keep").seconds["attention"]
     assert found == pytest.approx(1e-11 * written.flops + 1e-11 * 1000 + 1e-5)
 
 
