@@ -48,7 +48,7 @@ def search(
     cost_scale: str = "",
     calibration: str = "",
     force: bool = False,
-    seeds: int = 4,
+    seeds: int = 2,
     backend: str = "auto",
     variant: tuple[str, ...] = (),
     track: bool = True,

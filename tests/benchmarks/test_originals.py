@@ -11,12 +11,11 @@ from benchmarks.numerics.originals_rows import COMPARISONS, Row
 def test_rows_that_need_no_package_agree() -> None:
     runs = (
         *(originals_numerics.deepseek, originals_numerics.delayed, originals_numerics.transform),
-        *(originals_numerics.layers_of_one_dtype, originals_state.gradient_penalty, originals_state.shrunk_embedding),
-        originals_state.msamp,
+        *(originals_numerics.layers_of_one_dtype, originals_state.gradient_penalty, originals_state.msamp),
     )
     rows = [row for run in runs for row in run()]
     assert {row.verdict for row in rows} <= {"bit-equal", "within rounding"}, [(r.quantity, r.difference) for r in rows]
-    assert sum(row.verdict == "bit-equal" for row in rows) >= 24
+    assert sum(row.verdict == "bit-equal" for row in rows) >= 23
     assert len(COMPARISONS) >= 19
 
 

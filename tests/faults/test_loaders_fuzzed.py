@@ -38,7 +38,7 @@ def judge(found: dict[str, Any], inputs: int) -> None:
 def test_mutated_documents_and_bombs(tmp_path: Path) -> None:
     found = fuzz("tests.faults.fuzzing", "--count", "800", "--seed", "7", "--folder", str(tmp_path))
     judge(found, 800)
-    assert min(found["outcomes"].values()) > 30, "both loaders accept some and refuse some"
+    assert min(found["outcomes"].values()) > 10, "both loaders accept some and refuse some"
 
 
 def test_every_bomb_at_its_largest(tmp_path: Path) -> None:
