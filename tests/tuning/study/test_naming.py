@@ -38,7 +38,8 @@ def test_a_name_is_a_safe_file_name_and_says_the_target(command: ScriptCommand) 
     assert name(command, target="h100").endswith("-h100")
 
 
-def test_a_launched_script_gives_its_own_name(tmp_path: Path) -> None:
+def test_a_launched_script_gives_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where `make demo` was run there is a study of that name
     launched = ScriptCommand.parse(["--", "torchrun", "--nproc-per-node", "2", "train_gpt.py"], cwd=tmp_path)
     assert name(launched, target="h100") == "train_gpt-h100"
     for words in ("-m torch.distributed.run --nproc-per-node 2 train_gpt.py", "-- torchrun -m pack.train_gpt --lr 1"):
