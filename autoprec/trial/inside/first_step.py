@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
-from autoprec.trial.inside.observe.hooks import Events, Hooks
+from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids
 
 #: After this many training forwards without a backward, or steps of tensors that no module owns, none will come.
 _MOST_FORWARDS, _MOST_UNOWNED = 5000, 50
@@ -69,11 +69,7 @@ class FirstStep(Events):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the living optimizers, without those of models that were passed over."""
         known = self._passed_over
-        return [
-            o
-            for o in self._hooks.optimizers
-            if not known or not all(id(p) in known for group in o.param_groups for p in group["params"])
-        ]
+        return [o for o in self._hooks.optimizers if not known or not parameter_ids(o) <= known.keys()]
 
     def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.unwatch()
@@ -105,7 +101,7 @@ class FirstStep(Events):
         optimizers = self.optimizers()
         if not optimizers:
             return  # perhaps there never is one: the first backward tells (see before_backward)
-        owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        owned = set[int]().union(*map(parameter_ids, optimizers))
         if not any(id(p) in owned for p in module.parameters()):
             return  # a loss module or a frozen tower
         found = discover(optimizers, called=module)

@@ -67,7 +67,8 @@ def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_autoprec_raw", tensor)
 
 
-def _parameters_of(optimizer: Optimizer) -> set[int]:
+def parameter_ids(optimizer: Optimizer) -> set[int]:
+    """Return the ``id`` of each parameter that an optimizer updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -262,21 +263,22 @@ class Hooks:
         self.replace(torch.amp.GradScaler, "scale", make_scale)
         self.replace(torch.amp.GradScaler, "step", make_step)
 
-    def scaled(self, optimizer: Optimizer, others: Sequence[Optimizer]) -> dict[int, float]:
-        """Return, by ``id``, what gradients are still multiplied with when those of an optimizer are ready.
+    def unscale(self, factors: dict[int, float], optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
+        """Divide factors, by ``id``, by what gradients are still multiplied with when those of an optimizer are ready.
 
         A GradScaler divides the gradients of one optimizer at a time, when it steps it: those of the ``others``, which
         share its loss, are as the scaled loss left them, and so are those of a fused one, which divides them itself.
         """
-        factors: dict[int, float] = {}
+        scales: dict[int, float] = {}
         if self._scaler is not None and self._scaler.is_enabled():
             states, scale = self._scaler._per_optimizer_states, float(self._scaler.get_scale())
             for other in others:
                 if id(other) not in states or states[id(other)]["stage"].name == "READY":
-                    factors |= dict.fromkeys(_parameters_of(other), scale)
-        own, fused = _parameters_of(optimizer), getattr(optimizer, "grad_scale", None)
-        rest = {one: scale for one, scale in factors.items() if one not in own}
-        return rest if fused is None else rest | dict.fromkeys(own, float(fused))
+                    scales |= dict.fromkeys(parameter_ids(other), scale)
+        fused = getattr(optimizer, "grad_scale", None)
+        scales |= dict.fromkeys(parameter_ids(optimizer), 1.0 if fused is None else float(fused))
+        for one, scale in scales.items():
+            factors[one] = factors.get(one, 1.0) / scale
 
     def _patch_clip(self) -> None:
         def make(original: Any) -> Any:

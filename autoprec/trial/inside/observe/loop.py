@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from autoprec.applying.compiling import compiled_graphs
 from autoprec.trial.inside.observe.discovery import Found
-from autoprec.trial.inside.observe.hooks import Events, raw_loss
+from autoprec.trial.inside.observe.hooks import Events, parameter_ids, raw_loss
 from autoprec.trial.inside.observe.measure import StepClock
 from autoprec.trial.inside.observe.memory import StepPeak, lasting
 from autoprec.trial.losses import loss_units
@@ -172,8 +172,7 @@ class Loop(Events):
         return self._primary is None or optimizer is self._primary
 
     def _owns_root(self, optimizer: Optimizer) -> bool:
-        mine = {id(p) for p in self.found.root.parameters()}
-        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        return not parameter_ids(optimizer).isdisjoint(map(id, self.found.root.parameters()))
 
     # ---------------------------------------------------------------- one step done
     def _commit(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -101,8 +101,7 @@ class Replay(Events):
         if overflowed is not None and float(overflowed):
             self.skipped_step(optimizer)
             return
-        factors = self._hooks.scaled(optimizer, self._found.optimizers)
-        self._unclip |= {one: self._unclip.get(one, 1.0) / factor for one, factor in factors.items()}
+        self._hooks.unscale(self._unclip, optimizer, self._found.optimizers)
         self._ready()
 
     def skipped_step(self, optimizer: Optimizer) -> None:

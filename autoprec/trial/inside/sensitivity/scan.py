@@ -24,7 +24,7 @@ from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.isolate.answering import answer, await_answer, fork_to_answer
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
-from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_error
 from autoprec.trial.protocol import Probe, TrialSpec
 
@@ -109,9 +109,8 @@ class _Watch(Events):
             self.unclip |= {id(p): (size + 1e-6) / max_norm for p in parameters}
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
-        if not self._ready and any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
-            factors = self._hooks.scaled(optimizer, self._found.optimizers)
-            self.unclip |= {one: self.unclip.get(one, 1.0) / factor for one, factor in factors.items()}
+        if not self._ready and not self._mine.isdisjoint(parameter_ids(optimizer)):
+            self._hooks.unscale(self.unclip, optimizer, self._found.optimizers)
             self._finish()
 
     def skipped_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
