@@ -159,12 +159,10 @@ def _load(path: str, refresh: bool) -> tuple[dict[str, Any], str]:
             kept = cached if _valid(cached) else None
         except (OSError, ValueError):
             pass
-    if kept is not None and not _again(kept, load):
+    measured = _probe() if kept is None or _again(kept, load) else None
+    if measured is None and kept is not None:
         return kept, _label(kept, f" (measured {kept.get('date', 'earlier')})")
-    measured = _probe()
     if measured is None:
-        if kept is not None:
-            return kept, _label(kept, f" (measured {kept.get('date', 'earlier')})")
         return FALLBACK, UNCALIBRATED
     rates = _better(kept, {**measured, "cpu": cpu_model(), "load": load, "tries": 1})
     with contextlib.suppress(AutoPrecError, OSError):  # a cache that cannot be written costs seconds, never a search
