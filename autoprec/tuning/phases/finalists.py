@@ -11,11 +11,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones
-from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
@@ -29,7 +29,7 @@ from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_ba
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import by_hand, fastest_plain, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import fastest_plain, sixteen_bit_speedup
 from autoprec.tuning.study.run import Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
@@ -46,6 +46,7 @@ class Race:
 
     Attributes:
         now: accepted policies, incumbent, next seed.
+        by_hand: keys of what people write by hand.
         seconds_left: returns how long the search takes from here on at most.
     """
 
@@ -58,7 +59,7 @@ class Race:
         self._known: dict[str, Run] = {}  # duels
         self._eased: set[str] = set()
         self._is_over = self._is_timed = False  # a run was ended for want of time; what is near was timed
-        self._hand_keys = {setup.problem.key(params) for _, params in by_hand(presets(setup.problem))}
+        self.by_hand: frozenset[tuple[Any, ...]] = frozenset()
         self.duels = Duels(setup, runner, ledger)
         self.seconds_left: Callable[[], float] = lambda: 0.0
         self.now: Ranking = self.update()
@@ -381,7 +382,7 @@ class Race:
     def _by_hand(self) -> list[Run]:
         """Return what people write by hand that ran, acceptable ones first, then the fastest."""
         ledger, key = self._ledger, self._setup.problem.key
-        hand = [record for record in self._ok if key(record.params) in self._hand_keys]
+        hand = [record for record in self._ok if key(record.params) in self.by_hand]
         return sorted(hand, key=lambda record: (not ledger.acceptable(record), ledger.rank(record)))
 
     def _time_what_decides(self, decision: Decision) -> bool:

@@ -226,7 +226,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     seen = {problem.key(record.params): record for record in store.learned()}
     loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
     race.seconds_left = loop.seconds_left
-    loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
+    race.by_hand = loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
     ledger.listener.phase("search")
     while True:
         _drive(loop)

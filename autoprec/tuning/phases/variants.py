@@ -72,7 +72,7 @@ def choose(
         if not all(result.ok for result in results):
             return []
         needed = info.setup_s + results[0].wall_s if results else math.inf
-        best = ("the script as given", 1.0)
+        best: Row = {"name": "the script as given", "speedup": 1.0}
         for variant in parse_variants(options.variant):
             row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
             rows.append(row)
@@ -90,11 +90,9 @@ def choose(
                         _time_script(row, spec, (first, given), (own, pool), best, left)
                 except AutoPrecError as error:
                     row |= {"status": "failed", "reason": _in_short(error)}
-            if row.get("low", 0.0) > 1.0 and row["speedup"] > best[1]:
-                best = (variant.name, row["speedup"])
-    for row in rows:
-        if row["name"] == best[0]:
-            row["chosen"] = True
+            if row.get("low", 0.0) > 1.0 and row["speedup"] > best["speedup"]:
+                best = row
+    best["chosen"] = True
     return rows
 
 
@@ -128,16 +126,17 @@ def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInf
     return not why
 
 
-def _time_script(row: Row, spec: TrialSpec, given: _Ran, other: _Ran, best: tuple[str, float], left: Left) -> None:
+def _time_script(row: Row, spec: TrialSpec, given: _Ran, other: _Ran, best: Row, left: Left) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that another is faster.
 
     Args:
-        best: name and speed-up over the script as given of the fastest so far.
+        best: ``name`` and ``speedup`` over the script as given of the fastest so far.
     """
     first, second = (step_time(result.step_ms, result.warmup) for result, _ in (given, other))
     row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes}
-    if row["speedup"] * _CLOSE < best[1]:
-        row["reason"] = f"the script is {speed_text(row['speedup'])} over the script as given: no faster than {best[0]}"
+    if row["speedup"] * _CLOSE < best["speedup"]:
+        over = speed_text(row["speedup"])
+        row["reason"] = f"the script is {over} over the script as given: no faster than {best['name']}"
         return
     short = replace(spec, steps=_STEPS, warmup=_WARMUP)
     times, why = in_turns([lambda: given[1].run(short), lambda: other[1].run(short)], left)
