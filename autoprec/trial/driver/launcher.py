@@ -8,6 +8,7 @@ need to start.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -32,12 +33,11 @@ class Launcher:
         self.mark = f"autoprec-{uuid.uuid4().hex}"
         self._command = command
         self._runners = 0
-        self._count = 0
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         #: the private directory in which every process of the command may write
         self.folder, self._held = private_folder()
         self._zygote: Forks | None = None
-        self._folders = 0
         self._spoiled = False
         self.address = str(self.folder / "zygote")
         self._listener = listen(self.address, 4)
@@ -74,17 +74,13 @@ class Launcher:
 
         All lie in one: what a process may write is settled when it starts, and those it forks may belong to others.
         """
-        with self._lock:
-            self._folders += 1
-            path = self.folder / f"runner-{self._folders}"
+        path = self.folder / f"runner-{next(self._numbers)}"
         path.mkdir()
         return path
 
     def new_mark(self) -> str:
         """Return a mark of its own for one more runner."""
-        with self._lock:
-            self._count += 1
-            return f"{self.mark}.{self._count}."
+        return f"{self.mark}.{next(self._numbers)}."
 
     @property
     def ready(self) -> bool:

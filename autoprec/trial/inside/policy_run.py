@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.support.text import visible
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found, discover
-from autoprec.trial.inside.observe.hooks import Events, Hooks
+from autoprec.trial.inside.observe.hooks import Events, Hooks, parameters_of
 
 #: Files beside the configuration that tell the driver what became of the policy.
 APPLIED, REFUSED, LEFT = "applied", "refused", "left"
@@ -158,7 +158,7 @@ class PolicyRun:
 
     def _on_training_call(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         self._forwards += 1
-        fresh = {id(p) for optimizer in self._waiting() for p in _parameters(optimizer)}
+        fresh = {id(p) for optimizer in self._waiting() for p in parameters_of(optimizer)}
         if not fresh or self._forwards > _PATIENCE:
             self._forget()
         elif any(id(p) in fresh for p in module.parameters()):
@@ -170,10 +170,10 @@ class PolicyRun:
         self._forget()
         roots = [root for ref in self._models if (root := ref()) is not None]
         known = {id(p): root for root in roots for p in root.parameters()}
-        new = [o for o in waiting if not all(id(p) in known for p in _parameters(o))]
+        new = [o for o in waiting if not all(id(p) in known for p in parameters_of(o))]
         for optimizer in waiting:
             if all(optimizer is not other for other in new) and self._policy is not None:
-                self._policy.wrap_optimizer(optimizer, model=known[id(next(_parameters(optimizer)))])
+                self._policy.wrap_optimizer(optimizer, model=known[id(next(parameters_of(optimizer)))])
         found = discover(new) if new else None
         if found is not None:
             self.begin(found)
@@ -241,10 +241,6 @@ class _AnyBackward(Events):
 
     def before_backward(self, tensors: Any) -> None:  # noqa: ARG002
         self._then()
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _size(root: nn.Module) -> int:

@@ -21,39 +21,6 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
-class _TorchFinder:
-    """A meta-path finder that runs ``autoprec.trial.inside.agent.install`` right after torch has been executed.
-
-    ``importlib.util.find_spec("torch")`` may be called without an import following: the finder stays until torch has
-    really been executed.
-    """
-
-    busy = False
-
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]  # noqa: ARG002
-        if name != "torch" or self.busy:
-            return None
-        import importlib.util
-
-        self.busy = True
-        try:
-            spec = importlib.util.find_spec("torch")
-        finally:
-            self.busy = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module):  # type: ignore[no-untyped-def]
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            _install()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def _find_autoprec() -> None:
     """Make the package importable in scripts' processes when it runs from a checkout."""
     import importlib.util
@@ -83,14 +50,19 @@ def _isolate() -> None:
     repeat_entropy(int(config.get("seed_offset", 0)))
 
 
-def _install() -> None:
-    from autoprec.trial.inside import agent
+def _when_torch_comes() -> None:
+    from autoprec.trial.inside.imports import after_import
 
-    agent.install(os.environ["AUTOPREC_TRIAL"])
+    def install(_torch: object) -> None:
+        from autoprec.trial.inside import agent
+
+        agent.install(os.environ["AUTOPREC_TRIAL"])
+
+    after_import({"torch": [install]})
 
 
 _chain()
 if os.environ.get("AUTOPREC_TRIAL"):
     _find_autoprec()
     _isolate()
-    sys.meta_path.insert(0, _TorchFinder())
+    _when_torch_comes()

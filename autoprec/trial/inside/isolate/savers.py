@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, unquote
 
+from autoprec.trial.inside.imports import Wanted, after_import
 from autoprec.trial.inside.isolate.overlay import Overlay, real
 
 #: What a trial does not do at all: uploads, and the event files of loggers.
@@ -194,44 +193,14 @@ def _wrap(module: Any, path: str, make: Callable[[Any], Any]) -> None:
             setattr(owner, name, make(original))
 
 
-class _Finder:
-    """Wraps what a module has right after it has been imported."""
-
-    def __init__(self, wanted: dict[str, list[tuple[str, Callable[[Any], Any]]]]) -> None:
-        self._wanted, self._busy = wanted, set[str]()
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name not in self._wanted or name in self._busy:
-            return None
-        self._busy.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy.discard(name)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            for attribute, make in self._wanted.get(name, ()):
-                _wrap(module, attribute, make)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def install(overlay: Overlay) -> None:
     """Wrap every function of :data:`SILENT` and :data:`PATHS`, now or when its module is imported."""
-    wanted: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {}
+    wanted: Wanted = {}
     for module, attribute in SILENT:
         silence = functools.partial(_nothing, label=f"{module}.{attribute}")
-        wanted.setdefault(module, []).append((attribute, silence))
+        wanted.setdefault(module, []).append(functools.partial(_wrap, path=attribute, make=silence))
     for module, attribute, at, keyword, mode in PATHS:
         label = f"{module}.{attribute}"
         redirect = functools.partial(_with_path, label=label, overlay=overlay, at=at, keyword=keyword, mode=mode)
-        wanted.setdefault(module, []).append((attribute, redirect))
-    for module in [name for name in wanted if name in sys.modules]:
-        for attribute, make in wanted.pop(module):
-            _wrap(sys.modules[module], attribute, make)
-    sys.meta_path.insert(0, _Finder(wanted))
+        wanted.setdefault(module, []).append(functools.partial(_wrap, path=attribute, make=redirect))
+    after_import(wanted)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autoprec.applying.units import tunable_layers
 from autoprec.support.living import living
+from autoprec.trial.inside.observe.hooks import parameters_of
 
 #: Modules that only carry another one: the user's model is the child that owns the same parameters.
 _WRAPPERS = (
@@ -97,11 +98,6 @@ def _without_copies(module: nn.Module, owned: set[int], called: nn.Module | None
     return module
 
 
-def _group_parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _tops(owned: set[int], called: nn.Module | None) -> list[nn.Module]:
     """Return the outermost modules that own trained parameters, largest share first, wrappers removed."""
     modules = living(nn.Module)
@@ -137,7 +133,7 @@ def discover(
     """
     trained: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
-        trained |= {id(p): p for p in _group_parameters(optimizer) if p.requires_grad}
+        trained |= {id(p): p for p in parameters_of(optimizer) if p.requires_grad}
     if not optimizers:
         trained = {id(p): p for p in loss_leaves}
     owned = set(trained)
@@ -146,10 +142,10 @@ def discover(
         return None
     roots.sort(key=lambda root: not tunable_layers(root))  # a model with nothing to decide about comes last
     mine = {id(p) for p in roots[0].parameters()}
-    share = [(sum(p.numel() for p in _group_parameters(o) if id(p) in mine), o) for o in optimizers]
+    share = [(sum(p.numel() for p in parameters_of(o) if id(p) in mine), o) for o in optimizers]
     ordered = [o for size, o in sorted(share, key=lambda pair: -pair[0])]
     in_roots = {id(p) for root in roots for p in root.parameters()}
-    ordered = [o for o in ordered if any(id(p) in in_roots for p in _group_parameters(o))]
+    ordered = [o for o in ordered if any(id(p) in in_roots for p in parameters_of(o))]
     parameters = _ordered_parameters(roots, owned)
     notes = _notes(roots, optimizers, trained, in_roots)
     return Found(roots, ordered, parameters, notes)

@@ -67,9 +67,14 @@ def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_autoprec_raw", tensor)
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters that an optimizer updates."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
 def parameter_ids(optimizer: Optimizer) -> set[int]:
     """Return the ``id`` of each parameter that an optimizer updates."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return set(map(id, parameters_of(optimizer)))
 
 
 def _weigh(roots: tuple[torch.Tensor, ...], weights: Any) -> None:

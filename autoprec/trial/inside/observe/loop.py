@@ -124,7 +124,7 @@ class Loop(Events):
         self.backwards += 1
         if self.found.backward_only:
             self.ready()
-            self._commit(self.found.parameters)
+            self._commit()
 
     def before_closure(self, optimizer: Optimizer, call: int) -> None:
         if self._is_primary(optimizer):
@@ -151,7 +151,7 @@ class Loop(Events):
         self._rates.clear()
         if self._is_primary(optimizer):
             self._other_steps = self._foreign_steps = 0
-            self._commit([p for group in optimizer.param_groups for p in group["params"]])
+            self._commit()
         elif self._owns_root(optimizer):
             self._other_steps += 1
             # The one we took for primary is never stepped, or another was made for the same model later.
@@ -166,7 +166,7 @@ class Loop(Events):
         if self._is_primary(optimizer):
             self.skipped += 1
             self.ready()
-            self._commit([p for group in optimizer.param_groups for p in group["params"]])
+            self._commit()
 
     def _is_primary(self, optimizer: Optimizer) -> bool:
         return self._primary is None or optimizer is self._primary
@@ -175,9 +175,9 @@ class Loop(Events):
         return not parameter_ids(optimizer).isdisjoint(map(id, self.found.root.parameters()))
 
     # ---------------------------------------------------------------- one step done
-    def _commit(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _commit(self) -> None:
         self.clock.pause()
-        device = parameters[0].device if parameters else torch.device("cpu")
+        device = self.found.parameters[0].device
         seen = self._pending or self._vectors
         loss = torch.stack([p.to(device) for p in seen]).sum() if seen else torch.tensor(float("nan"))
         self._losses.append(loss)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autoprec.trial.inside.observe.discovery import loss_parameters
 from autoprec.trial.inside.sensitivity.gradients import local_part
 
 #: Its functions about the stack of modes have no types.
@@ -254,10 +255,13 @@ class RecordedStep:
             if value.requires_grad and value.is_leaf:  # torch.autograd.grad may ask for its gradient later
                 made = (value, value.detach().clone().requires_grad_())
                 return self._leaves.setdefault(id(value), made)[1]
-            reaches = value is not constant and _leaves_of(value) & self._owned
-            return value if reaches else self._copy_of(value)
+            return value if value is not constant and self._leads_to_model(value) else self._copy_of(value)
 
         return tree_map(copy, values)
+
+    def _leads_to_model(self, value: Tensor) -> bool:
+        """Say whether a tensor's gradient would go to one of the model's parameters."""
+        return any(id(leaf) in self._owned for leaf in loss_parameters((value,)))
 
     def _copy_of(self, value: Tensor) -> Tensor:
         """Return a copy of a constant: one for all calls that see the same, as blocks of a model see one mask."""
@@ -313,7 +317,7 @@ class RecordedStep:
             return
         # a loss that reaches no parameter is of another model, which is trained in turns with this one (a
         # discriminator, which is given what the generator has made, detached)
-        ours = [one for one in tensors if self._number(one) in self._reaching or _leaves_of(one) & self._owned]
+        ours = [one for one in tensors if self._number(one) in self._reaching or self._leads_to_model(one)]
         losses = tuple(self.copied(tensor) if self._number(tensor) else tensor for tensor in ours)
         done, last = self._micros[:-1], self._micros[-1]
         needed, calls = _numbers_in(losses), list[_Call]()
@@ -419,16 +423,3 @@ def _put_on(mode: TorchFunctionMode, above: list[Any]) -> None:
     _modes._push_mode(mode)
     for one in reversed(above):
         _modes._push_mode(one)
-
-
-def _leaves_of(value: Tensor) -> set[int]:
-    """Return the ids of the leaves that a tensor's gradient would go to."""
-    waiting, seen, found = [value.grad_fn], set(), set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found.add(id(getattr(node, "variable", None)))
-        waiting += [previous for previous, _ in node.next_functions]
-    return found

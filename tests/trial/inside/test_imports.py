@@ -1,0 +1,39 @@
+"""Actions run right after a module was executed: once, and not when its spec is only looked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoprec.trial.inside.imports import after_import
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "late_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, "late_module", raising=False)
+    return "late_module"
+
+
+def test_an_action_runs_when_the_module_was_executed(module: str) -> None:
+    seen: list[int] = []
+    after_import({module: [lambda found: seen.append(found.value), lambda found: setattr(found, "value", 2)]})
+    assert importlib.util.find_spec(module) is not None
+    assert not seen
+    assert importlib.import_module(module).value == 2
+    assert seen == [1]
+    importlib.reload(sys.modules[module])
+    assert seen == [1]
+
+
+def test_a_loaded_module_is_not_waited_for(module: str) -> None:
+    importlib.import_module(module)
+    seen: list[int] = []
+    after_import({module: [lambda found: seen.append(found.value)]})
+    assert seen == [1]
