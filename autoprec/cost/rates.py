@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError
 from autoprec.precision.hardware import Target
+from autoprec.support.files import read_document
 
 
 @dataclass(frozen=True)
@@ -75,88 +78,18 @@ class Rates:
 
 #: What a calibration measures of these; linears correct the rest.
 MEASURED = ("bandwidth", "launch_us", "host_us")
-_GEMM = {"fp32": 0.85, "tf32": 0.75, "bf16": 0.73, "fp16": 0.73, "int8": 0.6}
-_ERROR = {"fp32": 0.15, "tf32": 0.15, "bf16": 0.12, "fp16": 0.12, "nvfp4": 0.3, "int8": 0.3, "rest": 0.35}
 
-# benchmarks/cost/fit_rates.py on the rows marked `fit` of published.yaml (2026-11), rounded. fp8_row reaches what
-# fp8_tensor reaches wherever no row tells them apart; fp8_block on Blackwell casts like mxfp8. int8 and the consumer
-# cards rest on no measurement.
-# Two implementations of casts were published: Transformer Engine's kernels and casts compiled by torch, which reach
-# about half of that on Hopper and on Blackwell alike (compiled_casts; fitted on one table each).
-# Hopper's row-wise forward GEMM is a CUTLASS kernel of its own, up to twice as slow as the tensor-wise one (pytorch
-# issue 147971): its epilogue scales every result value and reads the result it overwrites (pytorch PR 178644), which a
-# short sum does not hide. Backward products run in cuBLAS' tensor-wise kernel and are scaled afterwards (torchao's
-# float8_ops), which a compiler fuses into what follows.
-_HOPPER = Rates(
-    gemm={
-        **_GEMM,
-        "bf16": 0.73,
-        "fp16": 0.73,
-        "fp8_tensor": 0.68,
-        "fp8_delayed": 0.68,
-        "fp8_row": 0.68,
-        "fp8_block": 0.58,
-    },
-    cast={"fp8_tensor": 0.90, "fp8_delayed": 0.94, "fp8_row": 0.90, "fp8_block": 0.65, "int8": 0.90},
-    quantise_us={"fp8_tensor": 2.0, "fp8_delayed": 2.0, "fp8_row": 2.0, "fp8_block": 2.0, "int8": 2.0},
-    error={**_ERROR, "fp8_tensor": 0.12, "fp8_delayed": 0.12, "fp8_row": 0.15, "fp8_block": 0.12},
-    epilogue={"fp8_row": 3.4},
-    compiled_casts=0.55,
-)
-_BLACKWELL = Rates(
-    gemm={
-        **_GEMM,
-        "bf16": 0.7,
-        "fp16": 0.7,
-        "fp8_tensor": 0.72,
-        "fp8_delayed": 0.72,
-        "fp8_row": 0.72,
-        "fp8_block": 0.62,
-        "mxfp8": 0.64,
-        "nvfp4": 0.39,
-    },
-    cast={
-        "fp8_tensor": 0.53,
-        "fp8_delayed": 0.83,
-        "fp8_row": 0.53,
-        "fp8_block": 0.85,
-        "mxfp8": 0.85,
-        "nvfp4": 0.73,
-        "int8": 0.53,
-    },
-    quantise_us={
-        "fp8_tensor": 15.0,
-        "fp8_delayed": 10.0,
-        "fp8_row": 15.0,
-        "fp8_block": 10.0,
-        "mxfp8": 15.0,
-        "nvfp4": 31.0,
-        "int8": 15.0,
-    },
-    error={
-        **_ERROR,
-        "fp8_tensor": 0.15,
-        "fp8_delayed": 0.15,
-        "fp8_row": 0.25,
-        "fp8_block": 0.25,
-        "mxfp8": 0.15,
-        "nvfp4": 0.25,
-    },
-    compiled_casts=0.52,
-)
-_CDNA3 = Rates(
-    gemm={**_GEMM, "bf16": 0.5, "fp16": 0.5, "tf32": 0.4, "fp8_tensor": 0.33, "fp8_delayed": 0.33, "fp8_row": 0.33},
-    cast={"fp8_tensor": 0.5, "fp8_delayed": 0.5, "fp8_row": 0.5, "int8": 0.5},
-    quantise_us={"fp8_tensor": 8.0, "fp8_delayed": 6.0, "fp8_row": 8.0, "int8": 8.0},
-    bandwidth=0.7,
-    error={**_ERROR, "bf16": 0.25, "fp8_tensor": 0.25, "fp8_delayed": 0.25, "fp8_row": 0.25},
-)
-_BY_ARCHITECTURE = {
-    "hopper": _HOPPER,
-    "blackwell": _BLACKWELL,
-    "blackwell-rtx": _BLACKWELL,
-    "cdna3": _CDNA3,
-}
+
+@lru_cache(maxsize=1)
+def _architectures() -> dict[str, Rates]:
+    """Return the rates in ``rates.yaml`` by architecture."""
+    document = read_document(Path(__file__).with_name("rates.yaml"))
+    common = document["common"]
+    merged = {
+        name: row | {field: {**families, **row[field]} for field, families in common.items()}
+        for name, row in document["architectures"].items()
+    }
+    return {name: Rates(**row) for name, row in merged.items()}
 
 
 def default_rates(target: Target, *, library: bool = False) -> Rates:
@@ -165,5 +98,6 @@ def default_rates(target: Target, *, library: bool = False) -> Rates:
     Args:
         library: casts are a library's own kernels (Transformer Engine); compiled by torch otherwise.
     """
-    rates = _BY_ARCHITECTURE.get(target.architecture, _HOPPER)
+    known = _architectures()
+    rates = known.get(target.architecture.removesuffix("-rtx"), known["hopper"])
     return rates if library else rates.compiled()
