@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
 
-from autoprec.cost.peak import Lifetimes, Timeline, timeline
+from autoprec.cost.peak import KINDS, Lifetimes, Timeline, timeline
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes, scaled_newton_schulz, second_moments
-from autoprec.cost.saved import WIDE, saved_bytes
+from autoprec.cost.saved import Setting, Walk, saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
 from autoprec.graph.report import GraphReport, Operator
-from autoprec.policy.schema import LayerPlan, OptimizerPolicy
+from autoprec.policy.schema import OptimizerPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class StepMemory:
 
     Attributes:
         parameters, optimizer, gathered: bytes, see :class:`MemoryEstimate`.
-        alive, grown: see :meth:`autoprec.cost.peak.Timeline.peak`.
+        alive: see :func:`autoprec.cost.peak.timeline`.
+        grown: how many times as large gradients and casts of weights are, by kind.
         gradients: of all parameters.
         update: what the update needs beside these.
     """
@@ -108,8 +109,12 @@ class StepMemory:
     gradients: float
     update: float
 
+    def _moments(self) -> Iterator[tuple[float, ...]]:
+        """Return the bytes alive at each operator, in the order of :data:`~autoprec.cost.peak.KINDS`."""
+        return zip(*([self.grown.get(kind, 1.0) * x for x in self.alive[kind]] for kind in KINDS), strict=True)
+
     def at_peak(self) -> MemoryEstimate:
-        held = self.alive.peak(self.grown)
+        held = dict(zip(KINDS, max(self._moments(), key=sum), strict=True))
         if sum(held.values()) < self.gradients + self.update:
             held = {"saved": 0.0, "weight_casts": 0.0, "gradients": self.gradients, "backward": self.update}
         return MemoryEstimate(parameters=self.parameters, optimizer=self.optimizer, gathered=self.gathered, **held)
@@ -117,23 +122,27 @@ class StepMemory:
     def most(self, limit: float) -> float:
         """Return how many times as large the batch can be within a limit of bytes; 0 where nothing fits."""
         room = limit - self.parameters - self.optimizer - self.gathered
-        return self.alive.most(room, self.grown) if room >= self.gradients + self.update else 0.0
+        if room < self.gradients + self.update:
+            return 0.0
+        times = math.inf
+        for saved, casts, gradients, backward in self._moments():
+            left = room - casts - gradients
+            if left < 0:
+                return 0.0
+            times = min(times, left / max(saved + backward, 1.0))
+        return times
 
 
 def step_memory(
     report: GraphReport,
+    setting: Setting,
+    optimizer: OptimizerPolicy,
     scale: CostScale,
     parameters: float,
-    plans: Mapping[str, LayerPlan],
-    activations: str,
-    optimizer: OptimizerPolicy,
+    *,
     shards: int = 1,
-    gpu: bool = False,
-    script: float | None = None,
-    wide: Collection[str] = WIDE,
-    shared: bool = False,
+    script: Walk | None = None,
     lifetimes: Lifetimes | None = None,
-    held: float = 0.0,
 ) -> StepMemory | None:
     """Return the modelled memory of one step; None when the report counted no memory.
 
@@ -142,43 +151,40 @@ def step_memory(
     Args:
         scale, parameters: of the model whose memory is asked.
         shards: devices that share parameters, gradients and optimizer state.
-        gpu: quantised layers keep their 8-bit weights from forward to backward.
-        script: what the rules say that a written-down step saves, where the caller knows it.
-        wide, shared: see :func:`autoprec.cost.saved.walked`.
-        lifetimes, held: of the report, where the caller knows them; see :mod:`autoprec.cost.peak`.
+        script: the walk of a written-down step as it is, where the caller has it.
+        lifetimes: of a recorded step, where the caller has them.
     """
     seen = report.memory
     if not seen:
         return None
     recorded = float(report.model.get("parameters", 0)) * report.held or parameters
     grown = parameters / recorded / shards
-    plain = OptimizerPolicy()
     muon = scaled_newton_schulz(report, scale)
     second = second_moments(muon, parameters)
-    stored, before = optimizer_bytes(optimizer, second)[0], optimizer_bytes(plain, second)[0]
+    stored, before = optimizer_bytes(optimizer, second)[0], optimizer_bytes(OptimizerPolicy(), second)[0]
     known = bool(muon) or seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0)
     change = (stored - before) * parameters / shards if known else 0.0
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
-    gradients = seen.get("gradients", 0) * grown * lean
-    how: dict[str, Any] = {"gpu": gpu, "wide": wide, "shared": shared}
     if not any(row.phase == "backward" and row.sources for row in report.operators):
-        saved, casts = saved_bytes(report, plans, activations, script=script, **how)
-        held_then = {"saved": max(0.0, saved - casts) * _saved_growth(report, scale), "weight_casts": casts}
-        held_then |= {"gradients": float(seen.get("gradients", 0))}
-        held_then["backward"] = seen.get("backward", 0) * scale.tokens * scale.width
-        alive, update = Timeline({kind: [size] for kind, size in held_then.items()}), 0.0
+        saved, casts = saved_bytes(report, setting, script)
+        held = {"saved": max(0.0, saved - casts) * _saved_growth(report, scale), "weight_casts": casts}
+        held |= {
+            "gradients": seen.get("gradients", 0),
+            "backward": seen.get("backward", 0) * scale.tokens * scale.width,
+        }
+        alive: Timeline = {kind: [float(size)] for kind, size in held.items()}
+        update = 0.0
     else:
         lifetimes = lifetimes or Lifetimes.of(report)
-        grow = None if scale.is_identity else row_growth(report, scale)
-        alive = timeline(lifetimes, plans, activations, grow=grow, held=held, **how)
-        update = _update_bytes(report, grown, gpu=gpu)
+        alive = timeline(lifetimes, setting, None if scale.is_identity else row_growth(report, scale), lifetimes.held)
+        update = _update_bytes(report, grown, gpu=setting.gpu)
     return StepMemory(
         parameters=(seen.get("parameters", 0) + seen.get("buffers", 0)) * grown,
         optimizer=max(0.0, seen.get("optimizer", 0) * grown + change),
         gathered=_gathered(report) * parameters / recorded if shards > 1 else 0.0,
         alive=alive,
         grown={"gradients": grown * lean, "weight_casts": parameters / recorded},
-        gradients=gradients,
+        gradients=seen.get("gradients", 0) * grown * lean,
         update=update,
     )
 

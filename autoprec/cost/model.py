@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
@@ -13,7 +14,7 @@ from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, gemm_seconds, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, StepMemory, step_memory
-from autoprec.cost.peak import Lifetimes, held_bytes
+from autoprec.cost.peak import Lifetimes
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import (
     RestCost,
@@ -23,7 +24,7 @@ from autoprec.cost.rest import (
     scaled_newton_schulz,
     second_moments,
 )
-from autoprec.cost.saved import NOT_LISTED, WIDE, saved_by_rules
+from autoprec.cost.saved import NOT_LISTED, WIDE, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.cost.widths import Widths, widths
 from autoprec.graph.report import GraphReport, Layer
@@ -130,13 +131,18 @@ class CostModel:
         self.parameters = scaled_parameters(report, self.scale)
         self._muon = scaled_newton_schulz(report, self.scale)
         self._costs: dict[tuple[str, LayerPlan, str, float], LayerCost] = {}
-        self._saved_as_written: float | None = None
-        self._lifetimes: Lifetimes | None = None
-        self._held = 0.0
         self._memory: dict[tuple[Any, ...], int] = {}
         self._rests: dict[tuple[str, str, tuple[str, ...]], RestCost] = {}
         self._widths: dict[tuple[str, tuple[str, ...]], Widths | None] = {}
         self._other: CostModel | None = None
+
+    @cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return Lifetimes.of(self.report)
+
+    @cached_property
+    def _as_written(self) -> Walk:
+        return walked(self.report, Setting(gpu=not self.target.is_cpu))
 
     @property
     def label(self) -> str:
@@ -195,7 +201,6 @@ class CostModel:
             return None
         found = self._widths.get((activations, wide))
         if found is None:
-            self._lifetimes = self._lifetimes or Lifetimes.of(self.report)
             found = self._widths[activations, wide] = widths(self._lifetimes, activations, wide)
         return found
 
@@ -326,7 +331,7 @@ class CostModel:
     ) -> MemoryEstimate | None:
         """Return the modelled bytes of one step by purpose; None when the report counted no memory.
 
-        ``wide``: what stays in float32 under autocast; see :func:`autoprec.cost.saved.walked`.
+        ``wide``: what stays in float32 under autocast; see :class:`autoprec.cost.saved.Setting`.
         """
         found = self._step_memory(plans, activations, optimizer, wide)
         return found.at_peak() if found else None
@@ -350,29 +355,17 @@ class CostModel:
         optimizer: OptimizerPolicy | None = None,
         wide: Collection[str] = WIDE,
     ) -> StepMemory | None:
-        state = optimizer or OptimizerPolicy()
-        gpu = not self.target.is_cpu
-        if self.report.source == "analytic":  # in 16 bits as it is: autocast changes no dtype there
-            activations = "keep"
-            if self._saved_as_written is None:
-                self._saved_as_written = sum(saved_by_rules(self.report, {}, "keep", gpu=gpu))
-        elif self._lifetimes is None:
-            self._lifetimes = Lifetimes.of(self.report)
-            self._held = held_bytes(self._lifetimes)
+        gpu, written = not self.target.is_cpu, self.report.source == "analytic"
+        activations = "keep" if written else activations  # in 16 bits as it is: autocast changes no dtype there
         return step_memory(
             self.report,
+            Setting(plans, activations, gpu, wide, shared=gpu and self.compiled),
+            optimizer or OptimizerPolicy(),
             self.scale,
             self.parameters,
-            plans,
-            activations,
-            state,
             shards=self.shards,
-            gpu=gpu,
-            script=self._saved_as_written,
-            wide=wide,
-            shared=gpu and self.compiled,
-            lifetimes=self._lifetimes,
-            held=self._held,
+            script=self._as_written if written else None,
+            lifetimes=None if written else self._lifetimes,
         )
 
     def _memory_bytes(

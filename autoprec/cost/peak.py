@@ -9,14 +9,14 @@ operands of a quantised layer, casts of those that are multiplied in 16 bits.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-from autoprec.cost.saved import WIDE, Copy, Value, Walk, codes_bytes, forward, linear, walked
+from autoprec.cost.saved import Copy, Setting, Value, Walk, codes_bytes, forward, linear, walked
 from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
 
@@ -99,6 +99,19 @@ class Lifetimes:
     def end(self) -> int:
         return len(self.report.operators)
 
+    @cached_property
+    def held(self) -> float:
+        """Bytes that were alive when backward began beyond those that it reads: logits that have a name.
+
+        Of several micro-batches all but the first begin theirs with the gradients that are there by then.
+        """
+        alive, rows = timeline(self, Setting()), self.report.operators
+        begins = [k for k in range(1, len(rows)) if (rows[k - 1].phase, rows[k].phase) == ("forward", "backward")]
+        known = alive["saved"][self.begin]
+        if len(begins) > 1:
+            known = max(alive["saved"][k] + alive["gradients"][k] for k in begins)
+        return max(0.0, self.report.memory.get("live_at_backward", 0) - known)
+
     def released(self, place: Place, *, saved: bool = True) -> int:
         """Return the operator after which a tensor is released."""
         late = self.unpacked.get(place, ()) if saved else ()
@@ -143,26 +156,8 @@ def _is_view(row: Operator) -> bool:
     return row.cls == "view" or (row.op.endswith("_") and not row.op.endswith("__"))
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Bytes alive at each operator by kind: of the scaled model, but for gradients and casts of weights."""
-
-    alive: Mapping[str, list[float]]
-
-    def peak(self, grown: Mapping[str, float]) -> dict[str, float]:
-        """Return the bytes alive at the peak by kind, where gradients and casts are so many times as large."""
-        rows = [[grown.get(kind, 1.0) * x for x in self.alive[kind]] for kind in KINDS]
-        return dict(zip(KINDS, max(zip(*rows, strict=True), key=sum), strict=True))
-
-    def most(self, room: float, grown: Mapping[str, float]) -> float:
-        """Return how many times as large activations can be within ``room`` bytes; 0 where not even weights fit."""
-        times = math.inf
-        for saved, casts, gradients, backward in zip(*(self.alive[kind] for kind in KINDS), strict=True):
-            left = room - casts * grown.get("weight_casts", 1.0) - gradients * grown.get("gradients", 1.0)
-            if left < 0:
-                return 0.0
-            times = min(times, left / max(saved + backward, 1.0))
-        return times
+#: Bytes alive at each operator by kind: of the scaled model, but for gradients and casts of weights.
+Timeline = Mapping[str, list[float]]
 
 
 class _Events:
@@ -186,31 +181,22 @@ class _Events:
         row[end + 1] -= size
 
     def timeline(self) -> Timeline:
-        return Timeline({kind: list(accumulate(row))[:-1] for kind, row in self.changes.items()})
+        return {kind: list(accumulate(row))[:-1] for kind, row in self.changes.items()}
 
 
 def timeline(
-    lifetimes: Lifetimes,
-    plans: Mapping[str, LayerPlan],
-    activations: str,
-    *,
-    gpu: bool = False,
-    wide: Collection[str] = WIDE,
-    shared: bool = False,
-    grow: Sequence[tuple[float, float]] | None = None,
-    held: float = 0.0,
+    lifetimes: Lifetimes, setting: Setting, grow: Sequence[tuple[float, float]] | None = None, held: float = 0.0
 ) -> Timeline:
     """Return what is alive during a step under a policy, beside parameters, buffers and optimizer state.
 
     Gradients of parameters that the record does not show being made are there all the time.
 
     Args:
-        plans, activations, gpu, wide, shared: see :func:`autoprec.cost.saved.walked`.
         grow: of each operator, how many times as large its result is in the model that is asked for, and how many.
-        held: bytes that the script holds through the backward pass although no operator reads them: :func:`held_bytes`.
+        held: bytes that the script holds through the backward pass although no operator reads them.
     """
     report = lifetimes.report
-    walk = walked(report, plans, activations, gpu=gpu, wide=wide, shared=shared)
+    walk = walked(report, setting)
     events = _Events(lifetimes.end, grow, lifetimes.begin)
     for index, row in enumerate(report.operators):
         if not row.out_shapes or row.module == "<accumulate>":
@@ -240,19 +226,6 @@ def timeline(
     made = sum(_bytes(report.operators[index], slot) for index, slot in lifetimes.lasting)
     events.add("gradients", max(0.0, report.memory.get("gradients", 0) - made), 0, lifetimes.end)
     return events.timeline()
-
-
-def held_bytes(lifetimes: Lifetimes) -> float:
-    """Return the bytes that were alive when backward began beyond those that it reads: logits that have a name.
-
-    Of several micro-batches all but the first begin theirs with the gradients that are there by then.
-    """
-    alive, rows = timeline(lifetimes, {}, "keep").alive, lifetimes.report.operators
-    begins = [k for k in range(1, len(rows)) if (rows[k - 1].phase, rows[k].phase) == ("forward", "backward")]
-    known = alive["saved"][lifetimes.begin]
-    if len(begins) > 1:
-        known = max(alive["saved"][k] + alive["gradients"][k] for k in begins)
-    return max(0.0, lifetimes.report.memory.get("live_at_backward", 0) - known)
 
 
 def gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Value:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport, Layer, Operator
@@ -100,31 +99,52 @@ class Copy:
     cast: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a step runs under, as far as the width of its tensors goes.
+
+    Attributes:
+        plans: layer -> plan; layers not named keep the script's dtype.
+        activations: autocast dtype around the model, or keep.
+        gpu: a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
+            emulation quantises the weight again where its scales lie along the contraction. Autocast keeps more wide.
+        wide: what a policy keeps in float32 under autocast (attention, norm, softmax).
+        shared: layers that read one input (q, k and v in a compiled step) save its codes once.
+    """
+
+    plans: Mapping[str, LayerPlan] = field(default_factory=dict)
+    activations: str = "keep"
+    gpu: bool = False
+    wide: Collection[str] = WIDE
+    shared: bool = False
+
+
 class Walk:
-    """The walk under one policy.
+    """The walk of a step under one policy.
 
     ``made`` holds each operator's first output by position, ``copies`` what is kept beside these, ``inputs`` the width
     in which each layer reads its input; ``at`` is the position of the operator at hand.
     """
 
-    plans: Mapping[str, LayerPlan]
-    activations: str
-    gpu: bool = False
-    low: float = 0.0
-    made: dict[int, Value] = field(default_factory=dict)
-    values: list[Value] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    inputs: dict[str, float] = field(default_factory=dict)
-    layers: dict[str, Layer] = field(default_factory=dict)
-    at: int = 0
-    cast_weights: set[str] = field(default_factory=set)
-    wide_products: frozenset[str] = frozenset()
-    wide: frozenset[str] = frozenset()
-    layer_modules: frozenset[str] = frozenset()
-    again: frozenset[str] = frozenset()
-    shared: bool = False
-    counted: bool = True
+    def __init__(self, report: GraphReport, setting: Setting) -> None:
+        rows, wide = report.operators, setting.wide
+        self.setting, self.plans, self.gpu = setting, setting.plans, setting.gpu
+        self.low = _BYTES.get(setting.activations, 0.0)
+        self.made: dict[int, Value] = {}
+        self.values: list[Value] = []
+        self.copies: list[Copy] = []
+        self.inputs: dict[str, float] = {}
+        self.cast_weights: set[str] = set()
+        self.at = 0
+        self.layers = {layer.name: layer for layer in report.layers} | {layer.weight: layer for layer in report.layers}
+        # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
+        self.wide_products = {row.module for row in rows if row.op.endswith("::_safe_softmax")}
+        others = _WIDE_ON_GPU if setting.gpu else _WIDE_ON_CPU
+        self.wide = frozenset((*wide, *(_WITH_NORMS if "norm" in wide else ()), *others))
+        self.layer_modules = {row.module for row in rows if row.cls == "gemm"}
+        # checkpointing runs these modules again in the backward pass: their forward saves nothing
+        self.again = {row.module for row in rows if row.phase == "recompute"}
+        self.counted = any(any(row.out_saved) for row in rows)
 
     def reads(self, operator: Operator) -> list[_Read]:
         out = []
@@ -195,7 +215,7 @@ def linear(walk: Walk, operator: Operator, layer: Layer) -> None:
     made = next((r for r in reads if r is not read and r.value is not None and r.size == weight_size), None)
     plan = walk.plans.get(layer.name, _KEEP)
     script = short_dtype(layer.dtype)
-    kept = script if walk.activations == "keep" else walk.activations
+    kept = script if walk.setting.activations == "keep" else walk.setting.activations
     roles = layer.roles()
     walk.inputs[layer.name] = _BYTES.get(script, 4.0) if read.value is None else read.value.width
     if plan.scaled:
@@ -224,7 +244,7 @@ def _planned(walk: Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size:
     if "wgrad" in roles:
         recipe = plan.wgrad
         if recipe is not None and recipe.scaled:
-            known = read.value.cast if walk.shared and read.value is not None else set()
+            known = read.value.cast if walk.setting.shared and read.value is not None else set()
             if recipe not in known:
                 walk.copy(codes_bytes(recipe, read.size, float(tokens)), read, layer.weight)
             known.add(recipe)
@@ -341,72 +361,29 @@ def forward(walk: Walk, index: int, operator: Operator) -> None:
     _result(walk, index, operator, layer, name)
 
 
-def walked(
-    report: GraphReport,
-    plans: Mapping[str, LayerPlan],
-    activations: str,
-    *,
-    gpu: bool = False,
-    wide: Collection[str] = WIDE,
-    shared: bool = False,
-) -> Walk:
-    """Walk the forward pass of a step under a policy: what each operator makes, and what is saved of it.
-
-    On a GPU a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
-    emulation quantises the weight again where its scales lie along the contraction. ``wide`` names what a policy keeps
-    in float32 under autocast (attention, norm, softmax); on a GPU autocast itself keeps more. Where casts are
-    ``shared``, layers that read one input (q, k and v in a compiled step) save its codes once.
-    """
-    # checkpointing runs these modules again in the backward pass: their forward saves nothing
-    again = frozenset(row.module for row in report.operators if row.phase == "recompute")
-    walk = Walk(plans, activations, gpu, _BYTES.get(activations, 0.0), again=again, shared=shared)
-    walk.layers = {layer.name: layer for layer in report.layers} | {layer.weight: layer for layer in report.layers}
-    # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
-    walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
-    walk.wide = frozenset((*wide, *(_WITH_NORMS if "norm" in wide else ()), *(_WIDE_ON_GPU if gpu else _WIDE_ON_CPU)))
-    walk.layer_modules = frozenset(row.module for row in report.operators if row.cls == "gemm")
-    walk.counted = any(any(row.out_saved) for row in report.operators)
+def walked(report: GraphReport, setting: Setting) -> Walk:
+    """Walk the forward pass of a step under a policy: what each operator makes, and what is saved of it."""
+    walk = Walk(report, setting)
     for index, operator in enumerate(report.operators):
         if operator.phase != "forward" or not operator.out_shapes:
             continue
         kept = len(walk.copies)
         forward(walk, index, operator)
-        if operator.module in again:
+        if operator.module in walk.again:
             del walk.copies[kept:]
     return walk
 
 
-def saved_by_rules(
-    report: GraphReport, plans: Mapping[str, LayerPlan], activations: str, **how: Any
-) -> tuple[float, float]:
-    """Return the bytes that the rules say a step saves: activations, and copies of weights; see :func:`walked`."""
-    walk = walked(report, plans, activations, **how)
-    return walk.total, walk.weights
-
-
-def saved_bytes(
-    report: GraphReport,
-    plans: Mapping[str, LayerPlan],
-    activations: str = "keep",
-    *,
-    gpu: bool = False,
-    script: float | None = None,
-    wide: Collection[str] = WIDE,
-    shared: bool = False,
-) -> tuple[int, int]:
+def saved_bytes(report: GraphReport, setting: Setting, script: Walk | None = None) -> tuple[int, int]:
     """Return the modelled bytes saved for backward, and how many of them are copies of weights.
 
     What was counted for the script, plus what the policy changes; (0, 0) when nothing was counted.
 
     Args:
-        plans: layer -> plan; layers not named keep the script's dtype.
-        activations: autocast dtype around the model, or keep.
-        script: what the rules say of the script as written, where the caller knows it already.
-        wide, shared: see :func:`saved_by_rules`.
+        script: the walk of the script as written, where the caller has it already.
     """
     counted = report.memory.get("saved_for_backward", 0)
     if not counted:
         return 0, 0
-    values, weights = saved_by_rules(report, plans, activations, gpu=gpu, wide=wide, shared=shared)
-    before = sum(saved_by_rules(report, {}, "keep", gpu=gpu)) if script is None else script
-    return max(0, round(counted + values + weights - before)), round(weights)
+    walk, before = walked(report, setting), script or walked(report, Setting(gpu=setting.gpu))
+    return max(0, round(counted + walk.total + walk.weights - (before.total + before.weights))), round(walk.weights)

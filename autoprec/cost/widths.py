@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autoprec.cost.peak import Lifetimes, gradient
-from autoprec.cost.saved import Value, Walk, forward, operand_width, walked
+from autoprec.cost.saved import Setting, Value, Walk, forward, operand_width, walked
 from autoprec.graph.report import Operator
 
 _FLOATS = ("fp32", "bf16", "fp16", "fp64")
@@ -33,9 +33,9 @@ class Widths:
 
 
 def widths(lifetimes: Lifetimes, activations: str, wide: Collection[str]) -> Widths:
-    """Follow a step under autocast; ``wide``: what stays in float32, see :func:`autoprec.cost.saved.walked`."""
+    """Follow a step under autocast; ``wide``: what stays in float32, see :class:`autoprec.cost.saved.Setting`."""
     report = lifetimes.report
-    walk = walked(report, {}, activations, wide=wide)
+    walk = walked(report, Setting(activations=activations, wide=wide))
     low: set[int] = set()
     casts: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for index, row in enumerate(report.operators):

@@ -159,7 +159,7 @@ def cases() -> list[dict[str, Any]]:
     """Return one row per model and policy: measured and modelled milliseconds and bytes."""
     from autoprec.applying.policy import apply_policy, remove_policy
     from autoprec.cost import CostModel
-    from autoprec.cost.saved import saved_bytes
+    from autoprec.cost.saved import Setting, saved_bytes
     from autoprec.graph.recorder import StepRecorder
     from autoprec.policy import policy_from_dict, resolve
     from autoprec.precision.hardware import target
@@ -189,7 +189,7 @@ def cases() -> list[dict[str, Any]]:
                     "measured_ms": seconds * 1e3,
                     "modelled_ms": found.time_ms,
                     "measured_saved": saved,
-                    "modelled_saved": saved_bytes(report, plans, policy.activations, gpu=False)[0],
+                    "modelled_saved": saved_bytes(report, Setting(plans, policy.activations))[0],
                     "breakdown": found.breakdown,
                 }
             )

@@ -38,7 +38,7 @@ def _record(model: nn.Module, batch: dict[str, Any]) -> Any:
 def case(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> dict[str, float] | str:
     """Return the measured bytes of the script and the error per policy, or why there is none."""
     from autoprec.applying.policy import apply_policy, remove_policy
-    from autoprec.cost.saved import saved_bytes
+    from autoprec.cost.saved import Setting, saved_bytes
     from autoprec.policy import Policy, resolve
     from autoprec.policy.schema import LayerRule
     from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -61,7 +61,7 @@ def case(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> dict[str, floa
         finally:
             remove_policy(model)
         plans = resolve(policy, [layer.name for layer in before.tunable])
-        row[name] = saved_bytes(before, plans, "bf16")[0] / measured - 1.0
+        row[name] = saved_bytes(before, Setting(plans, "bf16"))[0] / measured - 1.0
     return row
 
 

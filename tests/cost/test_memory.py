@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autoprec.cost import CostModel, CostScale
 from autoprec.cost.memory import MemoryEstimate, step_memory
+from autoprec.cost.saved import Setting
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
@@ -20,14 +21,14 @@ PLAIN = OptimizerPolicy()
 ONE = CostScale()
 
 
-def parts(report: GraphReport, *how: Any) -> MemoryEstimate:
-    found = step_memory(report, *how)
+def parts(report: GraphReport, *how: Any, **more: Any) -> MemoryEstimate:
+    found = step_memory(report, Setting(), *how, **more)
     assert found is not None
     return found.at_peak()
 
 
 def test_parts_add_up_to_the_counts(tiny: GraphReport) -> None:
-    found = parts(tiny, ONE, float(tiny.model["parameters"]), {}, "keep", PLAIN)
+    found = parts(tiny, PLAIN, ONE, float(tiny.model["parameters"]))
     assert found is not None
     assert found.parameters == tiny.memory["parameters"]
     assert found.optimizer == tiny.memory["optimizer"]
@@ -39,7 +40,7 @@ def test_parts_add_up_to_the_counts(tiny: GraphReport) -> None:
 def test_cheaper_states_shrink_what_they_store(tiny: GraphReport) -> None:
     size = float(tiny.model["parameters"])
     lean = OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="fp16_scaled", gradients="bf16")
-    found = parts(tiny, ONE, size, {}, "keep", lean)
+    found = parts(tiny, lean, ONE, size)
     assert found is not None
     assert found.optimizer == pytest.approx(size * 3, rel=0.01)  # 1 + 2 bytes in place of 8
     assert found.gradients == pytest.approx(size * 2)
@@ -143,7 +144,7 @@ def test_of_a_written_down_step_the_largest_batch_is_the_one_that_fits() -> None
 
 
 def test_shards_divide_the_state(tiny: GraphReport) -> None:
-    one, eight = (parts(tiny, ONE, float(tiny.model["parameters"]), {}, "keep", PLAIN, shards) for shards in (1, 8))
+    one, eight = (parts(tiny, PLAIN, ONE, float(tiny.model["parameters"]), shards=shards) for shards in (1, 8))
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.saved == one.saved
     assert one.gathered == 0 < eight.gathered

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.cost import CostModel
-from autoprec.cost.peak import Lifetimes, held_bytes, timeline
+from autoprec.cost.peak import Lifetimes, timeline
+from autoprec.cost.saved import Setting
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict, resolve
@@ -101,16 +102,16 @@ def test_a_result_that_keeps_its_name_through_backward_is_there_all_the_time() -
             loss = (out * 2.0).sum()
             out = out if keeps else loss
             loss.backward()
-        assert held_bytes(Lifetimes.of(recorder.report())) == pytest.approx(held, abs=64)
+        assert Lifetimes.of(recorder.report()).held == pytest.approx(held, abs=64)
 
 
 def test_gradients_that_are_added_to_are_there_all_the_time_and_fresh_ones_grow() -> None:
     model, step, report = recorded(again=False)
-    fresh = timeline(Lifetimes.of(report), {}, "keep").alive["gradients"]
+    fresh = timeline(Lifetimes.of(report), Setting())["gradients"]
     assert (fresh[0], fresh[-1]) == (0.0, report.memory["gradients"])
     with StepRecorder(model) as recorder:
         step()
-    added = timeline(Lifetimes.of(recorder.report()), {}, "keep").alive["gradients"]
+    added = timeline(Lifetimes.of(recorder.report()), Setting())["gradients"]
     assert added[0] == report.memory["gradients"]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoprec.applying.policy import apply_policy, remove_policy
-from autoprec.cost.saved import saved_by_rules, saved_bytes
+from autoprec.cost.saved import Setting, saved_bytes, walked
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
@@ -123,7 +123,7 @@ def test_modelled_bytes_are_what_autograd_saves(name: str, policy: str, monkeypa
     measured = record(model, x).memory["saved_for_backward"]
     remove_policy(model)
     plans = resolve(POLICIES[policy], [layer.name for layer in before.tunable])
-    modelled, copies = saved_bytes(before, plans, POLICIES[policy].activations)
+    modelled, copies = saved_bytes(before, Setting(plans, POLICIES[policy].activations))
     assert modelled == pytest.approx(measured, rel=0.03)
     assert 0 <= copies <= modelled
 
@@ -143,14 +143,15 @@ def test_what_a_policy_keeps_in_float32_is_saved_so(attention: str, norm: str) -
     remove_policy(model)
     wide = [name for name, dtype in (("attention", attention), ("norm", norm)) if dtype == "fp32"]
     plans = resolve(policy, [layer.name for layer in before.tunable])
-    assert saved_bytes(before, plans, "bf16", wide=wide)[0] == pytest.approx(measured, rel=0.03)
+    assert saved_bytes(before, Setting(plans, "bf16", wide=wide))[0] == pytest.approx(measured, rel=0.03)
 
 
 def test_the_script_as_written_is_what_was_counted() -> None:
     make, shape = MODELS["mlp"]
     report = record(make(), torch.randn(*shape))
-    assert saved_bytes(report, {})[0] == report.memory["saved_for_backward"]
-    assert sum(saved_by_rules(report, {}, "keep")) == pytest.approx(report.memory["saved_for_backward"], rel=0.03)
+    assert saved_bytes(report, Setting())[0] == report.memory["saved_for_backward"]
+    walk = walked(report, Setting())
+    assert walk.total + walk.weights == pytest.approx(report.memory["saved_for_backward"], rel=0.03)
 
 
 def test_without_a_count_of_each_tensor_the_rules_alone_still_shrink_with_the_policy() -> None:
@@ -160,15 +161,17 @@ def test_without_a_count_of_each_tensor_the_rules_alone_still_shrink_with_the_po
     report = record(make(), torch.randn(*shape))
     blind = replace(report, operators=tuple(replace(row, out_saved=()) for row in report.operators))
     plans = resolve(POLICIES["rowwise"], [layer.name for layer in report.tunable])
-    assert saved_bytes(blind, {})[0] == report.memory["saved_for_backward"]
-    assert saved_bytes(blind, plans, "bf16")[0] == pytest.approx(saved_bytes(report, plans, "bf16")[0], rel=0.2)
+    assert saved_bytes(blind, Setting())[0] == report.memory["saved_for_backward"]
+    assert saved_bytes(blind, Setting(plans, "bf16"))[0] == pytest.approx(
+        saved_bytes(report, Setting(plans, "bf16"))[0], rel=0.2
+    )
 
 
 def test_a_gpu_keeps_quantised_weights() -> None:
     make, shape = MODELS["mlp"]
     report = record(make(), torch.randn(*shape))
     plans = resolve(POLICIES["rowwise"], [layer.name for layer in report.tunable])
-    on_cpu, on_gpu = (saved_bytes(report, plans, "bf16", gpu=gpu) for gpu in (False, True))
+    on_cpu, on_gpu = (saved_bytes(report, Setting(plans, "bf16", gpu=gpu)) for gpu in (False, True))
     assert on_gpu[1] > on_cpu[1]
     assert on_gpu[0] - on_cpu[0] == on_gpu[1] - on_cpu[1]
 
@@ -177,7 +180,7 @@ def test_nothing_counted_means_nothing_modelled() -> None:
     from dataclasses import replace
 
     report = decoder_report(DecoderConfig(64, 1, 4, 256, 64), batch=1, seq=8)
-    assert saved_bytes(replace(report, memory={}), {}) == (0, 0)
+    assert saved_bytes(replace(report, memory={}), Setting()) == (0, 0)
 
 
 class Checkpointed(nn.Module):
@@ -203,4 +206,4 @@ def test_checkpointed_blocks_save_their_inputs_only() -> None:
     measured = record(model, x).memory["saved_for_backward"]
     remove_policy(model)
     plans = resolve(POLICIES["bf16"], [layer.name for layer in before.tunable])
-    assert saved_bytes(before, plans, "bf16")[0] == pytest.approx(measured, rel=0.05)
+    assert saved_bytes(before, Setting(plans, "bf16"))[0] == pytest.approx(measured, rel=0.05)
