@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
@@ -389,12 +389,10 @@ class CostModel:
 
     def _newton_schulz_seconds(self) -> float:
         """Return the time of what Muon multiplies: in bf16, as it is written, and on one of the shards each."""
-        cpu, total = self._cpu, 0.0
-        for one in self._muon:
-            for m, k, n in one.products:
-                each = cpu.product_seconds(m, k, n) if cpu else gemm_seconds(self.target, self.rates, "bf16", m, k, n)
-                total += one.matrices * one.iterations * each
-        return total / self.shards
+        cpu, gpu = self._cpu, partial(gemm_seconds, self.target, self.rates, "bf16")
+        product = partial(cpu.gemm_seconds, "bf16", "fprop") if cpu else gpu
+        each = (one.matrices * one.iterations * product(*sizes) for one in self._muon for sizes in one.products)
+        return sum(each) / self.shards
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:
         """Return the CPU time that launching a step takes: what small models are bound by."""

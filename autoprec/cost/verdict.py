@@ -80,7 +80,7 @@ class Verdict:
 
     @property
     def baseline_run(self) -> str:
-        return _run(self.baseline, self.written)
+        return self.written if self.baseline == KEEP else self.baseline
 
     @property
     def fits(self) -> bool:
@@ -101,7 +101,7 @@ def _allowed(model: CostModel, name: str, plan: LayerPlan) -> tuple[bool, str]:
     return True, why
 
 
-def _row(model: CostModel, name: str, baseline: str, choices: Choices, activations: str) -> tuple[dict[str, Any], str]:
+def _row(model: CostModel, name: str, baseline: str, choices: Choices, activations: str) -> dict[str, Any]:
     layer, cpu = model.layer(name), model.target.is_cpu
     plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
     standing = model.layer_cost(name, plain if _allowed(model, name, plain)[0] else _KEEP_PLAN, activations)
@@ -117,8 +117,7 @@ def _row(model: CostModel, name: str, baseline: str, choices: Choices, activatio
             continue
         times[choice] = cost.seconds * 1e3
         if choice not in (baseline, KEEP) and plan != plain:  # a choice not offered here names the baseline's plan
-            quantised = any(recipe is not None and recipe.scaled for recipe in map(plan.recipe, GEMMS))
-            rivals.append(Rival(choice, cost, quantised))
+            rivals.append(Rival(choice, cost, bool(plan.scaled)))
     base = standing.seconds * 1e3
     best = min(times, key=lambda choice: times[choice], default=baseline)
     if times.get(best, base) >= base * 0.999:
@@ -132,7 +131,7 @@ def _row(model: CostModel, name: str, baseline: str, choices: Choices, activatio
     else:
         reason = layer_reason(standing, rivals, cpu=cpu)
     works = model.works(name)
-    row = {
+    return {
         "name": name,
         "group": layer.group,
         "shapes": [[w.tokens, w.inp, w.out] for w in works],
@@ -146,7 +145,11 @@ def _row(model: CostModel, name: str, baseline: str, choices: Choices, activatio
         "reason": reason,
         "blocked": blocked,
     }
-    return row, best
+
+
+def _fastest(rows: list[dict[str, Any]], choices: Choices) -> dict[str, LayerPlan]:
+    """Return the plan of each layer under the choice that is best for it."""
+    return {row["name"]: choices[row["best"]].get(row["name"], _KEEP_PLAN) for row in rows}
 
 
 def _speedup(base: StepEstimate, other: StepEstimate) -> float:
@@ -251,13 +254,9 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
     first = "bf16" if not cpu and "bf16" in choices else KEEP
     choices.setdefault(KEEP, {})
     names = [layer.name for layer in model.report.tunable]
-    rows, assignment = [], {}
-    for name in names:
-        row, best = _row(model, name, first, choices, cast)
-        rows.append(row)
-        assignment[name] = choices[best].get(name, _KEEP_PLAN)
+    rows = [_row(model, name, first, choices, cast) for name in names]
     base = model.estimate(choices.get(first, {}), activations=cast)
-    bound = model.estimate(assignment, activations=cast)
+    bound = model.estimate(_fastest(rows, choices), activations=cast)
     uniform = _best_uniform(model, choices, names, first, base, cast)
     speedup = max(_speedup(base, bound), uniform[1])
     fastest_ms = base.time_ms / speedup
@@ -268,23 +267,15 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
     shares = {key: value / total for key, value in base.breakdown.items()}
     shares["tunable"] = sum(row["baseline_ms"] for row in rows) / total
     low, high = ratio_bounds(speedup, base.spread)
-    kind, reason, cause = _decide(
-        model, rows, first, speedup, over_script, uniform, shares, threshold, script, written, (low, high)
-    )
-    if kind != "stay" and over_script < 1.0 + threshold and first != KEEP:  # a gain over a baseline that loses
-        over_script = max(over_script, _as_written(model, choices, script_ms))
-        if over_script < 1.0 + threshold:
-            most = f"at most {over_script:.2f}x over {written} on {model.target.title}"
-            kind, reason = "stay", f"{most}, which is faster than {first} here: {time_shares(shares)}"
-    return Verdict(
-        kind=kind,
+    found = Verdict(
+        kind="",
         bound_speedup=speedup,
         low=low,
         high=high,
         baseline=first,
         activations=cast,
         best_uniform=uniform,
-        reason=reason + too_large(base.memory_bytes, model.target, first),
+        reason="",
         label=model.label,
         step_ms=base.time_ms,
         bound_over_script=over_script,
@@ -292,20 +283,26 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
         memory_bytes=base.memory_bytes,
         device_bytes=model.target.memory_bytes,
         shares=shares,
-        rows=sorted(rows, key=lambda row: -row["baseline_ms"]),
+        rows=rows,
         written=written,
-        cause=cause,
         spread=base.spread,
     )
-
-
-def _as_written(model: CostModel, choices: Choices, script_ms: float) -> float:
-    """Return the bound over the script as written of choices that leave its activations as they are (TF32)."""
-    assignment = {}
-    for layer in model.report.tunable:
-        _, best = _row(model, layer.name, KEEP, choices, KEEP)
-        assignment[layer.name] = choices[best].get(layer.name, _KEEP_PLAN)
-    return script_ms / model.estimate(assignment, activations=KEEP).time_ms
+    kind, reason, cause = _decide(model, found, threshold, script)
+    if kind != "stay" and over_script < 1.0 + threshold and first != KEEP:  # a gain over a baseline that loses
+        # of choices that leave the script's activations as they are (TF32)
+        plans = _fastest([_row(model, name, KEEP, choices, KEEP) for name in names], choices)
+        over_script = max(over_script, script_ms / model.estimate(plans, activations=KEEP).time_ms)
+        if over_script < 1.0 + threshold:
+            most = f"at most {over_script:.2f}x over {written} on {model.target.title}"
+            kind, reason = "stay", f"{most}, which is faster than {first} here: {time_shares(shares)}"
+    return replace(
+        found,
+        kind=kind,
+        reason=reason + too_large(base.memory_bytes, model.target, first),
+        cause=cause,
+        bound_over_script=over_script,
+        rows=sorted(rows, key=lambda row: -row["baseline_ms"]),
+    )
 
 
 def too_large(memory_bytes: float, target: Target, run: str) -> str:
@@ -319,30 +316,19 @@ def too_large(memory_bytes: float, target: Target, run: str) -> str:
     )
 
 
-def _decide(
-    model: CostModel,
-    rows: list[dict[str, Any]],
-    baseline: str,
-    speedup: float,
-    over_script: float,
-    uniform: tuple[str, float],
-    shares: Mapping[str, float],
-    threshold: float,
-    script: str,
-    written: str,
-    bounds: tuple[float, float],
-) -> tuple[str, str, str]:
+def _decide(model: CostModel, found: Verdict, threshold: float, script: str) -> tuple[str, str, str]:
     """Return the verdict, its reason, and why nothing gains beyond the baseline (empty where something does)."""
-    run, where, cpu = _run(baseline, written), model.target.title, model.target.is_cpu
+    rows, speedup, uniform, run = found.rows, found.bound_speedup, found.best_uniform, found.baseline_run
+    where, cpu = model.target.title, model.target.is_cpu
     if not rows:
         return "stay", "the model has no tunable layer", "the model has no tunable layer"
     if speedup < 1.0 + threshold:
         if all(row["blocked"] for row in rows):
             cause = str(max(rows, key=lambda row: row["baseline_ms"])["blocked"])
         else:
-            cause = model_reason(rows, baseline, shares, cpu=cpu, script=script, written=written)
-        if baseline != KEEP and over_script >= 1.0 + threshold:
-            gain = f"{baseline} is about {over_script:.2f}x over {written} on {where}"
+            cause = model_reason(rows, found.baseline, found.shares, cpu=cpu, script=script, written=found.written)
+        if found.baseline != KEEP and found.bound_over_script >= 1.0 + threshold:
+            gain = f"{found.baseline} is about {found.bound_over_script:.2f}x over {found.written} on {where}"
             return "adopt", f"{gain}, and no other choice gains more than {speedup:.2f}x over it: {cause}", cause
         return "stay", f"at most {speedup:.2f}x over {run} on {where}: {cause}", cause
     losing = [row for row in rows if row["gain_ms"] <= 0]
@@ -353,8 +339,5 @@ def _decide(
     mixed = f"{len(losing) - blocked} of {len(rows)} layers are below break-even"
     mixed += f", {blocked} without a quantised choice" if blocked else ""
     best = f"the best single choice is {uniform[0]} with {uniform[1]:.2f}x"
-    return "search", f"about {speed_text(speedup, *bounds)} over {run} on {where}, by layers alone; {best}; {mixed}", ""
-
-
-def _run(baseline: str, written: str) -> str:
-    return written if baseline == KEEP else baseline
+    about = speed_text(speedup, found.low, found.high)
+    return "search", f"about {about} over {run} on {where}, by layers alone; {best}; {mixed}", ""

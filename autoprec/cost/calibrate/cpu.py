@@ -191,7 +191,7 @@ class CpuCost:
         #: of small tensors is Python and calls of kernels, so its factor is that of all that is not arithmetic.
         self.in_situ: Mapping[str, float] = rates["in_situ"]
 
-    def gemm_seconds(self, form: str, role: str, m: int, k: int, n: int, batch: int) -> float:
+    def gemm_seconds(self, form: str, role: str, m: int, k: int, n: int, batch: int = 1) -> float:
         """Return the time of one GEMM in fp32, bf16 or int8 (other formats run as one of the first two)."""
         native = form if form in ("bf16", "int8") else "fp32"
         per_flop, per_byte, fixed = self.rates["gemm"][native]["fprop" if role == "recompute" else role]
@@ -345,11 +345,6 @@ class CpuCost:
     def overhead_seconds(self, views: float) -> float:
         """Return the time of operators that move nothing."""
         return float(views * self.rates["dispatch"]) * self.in_situ["rest"]
-
-    def product_seconds(self, m: int, k: int, n: int) -> float:
-        """Return the time of one bf16 product that no layer makes."""
-        per_flop, per_byte, fixed = self.rates["gemm"]["bf16"]["fprop"]
-        return float(2.0 * m * k * n * per_flop + 2.0 * (m * k + k * n + m * n) * per_byte + fixed)
 
     def update_seconds(self, parameters: float, tensors: float, *, fused: bool) -> float:
         per_value, per_tensor = self.rates["fused_optimizer" if fused else "optimizer"]

@@ -112,30 +112,31 @@ def _operators() -> dict[str, dict[str, dict[str, list[float]]]]:
     return out
 
 
+def _on_tensors(make: Callable[[torch.Tensor], Callable[[], Any]], dtype: torch.dtype, unit: int = 1) -> list[float]:
+    """Return seconds per (``unit`` of a value, call) of what is made of tensors of three sizes."""
+    rows, times = [], []
+    for shape in _TENSORS:
+        runs = [make(torch.randn(*shape).to(dtype)) for _ in range(_COPIES)]
+        rows.append([float(math.prod(shape) * unit), 1.0])
+        times.append(_apart(runs))
+    return fit(rows, times)
+
+
 def _reduction() -> dict[str, list[float]]:
     """Return format -> seconds per (byte, call) of summing rows, as bias gradients do."""
-    out = {}
-    for form, dtype in _DTYPES.items():
-        rows, times = [], []
-        for shape in _TENSORS:
-            copies = [torch.randn(*shape).to(dtype) for _ in range(_COPIES)]
-            rows.append([float(math.prod(shape) * dtype.itemsize), 1.0])
-            times.append(_apart([functools.partial(torch.sum, x, 0) for x in copies]))
-        out[form] = fit(rows, times)
-    return out
+    return {
+        form: _on_tensors(lambda x: functools.partial(torch.sum, x, 0), dtype, dtype.itemsize)
+        for form, dtype in _DTYPES.items()
+    }
 
 
 def _casts() -> dict[str, list[float]]:
     """Return direction -> seconds per (value, call) of casts between fp32 and bf16."""
-    out: dict[str, list[float]] = {}
-    for name, source, dtype in (("down", torch.float32, torch.bfloat16), ("up", torch.bfloat16, torch.float32)):
-        rows, times = [], []
-        for shape in _TENSORS:
-            copies = [torch.randn(*shape).to(source) for _ in range(_COPIES)]
-            rows.append([float(math.prod(shape)), 1.0])
-            times.append(_apart([functools.partial(x.to, dtype) for x in copies]))
-        out[name] = fit(rows, times)
-    return out
+    low, high = torch.bfloat16, torch.float32
+    return {
+        "down": _on_tensors(lambda x: functools.partial(x.to, low), high),
+        "up": _on_tensors(lambda x: functools.partial(x.to, high), low),
+    }
 
 
 def _layer(plan: LayerPlan | None, shape: tuple[int, int, int], *, low: bool = False) -> float:
