@@ -7,6 +7,7 @@ written out here. What it cannot express (``add_bias_kv``, ``add_zero_attn``) is
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,17 +69,13 @@ class AttentionExecutions(WeightExecutions):
         """Compute what ``nn.MultiheadAttention.forward`` computes; same arguments, same results."""
         m = self.module
         batched = query.dim() == 3
-        if not batched:
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        if not batched or not m.batch_first:
             same = key is query, value is query
-            query = query.unsqueeze(0)
-            key = query if same[0] else key.unsqueeze(0)
-            value = query if same[1] else value.unsqueeze(0)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not m.batch_first:
-            same = key is query, value is query
-            query = query.transpose(0, 1)
-            key = query if same[0] else key.transpose(0, 1)
-            value = query if same[1] else value.transpose(0, 1)
+            turned: Any = partial(torch.transpose, dim0=0, dim1=1) if batched else partial(torch.unsqueeze, dim=0)
+            query = turned(query)
+            key, value = query if same[0] else turned(key), query if same[1] else turned(value)
         q, k, v = (self._heads(x) for x in self._inputs(query, key, value))
         mask = _merge_masks(attn_mask, key_padding_mask, q, k)
         if mask is None and is_causal:

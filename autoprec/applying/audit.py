@@ -141,12 +141,7 @@ def _experimental(root: nn.Module, rows: tuple[LayerAudit, ...], plans: Mapping[
     device = next((str(parameter.device) for parameter in root.parameters()), "cpu")
     backends = execution.backends if execution is not None else ()
     unproven = {backend.name for backend in backends if backend.is_experimental(device)}
-    scaled = {
-        row.backend
-        for row in rows
-        if row.name in plans
-        and any(recipe is not None and recipe.scaled for recipe in (getattr(plans[row.name], gemm) for gemm in GEMMS))
-    }
+    scaled = {row.backend for row in rows if row.name in plans and plans[row.name].scaled}
     return tuple(sorted(unproven & scaled))
 
 
@@ -251,10 +246,9 @@ def _runs(found: Any) -> str:
 
 
 def _is_emulated(found: Any) -> bool:
-    recipes = [found.plan.recipe(gemm) for gemm in GEMMS] if isinstance(found, LinearExecution) else []
-    # int8 runs on the integer units of whatever device it is on
-    scaled = any(r is not None and r.scaled and r.format != "int8" for r in recipes)
-    return scaled and found.backend == "emulated"
+    if not isinstance(found, LinearExecution) or found.backend != "emulated":
+        return False
+    return any(recipe.format != "int8" for recipe in found.plan.scaled)  # int8 runs on any device's integer units
 
 
 def emulated_note(model: nn.Module) -> str:
@@ -262,8 +256,7 @@ def emulated_note(model: nn.Module) -> str:
     found = [one for unit in tunable_units(model).values() if _is_emulated(one := unit_execution(unit))]
     if not found:
         return ""
-    asked = [one.plan.recipe(gemm) for one in found for gemm in GEMMS]
-    recipes = dict.fromkeys(recipe.describe() for recipe in asked if recipe is not None and recipe.scaled)
+    recipes = dict.fromkeys(recipe.describe() for one in found for recipe in one.plan.scaled)
     return (
         f"{len(found)} layers run {', '.join(recipes)} emulated on this device: "
         "the numerics are true, the speed is not (slower than without the policy)"

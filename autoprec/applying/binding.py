@@ -14,7 +14,8 @@ from autoprec.applying.attention import attention_refusal
 from autoprec.applying.units import Unit
 from autoprec.backends import BACKENDS, Backend, choose, get
 from autoprec.errors import AutoPrecWarning, UnsupportedError
-from autoprec.numerics.one_dtype import ONE_DTYPE_FORMATS, ConvExecution, RecurrentExecution
+from autoprec.numerics.one_dtype import ConvExecution, RecurrentExecution
+from autoprec.numerics.plan import NATIVE
 from autoprec.policy import LayerPlan, Policy
 from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMMS
@@ -146,12 +147,12 @@ class Binder:
 
 def _one_dtype_refusal(plan: LayerPlan, what: str) -> str:
     """Return why a convolution or a recurrent layer, which run in one dtype, cannot run a plan; empty when they can."""
-    formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
+    formats = {None if recipe is None else recipe.format for recipe in plan.recipes}
     found = formats.pop()
     if formats:
         return f"{what} runs one recipe in all three passes"
     if plan.fprop is not None and plan.fprop.output == "fp32":
         return f"{what} returns the dtype that it runs in: leave output: fp32 to a linear layer"
-    if found not in ONE_DTYPE_FORMATS:
+    if found not in NATIVE:
         return f"no device runs {what} in {found} in training: fp32, bf16 or fp16 only"
     return ""

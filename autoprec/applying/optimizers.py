@@ -27,16 +27,17 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def model_of(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Return the model with a policy on it of which this optimizer trains most parameters; None where there is none."""
-    shares = {model: _shared(optimizer, model) for model in list(ON)}
+    shares = {model: shared(optimizer, model) for model in list(ON)}
     found = max(shares, key=shares.__getitem__, default=None)
     return found if found is not None and shares[found] else None
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the living optimizers that a policy has wrapped and that train parameters of this model."""
-    return [optimizer for optimizer in list(WRAPPED) if _shared(optimizer, unwrap(model))]
+    return [optimizer for optimizer in list(WRAPPED) if shared(optimizer, unwrap(model))]
 
 
-def _shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+def shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Return how many parameters of a model an optimizer trains."""
     own = {id(parameter) for parameter in model.parameters()}
     return sum(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autoprec.applying.optimizers import shared
 from autoprec.applying.stage import put_stage
 from autoprec.applying.state import ON, carries_state, carry_state
 from autoprec.applying.units import unwrap
@@ -114,8 +115,7 @@ class Phases:
         if any(ref() is optimizer for ref in self._optimizers):
             return True
         held = [found for ref in (self._model, self._root) if (found := ref()) is not None]
-        own = {id(parameter) for found in held for parameter in found.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(shared(optimizer, found) for found in held):
             self._strangers.add(optimizer)
             return False
         self.know(optimizer)

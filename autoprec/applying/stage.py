@@ -22,21 +22,15 @@ from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.prepared import Prepared
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
-from autoprec.applying.swap import (
-    install,
-    root_of,
-    swapped_base,
-    uninstall,
-)
+from autoprec.applying.swap import install, root_of, swapped_base, uninstall
 from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.linear import LinearExecution
+from autoprec.numerics.plan import NATIVE
 from autoprec.numerics.sharded import is_dtensor, is_sharded
 from autoprec.policy import LayerPlan, Policy, resolve
-
-_ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def put_stage(
@@ -109,7 +103,7 @@ def _install_root(
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
-        activations = _ACTIVATIONS.get(policy.activations)
+        activations = NATIVE.get(policy.activations)
         emulates = backends[0].emulates_casts
         root_execution = RootExecution(activations, policy.operators, kind, low, emulates, backends=backends)
         for backend in backends:  # one of them at most has anything to do around the layers of others

@@ -163,12 +163,3 @@ def tunable_units(model: nn.Module) -> dict[str, Unit]:
                 path = clean if parameter == "weight" else f"{clean}.{parameter}" if clean else parameter
                 found[path] = Unit(module, "functional", parameter)
     return found
-
-
-def tunable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of :func:`tunable_units` by name: a raw parameter is listed with the module that holds it."""
-    found = {}
-    for name, unit in tunable_units(model).items():
-        held = unit.module._modules.get(unit.parameter)
-        found[name] = held if isinstance(held, nn.Module) else unit.module
-    return found

@@ -58,8 +58,9 @@ class Backend(ABC):
         return None
 
 
-def feature_sizes(gemm: Gemm, m: int, k: int, n: int) -> dict[str, int]:
-    """Return the sizes of a GEMM that are features of the layer, by label; tokens are padded, so any number will do."""
+def misaligned(gemm: Gemm, m: int, k: int, n: int, multiple: int) -> str:
+    """Return which size of a GEMM is not a multiple, or nothing; tokens are padded, so any number of them will do."""
     sizes = {"M": m, "K": k, "N": n}
     del sizes["K" if gemm == "wgrad" else "M"]
-    return sizes
+    wrong = (label for label, size in sizes.items() if size % multiple)
+    return next((f"{gemm} {label} = {sizes[label]} is not a multiple of {multiple}" for label in wrong), "")

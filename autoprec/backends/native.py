@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autoprec.backends.base import Backend, feature_sizes
+from autoprec.backends.base import Backend, misaligned
 from autoprec.backends.casts import CompiledCasts
 from autoprec.backends.cpu.int8 import int8_parts
 from autoprec.backends.experts.products import GroupedProducts
@@ -108,12 +108,9 @@ class NativeBackend(Backend):
             return Capability(False, f"torch has no {recipe.describe()} training GEMM on {device}")
         if on_cpu:
             return Capability(True, "torch._scaled_mm on the CPU: correct, but slower than float32")
-        refusal = _refusal(kind, recipe, gemm, device)
-        if refusal:
-            return Capability(False, refusal)
-        for label, size in feature_sizes(gemm, m, k, n).items():
-            if size % _NEEDS[kind].multiple:
-                return Capability(False, f"{gemm} {label} = {size} is not a multiple of {_NEEDS[kind].multiple}")
+        why = _refusal(kind, recipe, gemm, device) or misaligned(gemm, m, k, n, _NEEDS[kind].multiple)
+        if why:
+            return Capability(False, why)
         return Capability(True, "torch._scaled_mm" if kind in ("tensor", "row") else "torch.nn.functional.scaled_mm")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:

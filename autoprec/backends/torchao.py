@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.backends.base import Backend, feature_sizes
+from autoprec.backends.base import Backend, misaligned
 from autoprec.backends.library import LibraryExecution, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.execution import Execution
@@ -22,13 +22,12 @@ from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 from autoprec.support.optional import require
 
-_HIGH = ("bf16",)
 _NO_BLOCKS = "torchao's products have no scales in blocks"
 
 
 def _float8_refusal(recipe: Recipe, device: str) -> str:
     scaling = recipe.scaling
-    if (recipe.format in _HIGH and recipe.output == "keep") or recipe.format == "mxfp8":
+    if (recipe.format == "bf16" and recipe.output == "keep") or recipe.format == "mxfp8":
         return ""
     if recipe.format != "fp8" or scaling is None:
         return f"torchao trains no {recipe.describe()} GEMM"
@@ -128,9 +127,8 @@ class TorchaoBackend(Backend):
         if refusal:
             return Capability(False, refusal)
         multiple = 32 if recipe.format == "mxfp8" else 16 if device.startswith("cuda") and recipe.scaled else 1
-        for label, size in feature_sizes(gemm, m, k, n).items():
-            if size % multiple:
-                return Capability(False, f"{gemm} {label} = {size} is not a multiple of {multiple}")
+        if why := misaligned(gemm, m, k, n, multiple):
+            return Capability(False, why)
         if device.startswith("cuda") and recipe.scaled:
             need = (10, 0) if recipe.format == "mxfp8" else (8, 9)
             cc = torch.cuda.get_device_capability(device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from autoprec.backends.base import Backend, feature_sizes
+from autoprec.backends.base import Backend, misaligned
 from autoprec.backends.library import LibraryExecution
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
@@ -31,7 +31,7 @@ from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.linear import in_backward
 from autoprec.policy import LayerPlan
 from autoprec.precision.hardware import Capability
-from autoprec.precision.recipes import GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import Gemm, Recipe
 from autoprec.support.optional import installed_version, require
 
 _PURPOSE = "backend 'transformer_engine'"
@@ -41,11 +41,9 @@ _ALIGNMENT = {"fp8": 16, "mxfp8": 32, "nvfp4": 16}
 
 def _alignment(plan: LayerPlan) -> int:
     sizes = [16]  # TE checks the sizes of a layer inside autocast even where nothing is quantised
-    for gemm in GEMMS:
-        recipe = plan.recipe(gemm)
-        if recipe is not None and recipe.scaled:
-            block = recipe.scaling is not None and recipe.scaling.granularity == "block"
-            sizes.append(128 if block else _ALIGNMENT[recipe.format])
+    for recipe in plan.scaled:
+        block = recipe.scaling is not None and recipe.scaling.granularity == "block"
+        sizes.append(128 if block else _ALIGNMENT[recipe.format])
     return max(sizes)
 
 
@@ -54,8 +52,7 @@ def _compute(plan: LayerPlan) -> torch.dtype | None:
 
     Operands cast first would be rounded twice; a bf16 GEMM casts in its own slot.
     """
-    nvfp4 = any((recipe := plan.recipe(gemm)) is not None and recipe.format == "nvfp4" for gemm in GEMMS)
-    return torch.bfloat16 if nvfp4 else None
+    return torch.bfloat16 if any(recipe.format == "nvfp4" for recipe in plan.scaled) else None
 
 
 class TransformerEngineBackend(Backend):
@@ -103,10 +100,8 @@ class TransformerEngineBackend(Backend):
         if block and wide_scales and torch.cuda.get_device_capability(device) >= (10, 0):
             return Capability(False, "Transformer Engine runs blocks as MXFP8 here, whose scales are powers of two")
         size = 128 if block else _ALIGNMENT[recipe.format]
-        for label, value in feature_sizes(gemm, m, k, n).items():
-            if value % size:
-                return Capability(False, f"{gemm} {label} = {value} is not a multiple of {size}")
-        return Capability(True, f"Transformer Engine {recipe.describe()}")
+        why = misaligned(gemm, m, k, n, size)
+        return Capability(not why, why or f"Transformer Engine {recipe.describe()}")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LibraryExecution:
         """Return an execution around a fresh ``te.Linear`` that is lent the module's weight in each call.
@@ -154,7 +149,6 @@ class TransformerEngineBackend(Backend):
             plan.labels,
             _alignment(plan),
             compute=_compute(plan),
-            casts_weight=False,
             backend=self.name,
             uncompiled="Transformer Engine's delayed scaling breaks compiled graphs: it runs between them"
             if delayed

@@ -13,9 +13,8 @@ from autoprec.cost.rates import Rates
 from autoprec.cost.scale import GemmWork
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target, alignment, recipe_family
-from autoprec.precision.recipes import Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, Gemm, Recipe
 
-_AUTOCAST = {"bf16": Recipe(format="bf16"), "fp16": Recipe(format="fp16"), "fp32": Recipe(format="fp32")}
 _TILE = 128
 _SPLIT_K = 2048
 _OPERAND_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0, "mxfp8": 1.03125, "nvfp4": 0.5625}
@@ -258,7 +257,7 @@ def layer_cost(
         gemm_time += seconds
         error += seconds * rates.error.get(family, 0.2)
         if recipe is None and activations != "keep":
-            recipe = _AUTOCAST[activations]
+            recipe = BUILTIN_RECIPES[activations]
         recipes[gemm] = recipe
     cast = kernels = 0.0
     for operand, gemms in _USES:

@@ -11,8 +11,8 @@ from autoprec.policy import Policy, resolve
 from autoprec.precision.recipes import GEMMS, KEEP
 
 _FLOATS = ("fp64", "fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1")
-#: Operator classes a policy protects by name -> the classes of the recorded step that show it.
-_PROTECTED = {"softmax": ("softmax",), "norm": ("norm",), "embedding": ("embedding",), "loss": ("loss",)}
+#: Operator classes that a policy protects, which are classes of the recorded step.
+_PROTECTED = ("softmax", "norm", "embedding", "loss")
 _QUIET = ("view", "cast", "allocation")
 
 
@@ -71,20 +71,15 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
     """
     ran = executed_precisions(report)
     rows: dict[str, dict[str, Any]] = {}
-    for name, classes in _PROTECTED.items():
-        requested = operators.get(name, "keep")
-        found: Counter[str] = Counter()
-        low: list[str] = []
-        for cls in classes:
-            found.update(ran["operators"].get(cls, {}))
-            for dtype, seen in ran["modules"].get(cls, {}).items():
-                low += [module for module in seen if dtype not in ("fp32", "fp64")]
+    for name in _PROTECTED:
+        requested, modules = operators.get(name, "keep"), ran["modules"].get(name, {})
+        low = [module for dtype, seen in modules.items() if dtype not in ("fp32", "fp64") for module in seen]
         reached = [module for module in low if report.root_called and not _is_outside(module)]
         ok = requested != "fp32" or not reached
         reason = "" if ok else f"ran in low precision in {', '.join(reached[:5])}"
         if ok and requested == "fp32" and low:
             reason = "beside the model's forward the script runs it in low precision, where no policy reaches"
-        rows[name] = {"requested": requested, "executed": dict(found), "ok": ok, "reason": reason}
+        rows[name] = {"requested": requested, "executed": ran["operators"].get(name, {}), "ok": ok, "reason": reason}
     return rows
 
 

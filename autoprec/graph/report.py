@@ -13,7 +13,7 @@ from typing import Any
 from autoprec.errors import FileError
 from autoprec.support.files import read_text
 from autoprec.support.living import uncollected
-from autoprec.support.plain import shallow
+from autoprec.support.plain import rebuild, shallow
 
 #: A recorded step of the largest model that was seen is a hundredth of it.
 MAX_GRAPH_BYTES = 256 * 1024 * 1024
@@ -230,22 +230,13 @@ class GraphReport:
             for name in ("shapes", "out_shapes"):
                 fields[name] = tuple(tuple(shape) for shape in row.get(name, ()))
             operators.append(Operator(**fields))
-        return cls(
-            model=document["model"],
-            layers=layers,
-            operators=tuple(operators),
-            groups={name: tuple(members) for name, members in document["groups"].items()},
-            total_flops=document["coverage"]["total_flops"],
-            tunable_flops_share=document["coverage"]["tunable_flops_share"],
-            batch=document["batch"],
-            memory=document["memory"],
-            notes=tuple(document["notes"]),
-            source=document["source"],
-            root_called=document.get("root_called", True),
-            held=document.get("held", 1.0),
-            fused_update=document.get("fused_update", False),
-            newton_schulz=tuple(NewtonSchulz(**row) for row in document.get("newton_schulz", ())),
-        )
+        made = {
+            "layers": layers,
+            "operators": operators,
+            "groups": {name: tuple(members) for name, members in document["groups"].items()},
+            "newton_schulz": [NewtonSchulz(**row) for row in document.get("newton_schulz", ())],
+        }
+        return rebuild(cls, document | document["coverage"] | made)
 
 
 def load_report(path: Path | str) -> GraphReport:

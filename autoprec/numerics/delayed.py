@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.scaling import learn_together
-from autoprec.numerics.sharded import reduced
+from autoprec.numerics.sharded import fsdp_groups, reduced
 
 Slot = tuple[QuantizerState, str, Spec]
 #: Whether forwards are those of this rank alone: see :func:`not_reduced`.
@@ -57,12 +57,7 @@ def _meshes(root: nn.Module) -> Iterator[Any]:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None:
             yield mesh
-    for module in root.modules():
-        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            if group is not None:
-                yield group.mesh_info.mesh
+    yield from (group.mesh_info.mesh for group in fsdp_groups(root))
 
 
 def data_parallel_groups(root: nn.Module) -> list[Any]:

@@ -36,7 +36,6 @@ class Execution(ABC):
         idle: the last forward had no rows to multiply.
         ran: what the last forward and backward really ran, by GEMM; empty until then.
         compute: dtype in which operands are handed over; None for what the script computes in.
-        casts_weight: the weight is cast to the dtype of the GEMM; otherwise a library quantises it as it is stored.
         watched: the dtypes under which a backward has been seen; others are watched once more.
     """
 
@@ -49,7 +48,6 @@ class Execution(ABC):
     idle: bool = field(default=False, kw_only=True)
     ran: dict[str, str] = field(default_factory=dict, kw_only=True)
     compute: torch.dtype | None = field(default=None, kw_only=True)
-    casts_weight: bool = field(default=True, kw_only=True)
     watched: Any = field(default=None, kw_only=True)
 
     @property

@@ -22,17 +22,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
+from autoprec.numerics.plan import NATIVE
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.precision.recipes import GEMMS
 
 _CELLS: tuple[Any, ...] = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-#: Formats in which such a layer can run.
-ONE_DTYPE_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
 class _OneDtypeExecution(Execution):
-    """Runs one module in one dtype: ``format``, a key of :data:`ONE_DTYPE_FORMATS`.
+    """Runs one module in one dtype: ``format``, a key of :data:`autoprec.numerics.plan.NATIVE`.
 
     FP16 on a CPU, and with ``emulates_casts`` bfloat16 on a CPU without bfloat16 units, are float32 kernels on rounded
     values.
@@ -45,7 +44,7 @@ class _OneDtypeExecution(Execution):
     @property
     def dtype(self) -> torch.dtype:
         """What the module's kernel computes in."""
-        return ONE_DTYPE_FORMATS[self.format]
+        return NATIVE[self.format]
 
     @property
     def labels(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class QuantizedOperand:
     groups: Tensor | None = None
 
 
+@dataclass(slots=True, eq=False)
 class QuantizerState:
     """What quantisation of one layer remembers between calls: delayed scales and private random streams.
 
@@ -100,29 +101,16 @@ class QuantizerState:
     groups over which it is cut, where scales of whole tensors are reduced (``numerics.sharded``).
     """
 
-    __slots__ = (
-        "delayed",
-        "generators",
-        "graph",
-        "groups",
-        "last",
-        "postponed",
-        "prepared",
-        "seed",
-        "shared",
-        "traced",
-    )
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-        self.shared = self.traced = False
-        self.prepared: torch.device | None = None
-        self.groups: Groups = {}
-        self.postponed = 0
-        self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
-        self.graph: dict[str, DelayedScale] = {}  # the same ones, by a key that Dynamo can look up
-        self.last: dict[tuple[str, Spec], Tensor] = {}
-        self.generators: dict[torch.device, torch.Generator] = {}
+    seed: int = 0
+    shared: bool = False
+    traced: bool = False
+    prepared: torch.device | None = None
+    groups: Groups = field(default_factory=dict)
+    postponed: int = 0
+    delayed: dict[tuple[str, Spec], DelayedScale] = field(default_factory=dict)
+    graph: dict[str, DelayedScale] = field(default_factory=dict)  # the same ones, by a key that Dynamo can look up
+    last: dict[tuple[str, Spec], Tensor] = field(default_factory=dict)
+    generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerState:
         """A copied layer computes what this one computes: with histories and a stream of its own that stand alike."""

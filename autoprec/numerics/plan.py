@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,8 @@ from autoprec.numerics.quantize import spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Operand, Recipe
 
-_NATIVE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: What kernels of a library multiply in as it is: plain casts.
+NATIVE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Names of the dtypes a script can compute in.
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -108,15 +110,11 @@ def _compiled(
     who = dict(multiply)
     steps = {g: _step(plan.recipe(g), g, keep_dtype, who.get(g, multiply_emulated), device_type) for g in GEMMS}
     wide = plan.fprop is not None and plan.fprop.wide_output
-    used = {(operand, spec): spec for g in GEMMS for operand, spec in _operands(g, steps[g])}
-    delayed = tuple(key for key, s in used.items() if s.scaling is not None and s.scaling.scale == "delayed")
-    stateful = bool(delayed) or any(spec.stochastic for spec in used.values())
+    pairs = [zip(GEMM_OPERANDS[g], (steps[g].first, steps[g].second), strict=True) for g in GEMMS]
+    used = list(dict.fromkeys(itertools.chain(*pairs)))
+    delayed = tuple(pair for pair in used if pair[1].rule.scale == "delayed")
+    stateful = bool(delayed) or any(spec.stochastic for _, spec in used)
     return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide, stateful, delayed)
-
-
-def _operands(gemm: Gemm, step: GemmStep) -> tuple[tuple[Operand, Spec], tuple[Operand, Spec]]:
-    first, second = GEMM_OPERANDS[gemm]
-    return (first, step.first), (second, step.second)
 
 
 def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
@@ -124,8 +122,8 @@ def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
 
     FP16 GEMMs on a CPU are 20 to 100 times slower than float32 ones, so there they are emulated.
     """
-    formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
+    formats = {None if recipe is None else recipe.format for recipe in plan.recipes}
     if len(formats) != 1 or any(recipe is not None and recipe.output == "fp32" for recipe in plan.recipes):
         return None
-    found = _NATIVE.get(formats.pop() or "")
+    found = NATIVE.get(formats.pop() or "")
     return None if found is torch.float16 and device_type == "cpu" else found

@@ -25,27 +25,17 @@ def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
     """Return how ``recipe`` quantises ``operand`` of ``gemm``."""
     axis = CONTRACTION[gemm][GEMM_OPERANDS[gemm].index(operand)]
     name = recipe.operand_format(operand)
-    if recipe.format == "int8" and recipe.scaling is not None:
-        granularity, rule = recipe.scaling.granularity, ScaleRule.of(recipe.scaling)
-        stochastic = operand == "grad_output" and recipe.stochastic_rounding
-        return Spec(granularity, name, -1 if granularity == "tensor" else axis, rule, stochastic=stochastic)
-    if recipe.format == "fp8" and recipe.scaling is not None:
+    stochastic = recipe.stochastic_rounding and operand == "grad_output"
+    if recipe.scaling is not None:
         granularity = recipe.scaling.granularity
         square = granularity == "block" and operand == "weight"
-        free = granularity == "tensor" or square
-        return Spec(granularity, name, -1 if free else axis, ScaleRule.of(recipe.scaling), square)
+        axis = -1 if granularity == "tensor" or square else axis
+        return Spec(granularity, name, axis, ScaleRule.of(recipe.scaling), square, stochastic=stochastic)
     if recipe.format == "mxfp8":
         return Spec("mx", name, axis)
     if recipe.format == "nvfp4":
-        square = recipe.weight_2d and operand == "weight"
-        return Spec(
-            "nvfp4",
-            name,
-            -1 if square else axis,
-            square=square,
-            hadamard=recipe.hadamard and gemm == "wgrad",
-            stochastic=recipe.stochastic_rounding and operand == "grad_output",
-        )
+        square, turned = recipe.weight_2d and operand == "weight", recipe.hadamard and gemm == "wgrad"
+        return Spec("nvfp4", name, -1 if square else axis, None, square, turned, stochastic)
     return Spec("cast", name)
 
 
@@ -68,11 +58,10 @@ def _tensor(
     if scaling.amax_epsilon:
         amax = amax.clamp(min=scaling.amax_epsilon)
     delayed = scaling.scale == "delayed"
-    if not delayed:
-        amax = reduced(amax, state.groups.get(operand, ()))
     if delayed:
         scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
     else:
+        amax = reduced(amax, state.groups.get(operand, ()))
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
     codes = _codes(_scaled(x, scale), spec, amax, state, bounded=not delayed, values=values)
     return QuantizedOperand(codes, inverse_of(scale, amax).reshape(1, 1), spec, x.shape[0], x.shape[1])

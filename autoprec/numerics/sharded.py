@@ -18,7 +18,7 @@ Scales of rows and blocks are those of a rank's part, as on its own GEMM: a row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,17 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Say whether FSDP2 gathers weights of a model before they are used."""
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that FSDP2 gathers together."""
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        if any(group is not None and group.fsdp_params for group in groups):
-            return True
-    return False
+        yield from (group for group in groups if group is not None)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether FSDP2 gathers weights of a model before they are used."""
+    return any(group.fsdp_params for group in fsdp_groups(model))
 
 
 def reduced(amax: Tensor, groups: tuple[str, ...]) -> Tensor:

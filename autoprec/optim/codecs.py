@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autoprec.errors import UnknownNameError
 from autoprec.numerics.rounding import decode
 
 _SMALLEST_AMAX = 1e-32  # below it max / amax overflows FP32; such a block is stored as zeros
@@ -309,14 +308,5 @@ CODECS: dict[tuple[str, str], Codec] = {
 
 
 def codec(what: str, name: str) -> Codec | None:
-    """Return the codec that stores ``what`` under the policy's ``name``; None for plain FP32.
-
-    Raises:
-        UnknownNameError: with the nearest valid name.
-    """
-    if name == "fp32":
-        return None
-    found = CODECS.get((what, name))
-    if found is None:
-        raise UnknownNameError(f"storage format of {what}", name, ["fp32", *(n for w, n in CODECS if w == what)])
-    return found
+    """Return the codec that stores ``what`` under the policy's ``name``; None for plain FP32."""
+    return None if name == "fp32" else CODECS[what, name]

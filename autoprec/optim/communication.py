@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.errors import UnsupportedError
 from autoprec.optim.codecs import BlockCodec, CastCodec, Codec
 from autoprec.support.living import living
 
@@ -29,17 +29,6 @@ WIRE: dict[str, Codec | None] = {
     "fp8": BlockCodec("e4m3", _BLOCK),
 }
 _ATTRIBUTE = "_autoprec_gradient_hook"
-
-
-def wire_codec(name: str) -> Codec | None:
-    """Return the codec behind ``fp32``, ``bf16`` or ``fp8``.
-
-    Raises:
-        UnknownNameError: with the nearest valid name.
-    """
-    if name not in WIRE:
-        raise UnknownNameError("gradient communication", name, WIRE)
-    return WIRE[name]
 
 
 def _shares(flat: Tensor, ranks: int) -> Tensor:
@@ -64,29 +53,19 @@ def _unpack(packed: Tensor, length: int, how: Codec) -> Tensor:
     return how.decode((codes, scales), torch.Size((count, length)))
 
 
-def wire_bytes(values: int, ranks: int, name: str) -> float:
-    """Return the bytes each rank sends to average ``values`` gradients over ``ranks`` (ring all-reduce for FP32)."""
-    how = wire_codec(name)
-    return 2.0 * (ranks - 1) / ranks * values * (32.0 if how is None else how.bits) / 8.0
-
-
 @dataclass
 class GradientHook:
     """A DDP communication hook whose precision can be changed between steps (DDP accepts one hook, once)."""
 
     name: str
     group: Any = None
-    calls: int = 0
-    sent_bytes: int = 0
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average one bucket over the ranks; the result replaces the bucket on every rank, bit for bit the same."""
-        self.calls += 1
-        buffer, how = bucket.buffer(), wire_codec(self.name)
+        buffer, how = bucket.buffer(), WIRE[self.name]
         ranks = dist.get_world_size(self.group)
         if how is None:
             dist.all_reduce(buffer.div_(ranks), group=self.group)
-            self.sent_bytes += int(wire_bytes(buffer.numel(), ranks, "fp32"))
         else:
             self._reduce(buffer, how, ranks)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -105,7 +84,6 @@ class GradientHook:
         gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
         gather(gathered, share, group=self.group)
         buffer.copy_(_unpack(gathered, length, how).view(-1)[: buffer.numel()].view_as(buffer))
-        self.sent_bytes += (ranks - 1) * (packed.shape[1] + share.shape[1])
 
 
 def find_distributed(model: nn.Module) -> DistributedDataParallel | None:
@@ -128,9 +106,7 @@ def install_gradient_hook(model: nn.Module, gradients: str, *, reserve: bool = F
 
     Raises:
         UnsupportedError: the script registered a communication hook of its own, or the model is sharded (FSDP).
-        UnknownNameError: no such wire format.
     """
-    wire_codec(gradients)
     wrapper = find_distributed(model)
     if wrapper is None:
         if (gradients != "fp32" or reserve) and any(type(p).__name__ == "DTensor" for p in model.parameters()):

@@ -63,14 +63,7 @@ class LossScaler:
     _left: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
 
     @classmethod
-    def install(
-        cls,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        initial_scale: float = 2.0**16,
-        growth_interval: int = 2000,
-    ) -> LossScaler:
+    def install(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> LossScaler:
         """Hook ``model`` and ``optimizers``; does nothing (see ``inactive_reason``) when the script scales itself.
 
         Raises:
@@ -86,7 +79,7 @@ class LossScaler:
         if shared is not None and shared.active:
             shared._join(optimizers)
             return shared
-        made = cls(initial_scale, growth_interval)
+        made = cls()
         if script_has_scaler():
             made.inactive_reason = "the script has its own GradScaler"
             return made

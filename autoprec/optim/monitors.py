@@ -11,7 +11,7 @@ run. Gradient errors do not see it either. So a few steps of every trial are wat
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -67,17 +67,6 @@ class StateReport:
         return max(0.0, *(found[name] - limit for name, (limit, _) in LIMITS.items()))
 
 
-@dataclass
-class _Sums:
-    """What was seen so far: per watched step the share of the intended change that was made, and counts."""
-
-    weights: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    flushed: int = 0
-    seen: int = 0
-    watched: int = 0
-
-
 class StateMonitor:
     """Watch every ``every``-th step of one optimizer, wrapped or plain, through its step hooks.
 
@@ -87,9 +76,12 @@ class StateMonitor:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, every: int = 10) -> None:
         self.optimizer, self.every = optimizer, max(1, every)
-        self.steps = 0
-        self._sums = _Sums()
-        self._before: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
+        self.steps = self.watched = 0
+        self._flushed = self._seen = 0
+        #: of each watched step the share of the intended change that was made, of weights and of second moments
+        self._weights: list[float] = []
+        self._seconds: list[float] = []
+        self._before: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
         self._skipped = skipped_steps(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(before_update(self._pre)),
@@ -113,9 +105,8 @@ class StateMonitor:
             for parameter in group["params"]:
                 if parameter.dim() >= 2 and parameter.grad is not None and not parameter.grad.is_sparse:
                     state = self.optimizer.state.get(parameter, {})
-                    self._before.append(
-                        (parameter, self._exact(parameter), _copy(state.get("exp_avg_sq")), _copy(parameter.grad))
-                    )
+                    gradient = decoded(parameter.grad).detach().float().clone()
+                    self._before.append((parameter, self._exact(parameter), _copy(state.get("exp_avg_sq")), gradient))
 
     def _observe(self, parameter: Tensor, weight: Tensor, second: Tensor | None) -> None:
         self._meant[id(parameter)] = (weight.clone(), None if second is None else second.clone())
@@ -130,33 +121,27 @@ class StateMonitor:
             self._skipped = skipped_steps(self.optimizer)
             return
         shares = [0.0, 0.0, 0.0, 0.0]
-        for parameter, weight, second, gradient in before:
-            after = self._exact(parameter)
-            found = self._compare(parameter, weight, after, second, gradient)
-            shares = [total + more for total, more in zip(shares, found, strict=True)]
+        for one in before:
+            shares = [total + more for total, more in zip(shares, self._compare(*one), strict=True)]
         if shares[1]:
-            self._sums.weights.append(shares[0] / shares[1])
+            self._weights.append(shares[0] / shares[1])
         if shares[3]:
-            self._sums.seconds.append(shares[2] / shares[3])
-        self._sums.watched += 1
+            self._seconds.append(shares[2] / shares[3])
+        self.watched += 1
 
     def _compare(
-        self, parameter: Tensor, weight: Tensor, after: Tensor, second: Tensor | None, gradient: Tensor | None
+        self, parameter: Tensor, weight: Tensor, second: Tensor | None, gradient: Tensor
     ) -> tuple[float, float, float, float]:
         """Count this parameter; return (made, meant) of its weight and of its second moment."""
-        sums, state = self._sums, self.optimizer.state.get(parameter, {})
-        second_share = (0.0, 0.0)
+        after, now = self._exact(parameter), _copy(self.optimizer.state.get(parameter, {}).get("exp_avg_sq"))
         meant_weight, meant_second = self._meant.pop(id(parameter), (after, None))
-        weight_share = _projection(after - weight, meant_weight - weight)
-        held = state.get("exp_avg_sq")
-        if held is not None and gradient is not None:
-            now = _copy(held)
-            assert now is not None
-            sums.flushed += int(((now == 0) & (gradient != 0)).sum())
-            sums.seen += now.numel()
+        second_share = (0.0, 0.0)
+        if now is not None:
+            self._flushed += int(((now == 0) & (gradient != 0)).sum())
+            self._seen += now.numel()
             if meant_second is not None and second is not None:
                 second_share = _projection(now - second, meant_second - second)
-        return *weight_share, *second_share
+        return *_projection(after - weight, meant_weight - weight), *second_share
 
     def _exact(self, parameter: Tensor) -> Tensor:
         """Return a copy of the value the optimizer updates (masters and compensation included), as FP32."""
@@ -164,14 +149,13 @@ class StateMonitor:
         return parameter.detach().float().clone() if runtime is None else runtime.weights.read(parameter).clone()
 
     def report(self) -> StateReport:
-        s = self._sums
         return StateReport(
-            lost_updates=_lost(s.weights),
-            lost_state_updates=_lost(s.seconds),
-            flushed_state=s.flushed / s.seen if s.seen else 0.0,
+            lost_updates=_lost(self._weights),
+            lost_state_updates=_lost(self._seconds),
+            flushed_state=self._flushed / self._seen if self._seen else 0.0,
             skipped_steps=skipped_steps(self.optimizer),
             steps=self.steps,
-            watched=s.watched,
+            watched=self.watched,
         )
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.applying.policy import apply_policy, remove_policy  # noqa: E402
-from autoprec.applying.units import tunable_layers  # noqa: E402
+from autoprec.applying.units import tunable_units  # noqa: E402
 from autoprec.optim.monitors import StateMonitor  # noqa: E402
 from autoprec.optim.optimizer import unwrap_optimizer, wrap_optimizer  # noqa: E402
 from autoprec.policy import Policy  # noqa: E402
@@ -175,7 +175,7 @@ def errors_row(task: Task, seed: int, steps: int, policies: Sequence[str], ages:
     run = Run(task, seed, steps)
     at = {f"step {PROBED_AT}": PROBED_AT} | {f"{age:.0%}": round(age * steps) for age in ages}
     found: dict[str, Any] = {"noise": {}, "policies": {}, "layers": {}}
-    names = [name for name in tunable_layers(run.model) if name != task.recurrent]
+    names = [name for name in tunable_units(run.model) if name != task.recurrent]
     for label, step in sorted(at.items(), key=lambda item: item[1]):
         while len(run.losses) < step:
             run.step()

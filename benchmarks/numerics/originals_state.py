@@ -113,7 +113,7 @@ def gradient_penalty() -> Iterator[Row]:
     seen = []
     for ours in (False, True):
         if ours:
-            LossScaler.install(model, [], initial_scale=2.0**10)
+            LossScaler.install(model, []).scale = 2.0**10
         given = x.clone().requires_grad_()
         out = model(given)
         scale = 1.0 if ours else 2.0**10
@@ -231,7 +231,8 @@ def loss_scale() -> Iterator[Row]:
     del scaler
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    installed, ours = LossScaler.install(model, [optimizer], initial_scale=2.0**16, growth_interval=5), []
+    installed, ours = LossScaler.install(model, [optimizer]), []
+    installed.scale, installed.growth_interval = 2.0**16, 5
     for bad in overflows:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, float("inf") if bad else 1.0)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.optim.codecs import Codec  # noqa: E402
-from autoprec.optim.communication import WIRE, _pack, _shares, _unpack, wire_bytes  # noqa: E402
+from autoprec.optim.communication import WIRE, _pack, _shares, _unpack  # noqa: E402
 from autoprec.optim.monitors import StateMonitor, StateReport  # noqa: E402
 from autoprec.optim.optimizer import guard_of, skipped_steps, wrap_optimizer  # noqa: E402
 from autoprec.optim.tensor import StoredTensor  # noqa: E402
@@ -212,7 +212,7 @@ def section_bytes() -> dict[str, Any]:
 
 def section_snr() -> dict[str, Any]:
     """Heavy-tailed gradients: log-normal scales per 64 values, a part common to all ranks and a part of each."""
-    out: dict[str, Any] = {"wire_ratio_fp32_to_fp8": round(wire_bytes(1, 8, "fp32") / wire_bytes(1, 8, "fp8"), 3)}
+    out: dict[str, Any] = {"wire_ratio_fp32_to_fp8": round(32.0 / WIRE["fp8"].bits, 3)}
     for ranks in (2, 4, 8, 16, 32, 64):
         rng = torch.Generator().manual_seed(ranks)
         scale = torch.exp(1.5 * torch.randn(1 << 10, 1, generator=rng)).expand(-1, 64).reshape(-1)

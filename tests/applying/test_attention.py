@@ -10,7 +10,7 @@ from torch import nn
 
 from autoprec import Policy
 from autoprec.applying.policy import remove_policy
-from autoprec.applying.units import tunable_layers
+from autoprec.applying.units import tunable_units
 from autoprec.errors import UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -73,7 +73,7 @@ def test_unbatched_and_separate_projections() -> None:
 def test_projections_are_tuned_audited_and_restored(name: str) -> None:
     torch.manual_seed(0)
     model = Holder(nn.MultiheadAttention(16, 4, batch_first=True))
-    assert list(tunable_layers(model)) == ["attention.in_proj_weight", "attention.out_proj"]
+    assert list(tunable_units(model)) == ["attention.in_proj_weight", "attention.out_proj"]
     x = torch.randn(3, 5, 16)
     before = model(x, x, x)[0]
     chosen = policy(name)

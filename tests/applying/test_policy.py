@@ -14,7 +14,7 @@ from torch import nn
 
 from autoprec import Policy
 from autoprec.applying.policy import apply_policy, load, remove_policy
-from autoprec.applying.units import tunable_layers, unwrap
+from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError, UsageError
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -255,8 +255,8 @@ def test_a_copy_keeps_the_policy_and_a_pickle_does_not(model: Model, ids: torch.
 def test_wrappers_do_not_show_in_names(model: Model) -> None:
     compiled = torch.compile(model, backend="eager")
     assert unwrap(compiled) is model
-    assert list(tunable_layers(compiled)) == list(tunable_layers(model))
-    assert list(tunable_layers(model))[:4] == ["blocks.0.qkv", "blocks.0.proj", "blocks.0.up", "blocks.0.down"]
+    assert list(tunable_units(compiled)) == list(tunable_units(model))
+    assert list(tunable_units(model))[:4] == ["blocks.0.qkv", "blocks.0.proj", "blocks.0.up", "blocks.0.down"]
 
 
 def test_round_trip_through_a_file(tmp_path, model: Model, ids: torch.Tensor) -> None:
@@ -277,7 +277,7 @@ def test_a_torchscript_model_is_refused_and_its_layers_are_not_tunable(make: Cal
         scripted = make(nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(UnsupportedError, match="TorchScript"):
         uniform("bf16").apply(scripted)
-    assert list(tunable_layers(nn.Sequential(scripted, nn.Linear(8, 8)))) == ["1"]
+    assert list(tunable_units(nn.Sequential(scripted, nn.Linear(8, 8)))) == ["1"]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -12,7 +12,7 @@ from torch import nn
 from autoprec import Policy
 from autoprec.applying import raw_weights
 from autoprec.applying.policy import remove_policy
-from autoprec.applying.units import tunable_layers
+from autoprec.applying.units import tunable_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
@@ -80,7 +80,7 @@ def test_they_run_are_audited_and_come_off(model: Model, name: str, activations:
 
 
 def test_tables_are_not_taken_for_weights_unless_a_rule_says_so(model: Model) -> None:
-    assert list(tunable_layers(model)) == [
+    assert list(tunable_units(model)) == [
         *(f"experts.{n}" for n in ("gate_up", "down", "mix", "lookup")),
         "doubled",
     ]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from autoprec.applying.units import clean_name, kind_of, tunable_layers, tunable_units, unwrap
+from autoprec.applying.units import clean_name, kind_of, tunable_units, unwrap
 
 
 class Conv1D(nn.Module):
@@ -40,7 +40,7 @@ def test_kinds_and_names() -> None:
         "attention.out_proj": "attention",
     }
     assert units["attention.out_proj"].weight.shape == (16, 16)
-    assert list(tunable_layers(Net())) == list(units)
+    assert list(tunable_units(Net())) == list(units)
 
 
 def test_wrappers_are_looked_through() -> None:
@@ -48,10 +48,10 @@ def test_wrappers_are_looked_through() -> None:
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1] = checkpoint_wrapper(net[1])
-    assert list(tunable_layers(net)) == ["0", "1"]
+    assert list(tunable_units(net)) == ["0", "1"]
     assert unwrap(nn.DataParallel(net)) is net
     net[0] = torch.compile(net[0], backend="eager")
-    assert list(tunable_layers(net)) == ["0", "1"]
+    assert list(tunable_units(net)) == ["0", "1"]
     assert clean_name("a._orig_mod.b._checkpoint_wrapped_module.c") == "a.b.c"
 
 

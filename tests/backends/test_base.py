@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.backends import BACKENDS, Backend, get
-from autoprec.backends.base import feature_sizes
+from autoprec.backends.base import misaligned
 from autoprec.precision.hardware import Capability
 
 
@@ -30,9 +30,10 @@ def test_a_no_is_false() -> None:
 
 
 def test_tokens_are_padded_so_they_are_not_a_feature() -> None:
-    assert feature_sizes("fprop", 7, 32, 64) == {"K": 32, "N": 64}
-    assert feature_sizes("dgrad", 7, 64, 32) == {"K": 64, "N": 32}
-    assert feature_sizes("wgrad", 64, 7, 32) == {"M": 64, "N": 32}
+    assert misaligned("fprop", 7, 32, 64, 16) == misaligned("dgrad", 7, 64, 32, 16) == ""
+    assert misaligned("wgrad", 64, 7, 32, 16) == ""
+    assert misaligned("fprop", 7, 32, 40, 16) == "fprop N = 40 is not a multiple of 16"
+    assert misaligned("wgrad", 24, 7, 40, 16) == "wgrad M = 24 is not a multiple of 16"
 
 
 def test_a_backend_that_never_ran_on_a_device_is_marked_and_the_documentation_says_so() -> None:

@@ -44,9 +44,9 @@ def test_every_linear_has_its_three_gemms(report):
 
 
 def test_layers_are_those_a_policy_names_in_model_order(report):
-    from autoprec.applying.units import tunable_layers
+    from autoprec.applying.units import tunable_units
 
-    assert [layer.name for layer in report.layers] == list(tunable_layers(Decoder()))
+    assert [layer.name for layer in report.layers] == list(tunable_units(Decoder()))
     assert all(layer.tunable and layer.dtype == "fp32" for layer in report.layers)
 
 

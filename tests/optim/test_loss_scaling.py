@@ -44,14 +44,15 @@ def test_gradients_that_underflow_fp16_survive_and_arrive_unscaled():
 def test_scaling_changes_no_bit_of_a_gradient_in_range():
     model = Half()
     plain = gradient(model, 1.0)
-    LossScaler.install(model, [], initial_scale=2.0**10)
+    LossScaler.install(model, []).scale = 2.0**10
     assert torch.equal(gradient(model, 1.0), plain)
 
 
 def test_overflow_skips_counts_and_halves_then_growth_doubles():
     model = Half()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = LossScaler.install(model, [optimizer], initial_scale=2.0**20, growth_interval=3)
+    scaler = LossScaler.install(model, [optimizer])
+    scaler.scale, scaler.growth_interval = 2.0**20, 3
     before = model.linear.weight.detach().clone()
     skipped = []
     for _ in range(12):
@@ -85,7 +86,7 @@ def test_outputs_in_containers_are_scaled(wrap):
 def test_gradient_accumulation_and_evaluation_work():
     model = Half()
     plain = gradient(model, 1.0)
-    LossScaler.install(model, [], initial_scale=8.0)
+    LossScaler.install(model, []).scale = 8.0
     x = torch.linspace(-1, 1, 32).view(8, 4)
     model.zero_grad()
     for _ in range(2):
@@ -163,7 +164,7 @@ def test_a_gradient_through_the_model_twice_is_divided_where_it_leaves_by_the_in
         return list(torch.autograd.grad(model(model(x)).square().sum(), [model.linear.weight, x]))
 
     plain = gradients()
-    LossScaler.install(model, [], initial_scale=2.0**6)
+    LossScaler.install(model, []).scale = 2.0**6
     assert all(map(torch.equal, gradients(), plain))
 
 
@@ -175,7 +176,7 @@ def test_an_output_may_be_changed_in_place() -> None:
 
     model = Model()
     plain = [model(torch.ones(1, 4))[0].mul_(3).sum().backward(), model.linear.weight.grad.clone()][1]
-    LossScaler.install(model, [], initial_scale=2.0**6)
+    LossScaler.install(model, []).scale = 2.0**6
     model.zero_grad()
     model(torch.ones(1, 4))[0].mul_(3).sum().backward()
     assert torch.equal(model.linear.weight.grad, plain)
@@ -208,7 +209,7 @@ def test_what_the_forward_leaves_in_attributes_is_scaled() -> None:
         return list(torch.autograd.grad(total, list(model.parameters())))
 
     plain = gradients()
-    LossScaler.install(model, [], initial_scale=2.0**6)
+    LossScaler.install(model, []).scale = 2.0**6
     assert all(map(torch.equal, gradients(), plain))
 
 
@@ -225,7 +226,7 @@ def test_a_gradient_penalty_is_scaled_as_the_loss_is() -> None:
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     plain = gradients()
-    LossScaler.install(model, [], initial_scale=2.0**10)
+    LossScaler.install(model, []).scale = 2.0**10
     for found, wanted in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 

@@ -24,14 +24,13 @@ from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
-from autoprec.numerics.plan import DTYPE_NAMES
+from autoprec.numerics.plan import DTYPE_NAMES, NATIVE
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy
 
 #: Operator classes that a policy can ask to be computed in float32.
 _FLOAT32_CLASSES = ("softmax", "norm", "embedding", "loss")
 _LOW = (torch.bfloat16, torch.float16)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 #: Names of the functions of torch, Tensor, torch.nn.functional and torch.linalg, by operator class: the float32 list of
@@ -157,7 +156,7 @@ class OperatorMode(TorchFunctionMode):
             if getattr(operators, entry[0]) == "fp32" and (autocast or not entry[1])
         }
         self.device, self.executed, self.autocast = device, executed, autocast
-        self.attention = _DTYPES.get(operators.attention)
+        self.attention = NATIVE.get(operators.attention)
         self.slow: set[torch.dtype] = set()  # dtypes whose products are computed in float32
         self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
         self.lstm: torch.dtype | None = None  # the same of those that oneDNN has no kernel for

@@ -118,7 +118,7 @@ def _other_threads() -> list[str]:
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import is_compiled
-    from autoprec.applying.units import tunable_layers
+    from autoprec.applying.units import tunable_units
     from autoprec.graph.analysis.modules import ModelNames
 
     root = found.root
@@ -139,7 +139,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     return HostInfo(
         launch=launch,
         model=dict(ModelNames(root).identity()),
-        layers=tuple(tunable_layers(root)),
+        layers=tuple(tunable_units(root)),
         optimizers=tuple(type(o).__name__ for o in found.optimizers),
         device=name,
         world_size=world_size(),

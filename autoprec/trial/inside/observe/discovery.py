@@ -12,7 +12,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from autoprec.applying.units import tunable_layers
+from autoprec.applying.units import tunable_units
 from autoprec.support.living import living
 from autoprec.trial.inside.observe.hooks import parameters_of
 
@@ -140,7 +140,7 @@ def discover(
     roots = _tops(owned, called)
     if not roots:
         return None
-    roots.sort(key=lambda root: not tunable_layers(root))  # a model with nothing to decide about comes last
+    roots.sort(key=lambda root: not tunable_units(root))  # a model with nothing to decide about comes last
     mine = {id(p) for p in roots[0].parameters()}
     share = [(sum(p.numel() for p in parameters_of(o) if id(p) in mine), o) for o in optimizers]
     ordered = [o for size, o in sorted(share, key=lambda pair: -pair[0])]
