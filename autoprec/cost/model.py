@@ -207,11 +207,14 @@ class CostModel:
     def _layer_cost(self, name: str, plan: LayerPlan, activations: str, given: float) -> LayerCost:
         script = self._script[name]
         if self._cpu is not None:
-            how: dict[str, Any] = {"script": script, "kind": self._layers[name].kind, "given": given}
-            on_cpu = self._cpu
-            parts = [on_cpu.layer_cost(work, plan, activations=activations, **how) for work in self._works[name]]
+            works = self._works[name]
+            run = partial(self._cpu.layer_cost, kind=self._layers[name].kind, given=given)
         else:
-            parts = self._gpu_layer_cost(name, plan, activations)
+            works, fused = self._works_under(name, plan), self.fused_casts or self.compiled
+            shared = self._input_reuse.get(name, 1.0) if self.compiled else 1.0
+            run = partial(layer_cost, self.target, self.rates, fused=fused, eager=not fused, input_reuse=shared)
+            run = partial(run, weight_reuse=self.weight_reuse)
+        parts = [run(work=work, plan=plan, activations=activations, script=script) for work in works]
         gemm = sum(part.gemm for part in parts)
         weighted = sum(part.gemm * part.error for part in parts)
         linear = self._layers[name].kind not in ("conv", "rnn") and "grouped" not in self._layers[name].flags
@@ -229,23 +232,6 @@ class CostModel:
         families = [kept if recipe is None else recipe_family(recipe) for recipe in plan.recipes]
         return sum(known.get(f, _unknown(known, f)) for f in families) / len(families)
 
-    def _gpu_layer_cost(self, name: str, plan: LayerPlan, activations: str) -> list[LayerCost]:
-        return [
-            layer_cost(
-                self.target,
-                self.rates,
-                work,
-                plan,
-                activations=activations,
-                script=self._script[name],
-                weight_reuse=self.weight_reuse,
-                input_reuse=self._input_reuse.get(name, 1.0) if self.compiled else 1.0,
-                fused=self.fused_casts or self.compiled,
-                eager=not (self.fused_casts or self.compiled),
-            )
-            for work in self._works_under(name, plan)
-        ]
-
     def _works_under(self, name: str, plan: LayerPlan) -> tuple[GemmWork, ...]:
         """Return a layer's GEMMs: of a result that selective checkpointing keeps in 16 and 8 bits alone, once more."""
         works = self._works[name]
@@ -258,28 +244,20 @@ class CostModel:
         return self.layer_cost(name, plan, activations).seconds * 1e3
 
     def rest(self, activations: str = "keep", attention: str = "keep", wide: tuple[str, ...] = WIDE) -> RestCost:
-        key = (activations, attention, wide)
-        if key not in self._rests:
-            self._rests[key] = self._rest(*key)
-        return self._rests[key]
-
-    def _rest(self, activations: str, attention: str, wide: tuple[str, ...]) -> RestCost:
-        if self._cpu is not None:
-            runs = self._runs(activations, wide)
+        """Return the time of what is not a layer's GEMM; see :meth:`layer_cost` for ``wide``."""
+        key, operators = (activations, attention, wide), self._rest_operators
+        found = self._rests.get(key)
+        if found is None:
             how = {"activations": activations, "attention": attention}
-            found = self._cpu.rest_cost(self._rest_operators, self.scale, runs=runs, **how)
-            views = len(self.report.operators) - len(self._rest_operators)
-            found.seconds["other"] += self._cpu.overhead_seconds(views * self.scale.depth)
-            return found
-        return rest_cost(
-            self.target,
-            self.rates,
-            self._rest_operators.values(),
-            self.scale,
-            activations=activations,
-            attention=attention,
-            compiled=self.compiled,
-        )
+            if self._cpu is not None:
+                found = self._cpu.rest_cost(operators, self.scale, runs=self._runs(activations, wide), **how)
+                views = len(self.report.operators) - len(operators)
+                found.seconds["other"] += self._cpu.overhead_seconds(views * self.scale.depth)
+            else:
+                rows, compiled = operators.values(), self.compiled
+                found = rest_cost(self.target, self.rates, rows, self.scale, compiled=compiled, **how)
+            self._rests[key] = found
+        return found
 
     def estimate(
         self,

@@ -36,38 +36,24 @@ class _GuessingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     guesses = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return super(_GuessingMode, self).__torch_dispatch__(func, types, args, kwargs)
-
-        out, guessed = _answer(func, args, kwargs or {}, run)
-        _GuessingMode.guesses += guessed
-        return out
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _answer(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] = _call
-) -> tuple[Any, bool]:
-    """Run an operator on fake tensors; return its result and whether it had to be guessed."""
-    name = str(getattr(getattr(func, "_schema", None), "name", func))
-    if name == "aten::_grouped_mm":
-        return _grouped(*args, **kwargs), False
-    try:
-        return run(func, args, kwargs), False
-    except DataDependentOutputException:
-        return _guess(args[0]), True
-    except DynamicOutputShapeException:
-        rows = _some_rows(name, args[0])
-        if rows is None:
-            raise
-        return rows, True
+        kwargs = kwargs or {}
+        name = str(getattr(getattr(func, "_schema", None), "name", func))
+        if name == "aten::_grouped_mm":
+            return _grouped(*args, **kwargs)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            guessed: Any = _guess(args[0])
+        except DynamicOutputShapeException:
+            guessed = _some_rows(name, args[0])
+            if guessed is None:
+                raise
+        _GuessingMode.guesses += 1
+        return guessed
 
 
 class FakeStepRecorder(StepRecorder):  # type: ignore[no-untyped-call]
-    """A :class:`StepRecorder` under ``FakeTensorMode``: guesses where an operator asks for data."""
+    """A :class:`StepRecorder` that counts what was guessed where an operator asked for data."""
 
     def __init__(self, model: nn.Module, *, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         super().__init__(model, optimizers=optimizers)
@@ -75,8 +61,8 @@ class FakeStepRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = _GuessingMode.guesses
-        out, guessed = _answer(func, args, kwargs)
-        self.trace.guesses += guessed + _GuessingMode.guesses - before
+        out = super()._run(func, args, kwargs)
+        self.trace.guesses += _GuessingMode.guesses - before
         return out
 
 

@@ -31,10 +31,6 @@ _PLAIN = (Tensor, nn.Parameter)
 _PANEL, _PANEL_BYTES = 16, 512 * 2
 
 
-def _rule(spec: Spec) -> Rule:
-    return Rule(FORMATS[spec.format].max, spec.rule.amax_epsilon, spec.rule.power_of_2)
-
-
 def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
@@ -69,42 +65,23 @@ def _lines(x: Tensor, along: Rule | None, across: Rule | None) -> list[Tensor | 
 
 
 def _cast_pair(x: Tensor, first: Spec | None, second: Spec | None) -> Pair:
+    """Cast a matrix for one use or two, in one call where they share codes, or have a scale for each row and column."""
     rows, columns = x.shape
-    if first is not None and second is not None and not _together(first, second):
+    if first is not None and second is not None and first != second and "tensor" in (first.scheme, second.scheme):
         return _cast_pair(x, first, None)[0], _cast_pair(x, None, second)[1]
-    if x.stride(1) != 1 and x.stride(0) == 1:  # a transpose: cast what it is the transpose of
-        turned = _cast_pair(x.t(), second, first)
-        made = [
-            None if one is None else QuantizedOperand(one.codes.t(), _turned(one.scale), one.spec, rows, columns)
-            for one in turned
-        ]
+    traced = torch.compiler.is_compiling()
+    made: list[QuantizedOperand | None] = []
+    if not traced and x.stride(1) != 1 and x.stride(0) == 1:  # a transpose: cast what it is the transpose of
+        for one in _cast_pair(x.t(), second, first):
+            scale = None if one is None or one.scale is None else one.scale.t()
+            made.append(None if one is None else QuantizedOperand(one.codes.t(), scale, one.spec, rows, columns))
         return made[1], made[0]
-    x = x if x.stride(1) == 1 else x.contiguous()
-    spec = first or second
-    if spec is None:
-        return None, None
-    if spec.scheme == "tensor":
-        codes, inverse = _whole(x, _rule(spec))
-        both = [
-            None if one is None else QuantizedOperand(codes, inverse, one, rows, columns) for one in (first, second)
-        ]
-        return both[0], both[1]
-    rules = [None if one is None else _rule(one) for one in (first, second)]
-    found = _lines(x, rules[0], rules[1])
-    pair: list[QuantizedOperand | None] = []
-    for one, codes_of, scale in zip((first, second), found[::2], found[1::2], strict=True):
-        missing = one is None or codes_of is None
-        pair.append(None if missing else QuantizedOperand(codes_of, scale, one, rows, columns))  # type: ignore[arg-type]
-    return pair[0], pair[1]
-
-
-def _together(first: Spec, second: Spec) -> bool:
-    """Say whether one call casts for both: the same codes for a tensor, or a scale for each row and each column."""
-    return first == second if "tensor" in (first.scheme, second.scheme) else True
-
-
-def _turned(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None else scale.t()
+    scheme = next(spec.scheme for spec in (first, second) if spec is not None)
+    run: Any = torch.ops.autoprec.int8_codes if traced else _int8_codes
+    parts = run(x, scheme, _numbers(first), _numbers(second))
+    for spec, at in zip((first, second), (0, 0 if scheme == "tensor" or first is None else 2), strict=True):
+        made.append(None if spec is None else QuantizedOperand(parts[at], parts[at + 1], spec, rows, columns))
+    return made[0], made[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,40 +96,24 @@ class Int8Casts:
         # where ranks share scales they agree on the largest value before anything is cast
         if uses == [None, None] or x.device.type != "cpu" or x.dtype not in _SUFFIX or self.state.groups.get(operand):
             return None, None
-        if torch.compiler.is_compiling():
-            return _packed_pair(x, uses)
-        return _cast_pair(x, *uses) if type(x) in _PLAIN and x.numel() > 0 else (None, None)
+        plain = torch.compiler.is_compiling() or (type(x) in _PLAIN and x.numel() > 0)
+        return _cast_pair(x, *uses) if plain else (None, None)
 
 
-def _packed_pair(x: Tensor, uses: list[Spec | None]) -> Pair:
-    """Do what :func:`_cast_pair` does inside a compiled graph."""
-    if uses[0] is not None and uses[1] is not None and not _together(uses[0], uses[1]):
-        return _packed_pair(x, [uses[0], None])[0], _packed_pair(x, [None, uses[1]])[1]
-    scheme = next(spec.scheme for spec in uses if spec is not None)
-    rules = [_as_numbers(spec) for spec in uses]
-    made = torch.ops.autoprec.int8_codes(x, scheme, *rules)
-    pair = []
-    for spec, at in zip(uses, (0, 0 if scheme == "tensor" or uses[0] is None else 2), strict=True):
-        pair.append(None if spec is None else QuantizedOperand(made[at], made[at + 1], spec, x.shape[0], x.shape[1]))
-    return pair[0], pair[1]
-
-
-def _as_numbers(spec: Spec | None) -> list[float]:
+def _numbers(spec: Spec | None) -> list[float]:
     return [] if spec is None else [FORMATS[spec.format].max, spec.rule.amax_epsilon, float(spec.rule.power_of_2)]
 
 
-def _from_numbers(values: list[float]) -> Rule | None:
+def _rule(values: list[float]) -> Rule | None:
     return Rule(values[0], values[1], int(values[2])) if values else None
 
 
 def _int8_codes(x: Tensor, scheme: str, along: list[float], across: list[float]) -> list[Tensor]:
     """Return codes and inverse scales of a matrix, for each rule that is not empty; once where a tensor has one."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    rules = [_from_numbers(along), _from_numbers(across)]
     if scheme == "tensor":
-        rule = rules[0] or rules[1]
-        return list(_whole(x, Rule() if rule is None else rule))
-    return [part for part in _lines(x, *rules) if part is not None]
+        return list(_whole(x, _rule(along or across) or Rule()))
+    return [part for part in _lines(x, _rule(along), _rule(across)) if part is not None]
 
 
 def _int8_shapes(x: Tensor, scheme: str, along: list[float], across: list[float]) -> list[Tensor]:

@@ -18,6 +18,8 @@ _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
 _SHIFTS = frozenset({"add", "clamp", "clamp_min", "maximum", "mul", "div"})
 _SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "softmax"})
 _SELECTS = frozenset({"gather", "index", "take_along_dim", "index_select", "mul"})
+#: What may stand between log-probabilities and the loss.
+_LOSS_PATH = _SELECTS | {"neg", "sub", "add", "where", "masked_fill", "div", "sum", "mean"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +210,6 @@ class _Finder:
                 yield Pattern("values", "attention", (call.index,))
             elif any(is_softmax(c) for c, _ in self.trace.below(call.outs[0], through, depth=12)):
                 yield Pattern("scores", "attention", (call.index,))
-
-
-_LOSS_PATH = frozenset(
-    {
-        "gather",
-        "index",
-        "take_along_dim",
-        "index_select",
-        "mul",
-        "neg",
-        "sub",
-        "add",
-        "where",
-        "masked_fill",
-        "div",
-        "sum",
-        "mean",
-    }
-)
 
 
 def find_patterns(trace: Trace, links: Links) -> list[Pattern]:
