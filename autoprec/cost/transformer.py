@@ -48,37 +48,10 @@ class DecoderConfig:
         return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
 
 
-#: Sizes of well-known decoders, from their published configurations.
-PRESETS: dict[str, DecoderConfig] = {
-    "llama3-8b": DecoderConfig(4096, 32, 32, 14336, 128256, kv_heads=8),
-    "llama3-70b": DecoderConfig(8192, 80, 64, 28672, 128256, kv_heads=8),
-    "llama3-405b": DecoderConfig(16384, 126, 128, 53248, 128256, kv_heads=8),
-    "qwen3-8b": DecoderConfig(4096, 36, 32, 12288, 151936, kv_heads=8, head_dim=128),
-    "gpt2": DecoderConfig(768, 12, 12, 3072, 50257, gated=False, tied=True),
-    "nanochat-d12": DecoderConfig(768, 12, 6, 3072, 32768, gated=False),
-    "nanochat-d26": DecoderConfig(1664, 26, 13, 6656, 32768, gated=False),
-}
-
-
-#: Families whose MLP has two projections and no gate.
-_PLAIN_MLP = (
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "mpt",
-    "opt",
-    "phi",
-    "starcoder2",
-)
+_KNOWN = read_document(Path(__file__).with_name("decoders.yaml"))
+PRESETS: dict[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in _KNOWN["presets"].items()}
 #: Each layer of a configuration becomes a dozen objects here; no decoder has a tenth of these.
 MOST_LAYERS, MOST_SIZE = 10_000, 10**9
-#: Families whose head shares the embedding's weight where ``config.json`` is silent, as transformers takes it.
-_TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "starcoder2")
 #: Keys that say how many experts a mixture has.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Keys of a ``config.json`` that say where its weights or its code are, not what it is.
@@ -122,10 +95,10 @@ def load_config(path: Path | str) -> DecoderConfig:
         raise FileError(f"no {' or '.join(names)}", where=str(path), fix="is this the config.json of a decoder?")
 
     hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
-    gated = "intermediate_size" in document and document.get("model_type", "llama") not in _PLAIN_MLP
+    gated = "intermediate_size" in document and document.get("model_type", "llama") not in _KNOWN["plain_mlp"]
     family = str(document.get("model_type", "" if gated else "gpt2"))
     # gemma2 and gemma3_text are gemma, but gpt_neox is not gpt_neo
-    tied = family in _TIED or family.startswith(("gemma", "cohere"))
+    tied = family in _KNOWN["tied"] or family.startswith(("gemma", "cohere"))
     return DecoderConfig(
         hidden=hidden,
         layers=size("num_hidden_layers", "n_layer", most=MOST_LAYERS),
