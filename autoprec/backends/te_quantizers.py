@@ -12,7 +12,7 @@ import torch
 
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import GEMMS, Gemm, Operand, Recipe
+from autoprec.precision.recipes import GEMMS, Gemm, Operand, Recipe, Scaling
 
 #: GEMMs that read an operand along its rows and along its columns; see te.Linear's quantizer slots.
 SLOT_GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
@@ -22,9 +22,10 @@ SLOT_GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
 }
 
 
-def is_delayed(recipe: Recipe | None) -> bool:
-    """True for delayed scaling, the one recipe that remembers something between steps."""
-    return recipe is not None and recipe.scaling is not None and recipe.scaling.scale == "delayed"
+def delayed_scaling(recipe: Recipe | None) -> Scaling | None:
+    """Return the scaling of a recipe with delayed scales, the one that remembers something between steps; else None."""
+    scaling = None if recipe is None else recipe.scaling
+    return scaling if scaling is not None and scaling.scale == "delayed" else None
 
 
 def refusal(recipe: Recipe) -> str:
@@ -93,8 +94,9 @@ class QuantizerFactory:
         if scaling is None:
             return self.te.IdentityQuantizer()
         if scaling.scale == "delayed":
+            formats = self.recipes.Format  # HYBRID is E4M3 forward and E5M2 backward
             return self.te.DelayedScalingRequest(
-                fp8_format=_format(self.recipes, recipe),
+                fp8_format=formats.HYBRID if recipe.operand_format("grad_output") == "e5m2" else formats.E4M3,
                 margin=scaling.margin,
                 amax_history_len=scaling.amax_history_len,
                 amax_compute_algo=scaling.amax_compute_algo,
@@ -111,11 +113,6 @@ class QuantizerFactory:
         return self.te.DType.kFloat8E5M2 if recipe.operand_format(operand) == "e5m2" else self.te.DType.kFloat8E4M3
 
 
-def _format(recipes: Any, recipe: Recipe) -> Any:
-    """TE's format enumeration: HYBRID is E4M3 forward and E5M2 backward."""
-    return recipes.Format.HYBRID if recipe.operand_format("grad_output") == "e5m2" else recipes.Format.E4M3
-
-
 def with_accumulation(recipes: Any, made: Any, plan: LayerPlan) -> Any:
     """Give a recipe object the accumulation its plan asks for; te.Linear reads these attributes where they exist."""
     for gemm, split in zip(GEMMS, accumulation(plan), strict=True):
@@ -129,8 +126,7 @@ def check_pairs(plan: LayerPlan, name: str) -> None:
     Raises:
         UnsupportedError: naming the layer.
     """
-    recipes = {gemm: plan.recipe(gemm) for gemm in GEMMS}
-    if any(is_delayed(recipe) for recipe in recipes.values()) and len(set(recipes.values())) > 1:
+    if any(map(delayed_scaling, plan.recipes)) and len(set(plan.recipes)) > 1:
         raise UnsupportedError(
             "Transformer Engine cannot mix delayed scaling with another recipe in one layer",
             where=f"layer '{name}'",

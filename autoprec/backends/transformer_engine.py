@@ -22,7 +22,7 @@ from autoprec.backends.te_quantizers import (
     QuantizerFactory,
     accumulation,
     check_pairs,
-    is_delayed,
+    delayed_scaling,
     refusal,
     with_accumulation,
 )
@@ -122,10 +122,9 @@ class TransformerEngineBackend(Backend):
         shell = state.te.Linear(
             module.in_features, module.out_features, bias=False, params_dtype=weight.dtype, device="meta", name=name
         )
-        recipe, delayed = self._recipe(plan, name, weight.device), is_delayed(plan.fprop)
+        recipe, delayed = self._recipe(plan, name, weight.device), delayed_scaling(plan.fprop)
         scale: Tensor | None = None
-        scaling = plan.fprop.scaling if plan.fprop is not None else None
-        memory = DelayedMemory(shell, scaling.amax_history_len) if delayed and scaling is not None else None
+        memory = None if delayed is None else DelayedMemory(shell, delayed.amax_history_len)
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             nonlocal scale
@@ -137,22 +136,21 @@ class TransformerEngineBackend(Backend):
                 if memory is not None and not again:
                     memory.restore()
                 out: Tensor = shell(x)
-                if delayed and not again and (buffers := delayed_buffers(shell)) is not None:
+                if delayed is not None and not again and (buffers := delayed_buffers(shell)) is not None:
                     scale = buffers[0].clone()
-            if delayed:
+            if delayed is not None:
                 state.watch(out)
             return out
 
+        why = "Transformer Engine's delayed scaling breaks compiled graphs: it runs between them"
         return LibraryExecution(
             plan,
-            _disable_dynamo(product) if delayed else product,
+            product if delayed is None else _disable_dynamo(product),
             plan.labels,
             _alignment(plan),
             compute=_compute(plan),
             backend=self.name,
-            uncompiled="Transformer Engine's delayed scaling breaks compiled graphs: it runs between them"
-            if delayed
-            else "",
+            uncompiled="" if delayed is None else why,
             memory=memory,
         )
 
@@ -175,8 +173,8 @@ class TransformerEngineBackend(Backend):
 
     def _recipe(self, plan: LayerPlan, name: str, device: torch.device) -> Any:
         """Return the recipe object a layer runs under; equal needs share one object."""
-        if is_delayed(plan.fprop):
-            self._one_algorithm(plan, name)
+        if (scaling := delayed_scaling(plan.fprop)) is not None:
+            self._one_algorithm(scaling.amax_compute_algo, name)
         recipes = require("transformer_engine.common.recipe", purpose=_PURPOSE)
         if self._factory is None:
             self._factory = QuantizerFactory(self._started().te, recipes, device)
@@ -184,21 +182,17 @@ class TransformerEngineBackend(Backend):
         key = accumulation(plan)
         if key not in self._recipes:
             self._recipes[key] = with_accumulation(recipes, recipes.CustomRecipe(qfactory=self._factory), plan)
-        if self._outer is None and is_delayed(plan.fprop):
+        if self._outer is None and scaling is not None:
             self._outer = self._recipes[key]
         return self._recipes[key]
 
-    def _one_algorithm(self, plan: LayerPlan, name: str) -> None:
+    def _one_algorithm(self, algorithm: str, name: str) -> None:
         """Refuse two amax algorithms: TE builds the delayed recipe itself, and keys its buffers without it."""
-        recipe = plan.fprop
-        if recipe is None or recipe.scaling is None:
-            return
-        found = (recipe.scaling.amax_compute_algo, name)
-        self._algorithm = self._algorithm or found
-        if self._algorithm[0] != found[0]:
+        first, asked_by = self._algorithm = self._algorithm or (algorithm, name)
+        if first != algorithm:
             raise UnsupportedError(
-                f"Transformer Engine would use amax_compute_algo {found[0]} for layer '{self._algorithm[1]}' too, "
-                f"which asks for {self._algorithm[0]}",
+                f"Transformer Engine would use amax_compute_algo {algorithm} for layer '{asked_by}' too, "
+                f"which asks for {first}",
                 where=f"layer '{name}'",
                 fix="use one amax_compute_algo for all delayed layers",
             )

@@ -65,9 +65,9 @@ def _lines(x: Tensor, along: Rule | None, across: Rule | None) -> list[Tensor | 
 
 
 def _cast_pair(x: Tensor, first: Spec | None, second: Spec | None) -> Pair:
-    """Cast a matrix for one use or two, in one call where they share codes, or have a scale for each row and column."""
+    """Cast a matrix for one use or two, in one call where that is possible."""
     rows, columns = x.shape
-    if first is not None and second is not None and first != second and "tensor" in (first.scheme, second.scheme):
+    if first is not None and second is not None and not _together(first, second):
         return _cast_pair(x, first, None)[0], _cast_pair(x, None, second)[1]
     traced = torch.compiler.is_compiling()
     made: list[QuantizedOperand | None] = []
@@ -82,6 +82,11 @@ def _cast_pair(x: Tensor, first: Spec | None, second: Spec | None) -> Pair:
     for spec, at in zip((first, second), (0, 0 if scheme == "tensor" or first is None else 2), strict=True):
         made.append(None if spec is None else QuantizedOperand(parts[at], parts[at + 1], spec, rows, columns))
     return made[0], made[1]
+
+
+def _together(first: Spec, second: Spec) -> bool:
+    """Say whether one call casts for both: the same codes for a tensor, or a scale for each row and each column."""
+    return first == second if "tensor" in (first.scheme, second.scheme) else True
 
 
 @dataclass(frozen=True, slots=True)
