@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,17 +90,29 @@ def test_casts_are_those_of_torchs_operators(shape, dtype, layout, scaling, oper
             assert (ours.spec, ours.rows, ours.columns) == (spec, *shape)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), DTYPES, st.sampled_from(RECIPES))
-def test_a_layers_three_products_are_the_emulated_ones(m: int, k: int, n: int, dtype: torch.dtype, name: str) -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 40),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    DTYPES,
+    st.sampled_from(RECIPES),
+    LAYOUTS,
+    LAYOUTS,
+    st.booleans(),
+)
+def test_a_layers_three_products_are_the_emulated_ones(m, k, n, dtype, name, x_layout, grad_layout, units) -> None:
+    """Empty batches, single rows and columns, rows of zeros and every layout, with and without integer units."""
     found = []
     plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
     for parts in (int8_parts(plan, nn.Linear(1, 1), QuantizerState()), {}):
         assert bool(parts) or len(found) == 1
-        generator = torch.Generator().manual_seed(m)
-        x, w = (torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in ((m, k), (n, k)))
-        out = LinearExecution(plan, **parts)(x, w, None)
-        out.backward(torch.randn(m, n, generator=generator).to(dtype))
+        x, w = matrix(m, k, dtype, x_layout, m).requires_grad_(), matrix(n, k, dtype, "plain", n).requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            if parts and not units:
+                patch.setattr(int8, "exact_sums", lambda *_: False)
+            out = LinearExecution(plan, **parts)(x, w, None)
+            out.backward(matrix(m, n, dtype, grad_layout, m + 1))
         found.append((out, x.grad, w.grad))
     assert all(a.dtype is dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -136,26 +149,59 @@ def test_codes_are_what_is_saved_for_backward(name: str) -> None:
     assert max(x.numel() * x.itemsize for x in saved) <= 128 * 64
 
 
+@pytest.mark.parametrize("units", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_shows_in_the_result(name: str, bad: float) -> None:
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_what_is_not_finite_shows_where_it_does_in_float32(
+    operand: str, bad: float, name: str, units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not units:
+        monkeypatch.setattr(int8, "exact_sums", lambda *_: False)
     layer = nn.Linear(16, 8, bias=False)
+    x, grad = torch.randn(4, 16), torch.randn(4, 8)
+    with torch.no_grad():
+        {"input": x, "weight": layer.weight, "grad_output": grad}[operand][2, 3] = bad
     run = choose("native", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="x", seed=0)
-    x = torch.randn(4, 16)
-    x[2, 3] = bad
     x.requires_grad_()
-    out = run(x, layer.weight, None)
-    assert out[2].isnan().all()
-    assert out[0].isfinite().all() == (name == "int8")
-    out[0].sum().backward()
-    assert layer.weight.grad[:, 3].isnan().all()
+    found = []
+    for call in (lambda: layer(x), lambda: run(x, layer.weight, None)):
+        x.grad = layer.weight.grad = None
+        out = call()
+        out.backward(grad)
+        found.append([~made.isfinite() for made in (out, x.grad, layer.weight.grad)])
+    for exact, ours in zip(*found, strict=True):
+        # one scale for the whole operand: the whole product, where a scale a row spoils what float32 spoils
+        assert torch.equal(ours, exact if name == "int8" else exact.any().expand(ours.shape))
 
 
-def test_an_empty_batch_and_zeros_give_zeros() -> None:
-    layer = nn.Linear(16, 8, bias=False)
-    run = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), layer, name="x", seed=0)
-    assert run(torch.zeros(0, 16), layer.weight, None).shape == (0, 8)
-    assert not run(torch.zeros(3, 16), layer.weight, None).any()
+@pytest.mark.parametrize("name", RECIPES)
+def test_batches_without_a_token_give_no_output_and_zero_gradients(name: str) -> None:
+    layer = nn.Linear(16, 8)
+    run = choose("native", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="x", seed=0)
+    for shape in ((0, 16), (3, 0, 16)):
+        x = torch.zeros(shape, requires_grad=True)
+        layer.zero_grad()
+        out = run(x, layer.weight, layer.bias)
+        out.sum().backward()
+        assert (out.shape, x.grad.shape) == ((*shape[:-1], 8), shape)
+        assert not layer.weight.grad.any()
+        assert not layer.bias.grad.any()
+
+
+@pytest.mark.parametrize("shared", [("first",), ("second",), ("first", "second")])
+def test_scales_without_a_dimension_are_one_for_the_whole(shared: tuple[str, ...]) -> None:
+    steps = compile_plan(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), torch.float32, "cpu", {})
+    operands = {}
+    for which, rows, spec in (("first", 5, steps.fprop.first), ("second", 7, steps.fprop.second)):
+        made = quantize(torch.randn(rows, 9), spec, operand="input")
+        operands[which] = replace(made, scale=torch.tensor(0.25)) if which in shared else made
+    a, b = operands["first"], operands["second"]
+    scales = [one.scale.reshape(-1, 1) for one in (a, b)]
+    exact = (a.codes.double() * scales[0]) @ (b.codes.double() * scales[1]).t()
+    out = int8_multiply(a, b, steps.fprop, torch.float32)
+    torch.testing.assert_close(out.double(), exact, rtol=3e-7, atol=0)
+    assert torch.equal(out, multiply_emulated(a, b, steps.fprop, torch.float32))
 
 
 def test_threads_change_nothing() -> None:
