@@ -2,6 +2,7 @@
 
     python benchmarks/long_run/long_run.py --out long_run              # runs what is missing, row by row, resumes
     python benchmarks/long_run/long_run.py --out long_run --report     # prints the tables from the rows
+    python benchmarks/long_run/long_run.py --out long_run --tasks gpt vit lstm --policies 'int8*' --no-drift --wider 4
 
 Small models (benchmarks/long_run/tasks.py), 2,000 steps with warm-up and cosine, the policies of
 benchmarks/long_run/policies.py from harmless to bad, three paired seeds. Each run has its *early figures*, as a search
@@ -37,7 +38,7 @@ from autoprec.optim.optimizer import unwrap_optimizer, wrap_optimizer  # noqa: E
 from autoprec.policy import Policy  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
 from benchmarks.long_run.policies import POLICIES, policy_of  # noqa: E402
-from benchmarks.long_run.tasks import TASKS, Task, rate, seeded  # noqa: E402
+from benchmarks.long_run.tasks import TASKS, Task, rate, seeded, widened  # noqa: E402
 
 STEPS, SEEDS, REFERENCE_SEEDS = 2000, 3, 8
 WARMUP, SCORED, PROBED_AT = 3, 20, 10  # of a short trial, and where gradients are compared (the search's defaults)
@@ -256,22 +257,22 @@ def jobs(tasks: list[str], seeds: int, policies: Sequence[str]) -> list[tuple[st
 
 
 def run_all(
-    folder: Path, steps: int, tasks: list[str], seeds: int, *, guard: bool, policies: Sequence[str], drift: bool
+    folder: Path, steps: int, tasks: dict[str, Task], seeds: int, *, guard: bool, policies: Sequence[str], drift: bool
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     done = {(row["task"], row["what"], row["seed"], row["steps"]) for row in map(json.loads, lines)}
-    wanted = guard_jobs(tasks) if guard else jobs(tasks, seeds, policies)
+    wanted = guard_jobs(list(tasks)) if guard else jobs(list(tasks), seeds, policies)
     left = [job for job in wanted if (*job, steps) not in done]
     for number, (task, what, seed) in enumerate(left, 1):
         began = time.process_time()
         torch.manual_seed(seed)
         make = guarded_row if guard else training_row
         if what == "errors":
-            made = errors_row(TASKS[task], seed, steps, policies, AGES if drift else ())
+            made = errors_row(tasks[task], seed, steps, policies, AGES if drift else ())
         else:
-            made = make(TASKS[task], seed, what, steps)
+            made = make(tasks[task], seed, what, steps)
         row = {"task": task, "what": what, "seed": seed, "steps": steps} | made
         row["cpu_s"] = round(time.process_time() - began, 2)
         with path.open("a", encoding="utf-8") as out:
@@ -286,6 +287,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--policies", default="*", help="only those whose name matches, e.g. 'int8*'")
+    parser.add_argument("--wider", type=int, default=1, help="models so many times as wide as tasks.py has them")
     parser.add_argument("--no-drift", action="store_true", help="no gradient errors beside those of step 10")
     parser.add_argument("--guard", action="store_true", help="run what the guard is judged by")
     parser.add_argument("--report", action="store_true", help="only print the tables")
@@ -295,7 +297,8 @@ def main() -> None:
         steps = GUARD_STEPS if args.guard else args.steps
         named = fnmatch.filter(POLICIES, args.policies)
         how = {"guard": args.guard, "policies": named, "drift": not args.no_drift}
-        run_all(args.out, steps, args.tasks, args.seeds, **how)
+        tasks = {task.name: task for task in (widened(TASKS[name], args.wider) for name in args.tasks)}
+        run_all(args.out, steps, tasks, args.seeds, **how)
     from benchmarks.long_run.report import report
 
     lines = (args.out / "rows.jsonl").read_text().splitlines()

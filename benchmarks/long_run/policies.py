@@ -43,6 +43,7 @@ class Case:
         kept: layers that run ``kept_recipe`` instead: ``head`` and ``first`` of the task.
         wgrad: recipe of the weight gradients, where another.
         state: the optimizer section.
+        offered: a search on a CPU may choose it; an INT8 head with one scale a tensor was withdrawn after this study.
         last: from this share of the run on everything is in bf16, with plain optimizer state.
         refused: the schema refuses it.
         bad: known to be bad in a long run; the others are not known.
@@ -54,6 +55,7 @@ class Case:
     wgrad: str = ""
     state: tuple[tuple[str, str], ...] = ()
     activations: str = "keep"
+    offered: bool = True
     last: float = 1.0
     refused: bool = False
     bad: bool = False
@@ -75,10 +77,12 @@ POLICIES: dict[str, Case] = {
     "fp8 delayed 16, head bf16": Case("fp8_delayed", ("head",)),
     "bf16 weights, stochastic": Case("bf16", state=_state(weights="bf16_stochastic", gradients="bf16")),
     "moments e4m3 + fp16 scaled": Case("bf16", state=_state(exp_avg="e4m3", exp_avg_sq="fp16_scaled")),
-    "int8 tensor": Case("int8_tensor"),
+    "int8 tensor": Case("int8_tensor", offered=False),
     "int8 row": Case("int8"),
     "int8 row, wgrad bf16": Case("int8", wgrad="bf16"),
+    "int8 row, wgrad kept": Case("int8", wgrad="keep"),
     "int8 tensor, head kept": Case("int8_tensor", ("head",), "keep"),
+    "int8 tensor, head int8 row": Case("int8_tensor", ("head",), "int8"),
     "nvfp4, ends bf16": Case("nvfp4", ("head", "first")),
     "nvfp4, ends bf16, last 15 % bf16": Case("nvfp4", ("head", "first"), last=0.85),
     "fp8 e5m2 forward": Case("e5m2_forward", bad=True),

@@ -123,7 +123,8 @@ def report(rows: list[Row]) -> str:
         lines = []
         for o in sorted(found, key=lambda o: o.gap):
             refused = o.case is not None and o.case.refused
-            verdict = "benign" if o.case is None else "refused by the schema" if refused else why[o.name] or "accepted"
+            offered = "accepted" if o.case is None or o.case.offered else "accepted; not offered since"
+            verdict = "benign" if o.case is None else "refused by the schema" if refused else why[o.name] or offered
             worse = o.gap > spread
             lines.append(
                 (
@@ -139,7 +140,7 @@ def report(rows: list[Row]) -> str:
             if o.case is None:
                 continue
             everything.append(o)
-            if not refused and not why[o.name]:
+            if o.case.offered and not refused and not why[o.name]:
                 count += 1
                 worse_accepted += [f"{task}: {o.name}"] if worse else []
                 ended = f"{task}: {o.name}, which ends {o.gap:+.2%} ± {o.half_width(paired):.2%}"
@@ -149,7 +150,7 @@ def report(rows: list[Row]) -> str:
         parts.append(f"### {task}\n\n{seeds}; benign perturbation, paired: {paired:.2%}\n\n{table(head, lines)}")
         parts.append(_correlations(task, [o for o in found if o.case]))
     parts.append(
-        f"Accepted: {count} policies; of these worse than the reference beyond the seed-to-seed spread: "
+        f"Offered and accepted: {count} policies; of these worse than the reference beyond the seed-to-seed spread: "
         f"{len(worse_accepted)} ({', '.join(worse_accepted) or '-'}); known to be bad elsewhere: {len(bad_accepted)} "
         f"({', '.join(bad_accepted) or '-'})."
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,23 +21,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["TASKS", "Task", "rate"]
+__all__ = ["TASKS", "Task", "rate", "seeded", "widened"]
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One model with its data: ``model`` makes it, ``batches`` yields training batches without end."""
+    """One model, ``wider`` times as wide as written here, with its data: ``batches`` yields batches without end."""
 
     name: str
-    model: Callable[[], nn.Module]
+    model: Callable[[int], nn.Module]
     batches: Callable[[torch.Generator], Iterator[Batch]]
     held_out: Callable[[], list[Batch]]
     lr: float
     head: str
     first: str
     recurrent: str = ""
+    wider: int = 1
 
     @property
     def layers(self) -> dict[str, str]:
@@ -96,9 +97,9 @@ class ViT(GPT):
 
     causal = False
 
-    def __init__(self) -> None:
-        super().__init__(10, 16)
-        self.embed = nn.Linear(4, 32, bias=False)
+    def __init__(self, width: int = 32, heads: int = 2) -> None:
+        super().__init__(10, 16, width, heads)
+        self.embed = nn.Linear(4, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.view(-1, 4, 2, 4, 2).transpose(2, 3).reshape(len(x), 16, 4)
@@ -252,19 +253,32 @@ def _rows_held_out() -> list[Batch]:
     return [_rows(1024, generator, False) for _ in range(4)]
 
 
+def gpt(by: int) -> nn.Module:
+    return GPT(_VOCABULARY, _LENGTH, 32 * by, 2 * by)
+
+
+def lstm(by: int) -> nn.Module:
+    return LSTM(_VOCABULARY, 32 * by)
+
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("gpt", lambda: GPT(_VOCABULARY, _LENGTH), _text_batches, _text_held_out, 4e-3, "head", "qkv"),
-        Task("lstm", lambda: LSTM(_VOCABULARY), _text_batches, _text_held_out, 4e-3, "head", "into", "recurrent"),
-        Task("vit", ViT, _digit_batches, _digits_held_out, 3e-3, "head", "embed"),
-        Task("mlp", MLP, _digit_batches, _digits_held_out, 3e-3, "head", "first"),
-        Task("moe", lambda: MoE(_INPUTS, _CLASSES), _row_batches, _rows_held_out, 3e-3, "head", "embed"),
+        Task("gpt", gpt, _text_batches, _text_held_out, 4e-3, "head", "qkv"),
+        Task("lstm", lstm, _text_batches, _text_held_out, 4e-3, "head", "into", "recurrent"),
+        Task("vit", lambda by: ViT(32 * by, 2 * by), _digit_batches, _digits_held_out, 3e-3, "head", "embed"),
+        Task("mlp", lambda by: MLP(64 * by), _digit_batches, _digits_held_out, 3e-3, "head", "first"),
+        Task("moe", lambda by: MoE(_INPUTS, _CLASSES, 48 * by), _row_batches, _rows_held_out, 3e-3, "head", "embed"),
     )
 }
+
+
+def widened(task: Task, by: int) -> Task:
+    """Return a task whose model is so many times as wide, at a learning rate so many times smaller."""
+    return task if by == 1 else replace(task, name=f"{task.name}, {by} x as wide", lr=task.lr / by, wider=by)
 
 
 def seeded(task: Task, seed: int) -> tuple[nn.Module, Any]:
     """Return the model of a seed and its stream of batches."""
     torch.manual_seed(1000 + seed)
-    return task.model(), task.batches(torch.Generator().manual_seed(2000 + seed))
+    return task.model(task.wider), task.batches(torch.Generator().manual_seed(2000 + seed))
