@@ -32,8 +32,12 @@ from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
-#: A block takes about so long (s). Before it go two steps: in the first optimizer state is made, the second is settled.
-_BLOCK_S, _SETTLING = 0.4, 2
+#: A block takes about so long (s).
+_BLOCK_S = 0.4
+#: Steps that go by before a block: so many, or as many as take so long (s), but never fewer than two (in the first
+#: optimizer state is made). Until the C library has the pages that a step needs, each asks for some, and a policy of
+#: narrow formats loses more of its gain to that than the script (a mixture of experts 6 % after two steps).
+_SETTLING, _SETTLING_S, _LEAST_SETTLING = 8, 1.0, 2
 #: What is kept on the heap before a contender's first step: blocks of at most so many bytes.
 _KEPT, _KEPT_BYTES = 32, 1 << 19
 
@@ -62,7 +66,7 @@ class Lanes:
         self._policies = {REFERENCE: spec.policy} | {probe.id: probe.policy for probe in spec.probes}
         self._random = random.Random(0)
         self.loop: Loop | None = None
-        self._writer, self._block = -1, 0
+        self._writer, self._settled, self._block = -1, 0, 0
 
     def run(self) -> dict[str, Any] | None:
         """Return the payload of a duel in this process, and None in a contender, which goes on into its forward."""
@@ -125,18 +129,27 @@ class Lanes:
         """Between two steps, where the clock stands still: answer when the block is complete."""
         if not math.isfinite(loop.last_loss):
             self._say(failed=f"the loss is {loop.last_loss}")
-        if loop.steps == _SETTLING:
-            block_s = _BLOCK_S
-            if self._spec.within_s is not None:  # the fewest rounds take half of the time
-                block_s = min(block_s, self._spec.within_s / (2 * FEWEST * len(self._policies)))
-            step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
-            self._block = math.ceil(block_s / step_s)
-        if loop.steps == _SETTLING + self._block:
+        if not self._settled:
+            self._settle(loop)
+        elif loop.steps == self._settled + self._block:
             self._ended()
+
+    def _settle(self, loop: Loop) -> None:
+        """Begin the block once steps have settled, and say how many it has."""
+        block_s, settling_s = _BLOCK_S, _SETTLING_S
+        if self._spec.within_s is not None:  # the fewest rounds take half of the time
+            share = self._spec.within_s / (2 * FEWEST * len(self._policies))
+            block_s, settling_s = min(block_s, share), min(settling_s, share)
+        spans = loop.clock.milliseconds()
+        enough = loop.steps >= _SETTLING or sum(spans) / 1e3 >= settling_s
+        if loop.steps >= _LEAST_SETTLING and enough:
+            self._settled = loop.steps
+            self._block = math.ceil(block_s / max(spans[-1] / 1e3, 1e-6))
 
     def _ended(self) -> NoReturn:
         """Answer with the steps of the block, or as many as the script had."""
-        spans = self.loop.clock.milliseconds()[_SETTLING:] if self.loop is not None else []
+        spans = self.loop.clock.milliseconds() if self.loop is not None else []
+        spans = spans[self._settled or _LEAST_SETTLING :]
         self._say(ms=sum(spans) / max(len(spans), 1), steps=len(spans))
 
     def _say(self, **what: Any) -> NoReturn:

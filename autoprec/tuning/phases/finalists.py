@@ -333,11 +333,11 @@ class Race:
         """Make the next run that a decision still takes; false where it takes none.
 
         That is the gradient error of what is adopted (of those that are tied the safest was taken, by predicted ones),
-        a duel of what decides, a further seed of what a duel shows to be faster, the safety pass, and a second duel.
+        the safety pass, a duel of what decides, a further seed of what it shows to be faster, and a second duel.
         """
         if decision.run is not None and self._measure_error(decision.run):
             return True
-        steps = (self._time_what_decides, self._seed_of_what_is_faster, self._take_back, self._time_again)
+        steps = (self._take_back, self._time_what_decides, self._seed_of_what_is_faster, self._time_again)
         return any(step(decision) for step in steps)
 
     def _why_nothing(self) -> Reason:
@@ -375,9 +375,12 @@ class Race:
     def timed_first(self) -> bool:
         """Time what would be the answer, and what people write by hand, once no trial pays; false if that was done.
 
-        Trials are run minutes apart; where their times were wrong, a further one may pay all the same.
+        What saves too little for its error is taken back before, so that one duel times both. Trials are run minutes apart; where their times were wrong, a further one may pay all the same.
         """
-        return not self._is_timed and self._time_what_decides(self._decide() or Decision("stay", ()))
+        if self._is_timed:
+            return False
+        decision = self._decide() or Decision("stay", ())
+        return self._take_back(decision) or self._time_what_decides(decision)
 
     def _by_hand(self) -> list[Run]:
         """Return what people write by hand that ran, acceptable ones first, then the fastest."""

@@ -57,6 +57,15 @@ def test_each_block_has_a_process_of_its_own_also_of_a_script_shorter_than_a_blo
     assert found["steps"] == 4 * 2 * len(found["rounds"])  # two of six are not timed
 
 
+def test_eight_steps_go_by_before_a_block_or_a_second_of_them(host: Any, tmp_path: Path) -> None:
+    """After two steps each still asked the system for pages, and a policy was said to gain 6 % less than it does."""
+    found = duel(host, tmp_path, 12, EMPTY).payload["duel"]
+    assert found["steps"] == 4 * 2 * len(found["rounds"])
+    slow = SCRIPT + "    until = time.process_time() + 0.3\n    while time.process_time() < until: pass\n"
+    found = duel(host, tmp_path, 12, EMPTY, script="import time\n" + slow, within_s=8.0).payload["duel"]
+    assert found["steps"] == 2 * 2 * len(found["rounds"])  # 8 s leave 0.33 s for each of 24 blocks
+
+
 def test_a_script_without_a_step_to_time_gives_no_round(host: Any, tmp_path: Path) -> None:
     found = duel(host, tmp_path, 2, EMPTY).payload["duel"]
     assert not found["rounds"]

@@ -31,7 +31,7 @@ Vector = npt.NDArray[np.float64]
 class StoppingThreshold(NamedTuple):
     """What a policy has to gain for another run of it to pay, all fractions of the step time."""
 
-    #: Of one run. It is some 40 steps of the training that is to be sped up: 0.0001 has paid for it after 400,000.
+    #: Of one run. It is some 40 steps of the training that is to be sped up: 0.0005 has paid for it after 80,000.
     price: float
     #: A policy that is faster by less is tied, and is not run.
     tie: float
@@ -39,10 +39,13 @@ class StoppingThreshold(NamedTuple):
     least: float
     #: Both of these for presets. They are what people would run anyway: one that is as good has to be known.
     preset_tie: float
+    #: From so many runs on each costs in proportion to their number: what is expected has then often failed to come.
+    patience: float
 
 
 #: Where times are modelled, and so are exact; and where they are measured: a percent is lost in their noise.
-MODELLED, TIMED = StoppingThreshold(0.00005, 0.005, 0.002, 0.0005), StoppingThreshold(0.0001, 0.01, 0.005, 0.01)
+MODELLED = StoppingThreshold(0.00005, 0.005, 0.002, 0.0005, math.inf)
+TIMED = StoppingThreshold(0.0005, 0.01, 0.005, 0.01, 10.0)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
 _Z95 = 2.3
@@ -227,6 +230,7 @@ class Expectation:
             for run in runs
         ]
         paired, gaps, times, sizes = np.array(known, dtype=np.float64).reshape(-1, 4).T  # NaN where nothing is known
+        self._price = self.goals.stop.price * max(1.0, len(runs) / self.goals.stop.patience)
         seeds = paired.astype(np.int64)
         self.divergence.fit(points, gaps, seeds)
         self.time.fit(points, times)
@@ -275,7 +279,7 @@ class Expectation:
         )
         accepted, runs = self._plan(points, log_gap, sd, gain)
         gain = gain * accepted
-        value = np.where(gain > least, gain - stop.price * runs, np.minimum(gain - least, 0.0))
+        value = np.where(gain > least, gain - self._price * runs, np.minimum(gain - least, 0.0))
         doubted = np.array(
             [key in self._doubts and self._seeds[key] < _DOUBT_SEEDS for key in _keys(points)], dtype=bool
         )
@@ -331,7 +335,7 @@ class Expectation:
         moved = np.sqrt(sd**2 - left**2)
         chance = _normal((math.log(self.goals.max_divergence) - _Z95 * left - log_gap) / moved)
         possible = (had + more >= FEWEST_SEEDS) & (more <= np.maximum(MOST_SEEDS - had, 1))
-        best = np.where(possible, gain * chance - self.goals.stop.price * runs, -np.inf).argmax(axis=0)
+        best = np.where(possible, gain * chance - self._price * runs, -np.inf).argmax(axis=0)
         each = np.arange(len(points))
         return chance[best, each], runs[best, each].astype(np.float64)
 

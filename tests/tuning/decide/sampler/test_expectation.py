@@ -45,6 +45,17 @@ def test_a_gain_is_told_against_the_best_that_is_sure_and_costs_more_runs_near_t
     assert more.gain[0] - more.value[0] > alone.gain[0] - alone.value[0] >= MODELLED.price
 
 
+def test_timed_runs_cost_more_the_longer_a_search_goes_on() -> None:
+    """A loss near the budget had a search go on for sixteen minutes, each run for a gain that did not come."""
+    priced = []
+    for count in (4, 20):
+        made = expect([0.0003] * count, replace(GOALS, timed=True))
+        found = made.outlook(made.points([FAST]))
+        priced.append(float(found.gain[0] - found.value[0]) / made.goals.stop.price)
+    # one run, and the reference of its seed
+    assert priced == [pytest.approx(2.0), pytest.approx(4.0)]
+
+
 def test_a_preset_that_is_faster_by_less_than_the_tie_is_worth_a_run() -> None:
     """Another policy is not; the answer was slower than a preset by 0.7 % that nobody had measured."""
     timed = [FOUND.step(FAST)[0] * (1 + 0.001 * math.sin(k)) for k in range(40)]
