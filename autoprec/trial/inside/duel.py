@@ -43,8 +43,6 @@ _MOST_SETTLING = 40
 _RANKED_ROUNDS, _RANKED_STEPS = 12, 2
 #: On a busy machine a duel may take so many times longer than its own seconds.
 _BUSY = 4.0
-#: A contender that is slower than another beyond both intervals after so many rounds need not be known better.
-_ENOUGH_ROUNDS = 10
 
 
 class Duel:
@@ -168,7 +166,7 @@ def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: f
         if name not in known:
             return True
         middle, low, high = known[name]
-        return high - low > 2 * precision * middle and not (len(rounds) >= _ENOUGH_ROUNDS and high < best)
+        return high - low > 2 * precision * middle and not high < best
 
     return [name for name in ratios if is_open(name)]
 

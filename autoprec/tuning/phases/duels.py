@@ -32,7 +32,7 @@ from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 #: Half the width of an interval that is enough, relative to the speed-up.
 _PRECISE = 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
-_FIRST_S, _EACH_S, _RUNS = 12.0, 8.0, 1.5
+_FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 #: Seconds of its own that a second duel takes at most, of what was picked.
 _AGAIN_S = 16.0
 #: Seconds of a block in the shortest duel that a time budget keeps time for.

@@ -52,17 +52,17 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: An
 
 
 def test_each_block_has_a_process_of_its_own_also_of_a_script_shorter_than_a_block(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 6, EMPTY).payload["duel"]
+    found = duel(host, tmp_path, 4, EMPTY).payload["duel"]
     assert len(found["rounds"]) > 1
-    assert found["steps"] == 4 * 2 * len(found["rounds"])  # two of six are not timed
+    assert found["steps"] == 2 * 2 * len(found["rounds"])  # two of four are not timed
 
 
-def test_eight_steps_go_by_before_a_block_or_a_second_of_them(host: Any, tmp_path: Path) -> None:
+def test_five_steps_go_by_before_a_block_unless_they_are_long(host: Any, tmp_path: Path) -> None:
     """After two steps each still asked the system for pages, and a policy was said to gain 6 % less than it does."""
-    found = duel(host, tmp_path, 12, EMPTY).payload["duel"]
+    found = duel(host, tmp_path, 9, EMPTY).payload["duel"]
     assert found["steps"] == 4 * 2 * len(found["rounds"])
     slow = SCRIPT + "    until = time.process_time() + 0.3\n    while time.process_time() < until: pass\n"
-    found = duel(host, tmp_path, 12, EMPTY, script="import time\n" + slow, within_s=8.0).payload["duel"]
+    found = duel(host, tmp_path, 9, EMPTY, script="import time\n" + slow, within_s=8.0).payload["duel"]
     assert found["steps"] == 2 * 2 * len(found["rounds"])  # 8 s leave 0.33 s for each of 24 blocks
 
 
