@@ -375,7 +375,8 @@ class Race:
     def timed_first(self) -> bool:
         """Time what would be the answer, and what people write by hand, once no trial pays; false if that was done.
 
-        What saves too little for its error is taken back before, so that one duel times both. Trials are run minutes apart; where their times were wrong, a further one may pay all the same.
+        What saves too little for its error is taken back before, so that one duel times both. Trials are run minutes
+        apart; where their times were wrong, a further one may pay all the same.
         """
         if self._is_timed:
             return False
