@@ -165,7 +165,7 @@ def _marks(records: Sequence[Run], result: SearchResult, info: Mapping[str, Any]
         }
         if not why and name != best:
             slower = record.ok and (known[name].get("speedup") or 0.0) <= (result.best.get("speedup") or 0.0)
-            why = "slower than the answer" if slower and result.verdict == "adopt" else result.verdict
+            why = "not faster than the answer" if slower and result.verdict == "adopt" else result.verdict
         out[index] = {key: "true" if value else "false" for key, value in marks.items()}
         out[index][WHY_NOT] = redact_text(why)[:4000] if name != best else ""
     return out
