@@ -9,6 +9,7 @@ the end is all that a search spends on it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import subprocess
@@ -27,6 +28,7 @@ from autoprec.tracking.log import Logged, log_study
 from autoprec.tracking.study import About, TrackedStudy, default_uri, named_uri
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.options import RUNS, SearchOptions
+from autoprec.tuning.paired import OVERRUN
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.study import default_storage
@@ -79,7 +81,8 @@ def tracked(options: SearchOptions, *listeners: Listener, started: float) -> Ite
     from autoprec.tuning.events import Listeners
 
     command = ScriptCommand.parse(options.command)
-    tracker = TrackingListener(RUNS) if options.track else None
+    until = None if options.budget_s is None else started + OVERRUN * options.budget_s
+    tracker = TrackingListener(RUNS, until=until) if options.track else None
     heard = Listeners(*listeners, *([tracker] if tracker is not None else []))
     engine = engines.Search(options, command, heard, started=started)
     try:
@@ -100,14 +103,23 @@ class TrackingListener:
         runs_dir: ``autoprec-runs``; the default store is ``mlflow.db`` in it.
         tracking_uri: MLflow store; else ``MLFLOW_TRACKING_URI``; else the default store.
         experiment: MLflow experiment; else ``MLFLOW_EXPERIMENT_NAME``; else ``autoprec``.
+        until: ``time.monotonic()`` at which a time budget has nothing waited for any more; None for no such budget.
     """
 
-    def __init__(self, runs_dir: Path | str, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+    def __init__(
+        self,
+        runs_dir: Path | str,
+        *,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        until: float | None = None,
+    ) -> None:
         self._named = named_uri(tracking_uri)  # refused before anything is run
         self._uri = self._named or default_uri(Path(runs_dir))
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "autoprec"
         remote = urlsplit(self._uri).scheme in ("http", "https", "databricks", "postgresql", "mysql", "mssql")
         self._patience_s = _REMOTE_PATIENCE_S if remote else _LOCAL_PATIENCE_S
+        self._until = math.inf if until is None else until
         self._study: TrackedStudy | None = None
         self._storage = ""
         self._news, self._over = threading.Event(), threading.Event()
@@ -161,7 +173,8 @@ class TrackingListener:
         """Return where the study is in MLflow, as far as known; ``pending`` is the command that sends the rest."""
         logged = self._logged
         ids = {"experiment_id": logged.experiment_id or None, "run_id": logged.run_id or None}
-        rest = {} if logged.ok else {"pending": "autoprec ui --sync", "reason": logged.reason}
+        late = "" if logged.run_id else "not written within the time"
+        rest = {"pending": "autoprec ui --sync", "reason": logged.reason or late} if logged.reason or late else {}
         return {"tracking_uri": redact_uri(self._uri), **ids, **rest}
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -181,6 +194,7 @@ class TrackingListener:
     def _wait(self, limit_s: float, done: Callable[[], bool]) -> None:
         """Wait until something is done, the store is known to fail, the thread has ended, or patience is used up."""
         start = time.monotonic()
+        limit_s = min(limit_s, self._until - start)
         while not done() and self._logged.ok and self._writer.is_alive():
             if time.monotonic() - start >= limit_s:
                 break

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def no_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrackingListener, "_tell", lambda self: None)
 
 
-def _started(tmp_path: Path, **named: str) -> TrackingListener:
+def _started(tmp_path: Path, **named: Any) -> TrackingListener:
     listener = TrackingListener(tmp_path, **named)
     listener.started(replace(INFO, study_dir=str(tmp_path / "demo")))
     return listener
@@ -136,6 +137,28 @@ def test_one_thread_writes_what_is_new_and_at_the_end(tmp_path: Path, monkeypatc
     assert {ident for _, ident in calls}.isdisjoint({threading.get_ident()})
     assert listener.reference()["run_id"] == "r"
     assert not listener._writer.is_alive()
+
+
+def test_a_time_budget_that_is_used_up_leaves_the_rest_to_the_next_command(
+    tmp_path: Path, result: SearchResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write to a new store took up to 20 s beyond a budget of 60 s."""
+    allowed = threading.Event()
+
+    def log_study(*_: object, **__: object) -> Logged:
+        allowed.wait(60)
+        return Logged("demo", "x", run_id="r")
+
+    monkeypatch.setattr("autoprec.tracking.listener.log_study", log_study)
+    make_study(tmp_path / "demo")
+    began = time.monotonic()
+    listener = _started(tmp_path, until=began + 0.5)
+    attached = listener.attach(result, tmp_path / "demo")
+    listener.close()
+    assert time.monotonic() - began < 10.0  # without a budget 20 s
+    assert attached.mlflow["pending"] == "autoprec ui --sync"
+    allowed.set()
+    listener._writer.join(30)
 
 
 def test_versions_are_those_that_run() -> None:
