@@ -25,10 +25,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from autoprec.backends import BACKENDS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autoprec"
-sys.path.insert(0, str(ROOT))
-
 #: Modules that somebody outside runs or imports: the documentation names each.
 ENTRANCES = (
     "autoprec",
@@ -41,6 +43,8 @@ ENTRANCES = (
     "autoprec.integrations.lightning",
     "autoprec.integrations.transformers",
     "autoprec.export.standalone",
+    # imported by name when a backend is asked for
+    *(f"autoprec.backends.{module}" for module, _ in BACKENDS.values()),
 )
 COMPARATIVE = "longer|more|less|fewer|slower|faster|better|worse|larger|smaller|higher|lower|different|further"
 #: "is no" for "is not a"; "there is no", "is no longer" and comparatives are good English.

@@ -336,7 +336,7 @@ def free_bytes(meminfo: Path | str = "/proc/meminfo", group: Path | str = "/sys/
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path(meminfo).read_text(encoding="utf-8").splitlines()
         known.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" is not a number: there is no limit
         most, used = (int((Path(group) / f"memory.{name}").read_text()) for name in ("max", "current"))
         known.append(max(0, most - used))
     return min(known, default=None)

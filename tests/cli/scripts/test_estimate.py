@@ -90,7 +90,7 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
     record = json.loads(Path(graph).read_text())
     record["batch"]["tokens"] = record["batch"]["samples"]
     Path(graph).write_text(json.dumps(record))
-    assert " samples/s)" in run("--target", "h100", graph).output, "a sample of one token is no sequence"
+    assert " samples/s)" in run("--target", "h100", graph).output, "a sample of one token is not a sequence"
     document = json.loads(run("--target", "h100", "--json", "llama3-70b").output)["memory"]
     assert not document["fits"]
     assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)
