@@ -57,7 +57,7 @@ def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, 
             continue
         choice = choice_of_rule(policy, number)
         kept = [name for name in big if found.choices[name] == choice]
-        roles = dict.fromkeys(found.places[name].role for name in big)
+        roles = dict.fromkeys(found.matched.here[name].role for name in big)
         rows.append(
             {
                 "rule": policy.layers[number].match if number >= 0 else "(default)",
@@ -78,7 +78,7 @@ def _document(
     from autoprec.graph.roles import shown
     from autoprec.tuning.transfer.law import SPREAD
 
-    predicted = found.predicted
+    predicted, places = found.predicted, found.matched.here
     return {
         "policy": output,
         "source": "modelled",
@@ -86,7 +86,7 @@ def _document(
         "growth": found.growth.to_json(),
         "rules": _rule_rows(policy, proxy, found),
         "no_counterpart": [
-            {"layers": shown([n]), "guess": found.places[n].role or found.places[n].guess} for n in found.matched.alone
+            {"layers": shown([n]), "guess": places[n].role or places[n].guess} for n in found.matched.alone
         ],
         "lost": [
             {"layers": shown(x.layers), "count": len(x.layers), "recipe": x.choice, "reason": x.reason}

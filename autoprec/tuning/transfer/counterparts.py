@@ -56,12 +56,30 @@ class Counterparts:
     """The proxy's layer for every layer of the big model.
 
     Attributes:
+        here, there: where the layers of the big model, and of the proxy, stand.
         of: layer of the big model -> layer of the proxy; absent where there is none.
         alone: layers without a counterpart, in model order.
     """
 
+    here: Mapping[str, Place]
+    there: Mapping[str, Place]
     of: dict[str, str]
     alone: tuple[str, ...]
+
+    def pair(self, name: str) -> tuple[Place, Place]:
+        """Return the places of a layer of the big model and of its counterpart."""
+        return self.here[name], self.there[self.of[name]]
+
+
+#: What a counterpart has in common, the most telling first; None says nothing.
+_KEYS: tuple[Callable[[Place], object], ...] = (
+    lambda p: (p.stack, p.alike) if p.role else None,
+    lambda p: (p.stack, p.role, p.part) if p.role else None,
+    lambda p: (p.stack, p.role) if p.role else None,
+    lambda p: (p.role, p.part) if p.role else None,
+    lambda p: p.role or None,
+    lambda p: p.alike,
+)
 
 
 def counterparts(target: Mapping[str, Place], proxy: Mapping[str, Place], choices: Choices) -> Counterparts:
@@ -71,34 +89,23 @@ def counterparts(target: Mapping[str, Place], proxy: Mapping[str, Place], choice
         target, proxy: places of the layers of the big model and of the proxy.
         choices: what every layer of the proxy runs; tells its first and last blocks from the others.
     """
-    keys: tuple[Callable[[Place], object], ...] = (
-        lambda p: (p.stack, p.alike) if p.role else None,
-        lambda p: (p.stack, p.role, p.part) if p.role else None,
-        lambda p: (p.stack, p.role) if p.role else None,
-        lambda p: (p.role, p.part) if p.role else None,
-        lambda p: p.role or None,
-        lambda p: p.alike,
-    )
-    indices: list[dict[object, list[Place]]] = []
-    for key in keys:
-        index: dict[object, list[Place]] = {}
-        for place in proxy.values():
-            index.setdefault(key(place), []).append(place)
-        indices.append(index)
+    index: dict[tuple[int, object], list[Place]] = {}
+    for place in proxy.values():
+        for number, key in enumerate(_KEYS):
+            index.setdefault((number, key(place)), []).append(place)
     edges: dict[tuple[str, str], Edges] = {}
     of: dict[str, str] = {}
-    alone = []
     for name, place in target.items():
-        found = next((i[k(place)] for i, k in zip(indices, keys, strict=True) if k(place) and k(place) in i), None)
+        said = [(number, common) for number, key in enumerate(_KEYS) if (common := key(place))]
+        found = next((index[one] for one in said if one in index), None)
         if found is None:
-            alone.append(name)
             continue
         series = (found[0].stack, found[0].role or found[0].alike)
         if series not in edges:
             edges[series] = edges_of(_texts(proxy, series, choices))
         wanted = edges[series].rank(place.rank, place.count, found[0].count)
         of[name] = min(found, key=lambda p: abs(p.rank - wanted)).name
-    return Counterparts(of, tuple(alone))
+    return Counterparts(target, proxy, of, tuple(name for name in target if name not in of))
 
 
 def _texts(proxy: Mapping[str, Place], series: tuple[str, str], choices: Choices) -> dict[int, str]:
@@ -110,17 +117,13 @@ def _texts(proxy: Mapping[str, Place], series: tuple[str, str], choices: Choices
     return out
 
 
-def refuse_unknown(
-    report: GraphReport, here: Mapping[str, Place], there: Mapping[str, Place], matched: Counterparts
-) -> None:
+def refuse_unknown(report: GraphReport, matched: Counterparts) -> None:
     """Refuse a transfer that would leave more than a quarter of the FLOPs to chance.
-
-    Args:
-        here, there: places of the layers of the big model and of the proxy.
 
     Raises:
         PolicyMismatchError: too many layers have no known role, or none has a counterpart; with the nearest guess.
     """
+    here, there = matched.here, matched.there
     weights = {layer.name: float(layer.total_flops or 1) for layer in report.tunable}
     unknown = [name for name in matched.alone if not here[name].role]
     share = sum(weights[name] for name in unknown) / (sum(weights.values()) or 1.0)

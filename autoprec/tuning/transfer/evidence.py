@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from autoprec._version import __version__
@@ -26,8 +27,9 @@ _REPEATED = (
 )
 
 
-def _plain(value: float) -> float:
-    return float(f"{value:.4g}")
+def _plain(values: Mapping[str, float]) -> dict[str, float]:
+    """Return finite values with four significant digits."""
+    return {name: float(f"{value:.4g}") for name, value in values.items() if math.isfinite(value)}
 
 
 def with_evidence(
@@ -49,24 +51,15 @@ def with_evidence(
         "growth": found.growth.to_json(),
     }
     if math.isfinite(predicted.error):
-        origin["predicted"] = {
-            name: _plain(value)
-            for name, value in (
-                ("gradient_error", predicted.error),
-                ("gradient_noise", predicted.noise),
-                ("budget", predicted.budget),
-            )
-            if math.isfinite(value)
-        }
-        origin["segments"] = {name: _plain(value) for name, value in predicted.segments.items()}
+        whole = {"gradient_error": predicted.error, "gradient_noise": predicted.noise, "budget": predicted.budget}
+        origin |= {"predicted": _plain(whole), "segments": _plain(predicted.segments)}
         if predicted.factors:
-            origin["corrected_by"] = {name: _plain(value) for name, value in predicted.factors.items()}
+            origin["corrected_by"] = _plain(predicted.factors)
     evidence: dict[str, Any] = {"target": target, "source": "modelled", "transferred_from": origin}
     if found.step is not None:
-        evidence["speedup_over_16bit"] = _plain(found.speedup)
-        evidence |= zip(("speedup_over_16bit_low", "speedup_over_16bit_high"), map(_plain, found.bounds), strict=False)
-        evidence["memory_bytes"] = _plain(float(found.step.memory_bytes))
-        evidence["cost"] = found.step.label
+        bounds = zip(("speedup_over_16bit_low", "speedup_over_16bit_high"), found.bounds, strict=False)
+        figures = {"speedup_over_16bit": found.speedup, **dict(bounds), "memory_bytes": float(found.step.memory_bytes)}
+        evidence |= _plain(figures) | {"cost": found.step.label}
     evidence |= {
         "date": date,
         "versions": {"autoprec": __version__, "python": platform.python_version()},

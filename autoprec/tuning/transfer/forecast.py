@@ -22,8 +22,9 @@ from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Problem
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.transfer.correction import Correction, segment_name, split_segment
+from autoprec.tuning.transfer.counterparts import Counterparts
 from autoprec.tuning.transfer.law import Growth, error_factor, noise_factor
-from autoprec.tuning.transfer.proxy import Proxy
+from autoprec.tuning.transfer.proxy import Proxy, around2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,7 @@ class Forecast:
         policy: of the proxy.
         proxy, errors: the small model, and its table.
         problem: groups and choices of the big model: rows and columns of :attr:`table`.
-        here, there: places of the layers of the big model and of the proxy.
-        matched: layer of the big model -> its counterpart in the proxy.
+        matched: the counterparts of the big model's layers in the proxy.
         grown: from the proxy to the big model.
         correction: what a spot check found on the big model.
     """
@@ -64,9 +64,7 @@ class Forecast:
     proxy: Proxy
     errors: SensitivityTable
     problem: Problem
-    here: Mapping[str, Place]
-    there: Mapping[str, Place]
-    matched: Mapping[str, str]
+    matched: Counterparts
     grown: Growth
     correction: Correction
 
@@ -82,8 +80,8 @@ class Forecast:
         rows = self._counterpart_rows(group)
         if not rows:  # nothing was measured of such a layer: it may run what changes nothing, or 16 bits
             return math.inf if Choice.parse(choice).plan(self.problem.space.all_recipes).scaled else 0.0
-        place = self.here[group.layers[0]]
-        factor = error_factor(self.grown) * self.correction.factor(place.alike, choice)
+        alike = self.matched.here[group.layers[0]].alike
+        factor = error_factor(self.grown) * self.correction.factor(alike, choice)
         return factor**2 * sum(
             self.proxy.error2(self.errors, name, choice) * blocks / self._sharing[key]
             for key, (name, blocks) in rows.items()
@@ -98,22 +96,10 @@ class Forecast:
         """Return (row of the proxy's table, stack, block) -> (a layer of it, blocks of the proxy per block here)."""
         out = {}
         for name in group.layers:
-            other = self.matched.get(name, "")
-            if other in self.proxy.rows:
-                place, small = self.here[name], self.there[other]
-                out[self.proxy.rows[other], place.stack, place.rank] = (other, small.count / place.count)
+            if self.matched.of.get(name) in self.proxy.rows:
+                place, small = self.matched.pair(name)
+                out[self.proxy.rows[small.name], place.stack, place.rank] = (small.name, small.count / place.count)
         return out
-
-    @cached_property
-    def around2(self) -> float:
-        """Squared error of what the policy does beside the layers."""
-        names = (f"activations={self.policy.activations}", f"attention={self.policy.operators.attention}")
-        return sum(self.errors.parameters.get(name, 0.0) for name in names)
-
-    @property
-    def misfit(self) -> float:
-        """Error of the proxy's finished policies over the root of their groups' summed squares."""
-        return self.errors.misfit.ratio
 
     @cached_property
     def noise(self) -> float:
@@ -127,7 +113,8 @@ class Forecast:
         return self._root(self.table[np.arange(len(index)), index])
 
     def _root(self, squares: Sequence[float] | FloatTable) -> float:
-        return math.sqrt(sum(float(s) for s in squares if math.isfinite(s)) + self.around2) * self.misfit
+        known = sum(float(s) for s in squares if math.isfinite(s)) + around2(self.errors, self.policy)
+        return math.sqrt(known) * self.errors.misfit.ratio
 
     def budget(self, mapped: Sequence[str], max_gradient_error: float) -> float:
         """Return the most predicted error that is allowed: what the proxy's policy would cause here, nothing dropped.
@@ -146,7 +133,7 @@ class Forecast:
 
     def room(self, budget: float) -> float:
         """Return the sum of squared errors that the layers may have within a budget."""
-        return max(0.0, (budget / self.misfit) ** 2 - self.around2)
+        return max(0.0, (budget / self.errors.misfit.ratio) ** 2 - around2(self.errors, self.policy))
 
     def prediction(self, index: IntVector, budget: float) -> Prediction:
         """Return what is said of a policy, given as a column of :attr:`table` per group."""
@@ -154,8 +141,8 @@ class Forecast:
         for g, group in enumerate(self.problem.groups):
             choice, square = self.problem.choice_names[int(index[g])], float(self.table[g, index[g]])
             if choice != KEEP and math.isfinite(square):
-                segment = segment_of(group.name, self.here, group.layers, choice)
+                segment = segment_of(group.name, self.matched.here, group.layers, choice)
                 squares[segment] = squares.get(segment, 0.0) + square
-        segments = {name: math.sqrt(square) * self.misfit for name, square in squares.items()}
+        segments = {name: math.sqrt(square) * self.errors.misfit.ratio for name, square in squares.items()}
         factors = {name: self.correction.factor(*split_segment(name)) for name in segments if self.correction.ratios}
         return Prediction(self.error(index), self.noise, budget, segments, factors)

@@ -14,6 +14,7 @@ model's seed together by more. :data:`SPREAD` is what to expect, and the spot ch
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -81,9 +82,4 @@ def growth(pairs: Sequence[tuple[Layer, Layer]], blocks: Mapping[str, tuple[int,
             widths.append(math.log(one.k * one.n / (other.k * other.n)) / 2)
             tokens.append(math.log(one.m * one.calls * one.batch / (other.m * other.calls * other.batch)))
     depths = [math.log(big / small) for big, small in blocks.values() if small > 1 or big > 1]
-    return Growth(*(math.exp(_median(values)) for values in (widths, depths, tokens)))
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+    return Growth(*(math.exp(statistics.median_high(logs or [0.0])) for logs in (widths, depths, tokens)))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from autoprec.cost.estimate import ratio_bounds
 from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.graph.roles import Place, places
+from autoprec.graph.roles import places
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.solver import IntVector, solve
 from autoprec.policy.space import Choice, SearchSpace
@@ -55,7 +56,6 @@ class Transfer:
     Attributes:
         policy: for the big model, without evidence.
         choices: layer -> what it runs.
-        places: where every layer stands.
         matched: counterparts in the proxy.
         rules: layer -> number of the proxy's rule that its counterpart obeys.
         lost, filled: what the proxy's policy had and the big model's has not; (layer, before, after) of the other way.
@@ -68,7 +68,6 @@ class Transfer:
 
     policy: Policy
     choices: dict[str, str]
-    places: dict[str, Place]
     matched: Counterparts
     rules: dict[str, int]
     lost: tuple[Lost, ...]
@@ -115,26 +114,16 @@ def transfer(
         PolicyMismatchError: too many layers have no known role, or none has a counterpart.
     """
     if policy.phases:
+        asked: dict[str, Any] = {"hints": hints, "max_gradient_error": max_gradient_error, "fill": fill}
         first, *later = (
-            transfer(
-                stage,
-                Proxy.of(stage, proxy.report, proxy.table),
-                report,
-                cost,
-                hints=hints,
-                max_gradient_error=max_gradient_error,
-                fill=fill,
-                correction=correction,
-            )
+            transfer(stage, Proxy.of(stage, proxy.report, proxy.table), report, cost, correction=correction, **asked)
             for stage in policy.stages
         )
         whole = policy.with_stages([first.policy, *(found.policy for found in later)])
         return replace(first, policy=whole, later=tuple(later))
-    here = places(report.tunable, hints)
-    there = places(proxy.report.tunable, hints)
-    matched = counterparts(here, there, proxy.choices)
-    refuse_unknown(report, here, there, matched)
-    job = _Job(policy, proxy, report, cost, here, there, matched, max_gradient_error, correction or Correction())
+    matched = counterparts(places(report.tunable, hints), places(proxy.report.tunable, hints), proxy.choices)
+    refuse_unknown(report, matched)
+    job = _Job(policy, proxy, report, cost, matched, max_gradient_error, correction or Correction())
     index = job.dropped(job.mapped)
     return job.result(job.filled(index) if fill else index)
 
@@ -167,8 +156,6 @@ class _Job:
     proxy: Proxy
     report: GraphReport
     cost: CostModel | None
-    here: Mapping[str, Place]
-    there: Mapping[str, Place]
     matched: Counterparts
     max_gradient_error: float
     correction: Correction
@@ -204,29 +191,15 @@ class _Job:
     def grown(self) -> Growth:
         small = {layer.name: layer for layer in self.proxy.report.tunable}
         pairs = [(self.layers[name], small[other]) for name, other in self.matched.of.items()]
-        blocks = {
-            f"{place.stack}|{place.role}": (place.count, self.there[self.matched.of[name]].count)
-            for name, place in self.here.items()
-            if name in self.matched.of
-        }
-        return growth(pairs, blocks)
+        both = [self.matched.pair(name) for name in self.matched.of]
+        return growth(pairs, {f"{here.stack}|{here.role}": (here.count, there.count) for here, there in both})
 
     @cached_property
     def forecast(self) -> Forecast | None:
         """Predicted errors; None without the proxy's table."""
-        if self.proxy.table is None:
+        if (errors := self.proxy.table) is None:
             return None
-        return Forecast(
-            policy=self.policy,
-            proxy=self.proxy,
-            errors=self.proxy.table,
-            problem=self.problem,
-            here=self.here,
-            there=self.there,
-            matched=self.matched.of,
-            grown=self.grown,
-            correction=self.correction,
-        )
+        return Forecast(self.policy, self.proxy, errors, self.problem, self.matched, self.grown, self.correction)
 
     @cached_property
     def budget(self) -> float:
@@ -283,14 +256,11 @@ class _Job:
         gemm, cast, kernels = (sum(getattr(part, name) for part in parts) for name in ("gemm", "cast", "kernels"))
         return LayerCost(gemm=gemm, cast=cast, kernels=kernels, error=0.0)
 
-    def _seconds(self, group: GroupVariable, choice: str) -> float:
-        return self._cost(group, choice).seconds
-
     def filled(self, index: IntVector) -> IntVector:
         """Return the fastest columns within the budget, if they gain enough over ``index`` or that is beyond it."""
         if self.forecast is None or self.cost is None:
             return index
-        time = self.problem.table(self._seconds)
+        time = self.problem.table(lambda group, choice: self._cost(group, choice).seconds)
         if KEEP in self.problem.choice_names:  # it may be faster nowhere, and would read as if nobody had decided
             decided = [
                 self._plain(g) != KEEP and m != KEEP for g, m in zip(self.problem.groups, self.mapped, strict=True)
@@ -302,11 +272,8 @@ class _Job:
         if found is None:
             return self.dropped([self._plain(group) for group in self.problem.groups]) if beyond else index
         gained = float(time[rows, index].sum() - time[rows, found].sum())
-        return found if beyond or gained > _LEAST_GAIN * self._step_seconds(index) else index
-
-    def _step_seconds(self, index: IntVector) -> float:
-        found = self._estimate(self._choices(index))
-        return found.time_ms / 1e3 if found is not None else 0.0
+        step = self._estimate(self._choices(index))
+        return found if beyond or step is None or gained > _LEAST_GAIN * step.time_ms / 1e3 else index
 
     def _choices(self, index: IntVector) -> dict[str, str]:
         names = self.problem.choice_names
@@ -343,7 +310,6 @@ class _Job:
         return Transfer(
             policy=rendered(self.policy, every, choices, self.recipes),
             choices=choices,
-            places=dict(self.here),
             matched=self.matched,
             rules=rules,
             lost=tuple(Lost(tuple(layers), choice, why) for (choice, why), layers in lost.items()),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from autoprec.errors import AutoPrecError, FileError
 from autoprec.graph.report import GraphReport, load_report
@@ -50,23 +50,24 @@ class Proxy:
     def error2(self, table: SensitivityTable, layer: str, choice: str) -> float:
         """Return the squared error of the group of a layer under a choice; infinite where it was not asked."""
         if layer not in self.rows or choice not in table.choices:
-            return float("inf")
+            return math.inf
         return float(table.error2[self.rows[layer], table.choices.index(choice)])
 
     def predicted(self, policy: Policy) -> float:
         """Return the relative gradient error of the policy on the proxy; NaN without a table."""
         if self.table is None:
-            return float("nan")
-        each = {self.rows[name]: choice for name, choice in self.choices.items() if name in self.rows}
-        total = sum(
-            float(self.table.error2[row, self.table.choices.index(choice)])
-            for row, choice in each.items()
-            if choice in self.table.choices
-        )
-        around = self.table.parameters
-        for name in (f"activations={policy.activations}", f"attention={policy.operators.attention}"):
-            total += around.get(name, 0.0)
-        return float(np.sqrt(total)) * self.table.misfit.ratio
+            return math.nan
+        of_group = {
+            row: (name, self.choices[name]) for name, row in self.rows.items()
+        }  # a layer of each, and its choice
+        total = sum(self.error2(self.table, *one) for one in of_group.values() if one[1] in self.table.choices)
+        return math.sqrt(total + around2(self.table, policy)) * self.table.misfit.ratio
+
+
+def around2(table: SensitivityTable, policy: Policy) -> float:
+    """Return the squared error of what a policy does beside the layers."""
+    names = (f"activations={policy.activations}", f"attention={policy.operators.attention}")
+    return sum(table.parameters.get(name, 0.0) for name in names)
 
 
 def choice_of_rule(policy: Policy, number: int) -> str:
@@ -113,20 +114,13 @@ def find_study(policy: Policy, path: Path, runs_dirs: Sequence[Path]) -> Path | 
         if (folder / "graph.json").is_file() and (folder / "study.db").exists():
             return folder
     wanted = _without_date(policy)
-    for found in _studies(runs_dirs):
-        for pattern in _POLICIES:
-            for other in sorted(found.glob(pattern)):
-                try:
+    for runs in runs_dirs:
+        for found in sorted((p.parent for p in runs.glob("*/graph.json")), key=lambda p: -p.stat().st_mtime):
+            for other in (path for pattern in _POLICIES for path in sorted(found.glob(pattern))):
+                with contextlib.suppress(AutoPrecError):  # another study's damaged file is not ours to report
                     if _without_date(load_policy(other)) == wanted:
                         return found
-                except AutoPrecError:
-                    continue  # another study's damaged file is not ours to report
     return None
-
-
-def _studies(runs_dirs: Sequence[Path]) -> Iterator[Path]:
-    for runs in runs_dirs:
-        yield from sorted((p.parent for p in runs.glob("*/graph.json")), key=lambda p: -p.stat().st_mtime)
 
 
 def _without_date(policy: Policy) -> Mapping[str, object]:

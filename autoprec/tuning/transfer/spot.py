@@ -183,23 +183,22 @@ def corrected(policy: Policy, report: GraphReport, check: SpotCheck) -> tuple[Po
     off = ratios[len(ratios) // 2] if ratios else 1.0
     every = segments(policy, report)
     errors = {s.name: measured.get(s.name, s.predicted * off if s.predicted == s.predicted else 0.0) for s in every}
-    left = check.whole.measured**2 if math.isfinite(check.whole.measured) else sum(e * e for e in errors.values())
     plain = "bf16" if "bf16" in policy.recipes else KEEP
     choices = {name: s.choice for s in every for name in s.layers}
     removed: list[str] = []
+
+    def left() -> float:
+        if math.isfinite(check.whole.measured):
+            return check.whole.measured**2 - sum(errors[name] ** 2 for name in removed)
+        return sum(error**2 for name, error in errors.items() if name not in removed)
+
     for segment in sorted(every, key=lambda s: -errors[s.name]):
-        if left <= check.limit**2:
+        if left() <= check.limit**2:
             break
-        if segment.choice == plain:
-            continue
-        removed.append(segment.name)
-        choices |= dict.fromkeys(segment.layers, plain)
-        left = left - errors[segment.name] ** 2 if math.isfinite(left) else _finite_rest(errors, removed)
+        if segment.choice != plain:
+            removed.append(segment.name)
+            choices |= dict.fromkeys(segment.layers, plain)
     out = rendered(policy, [layer.name for layer in report.layers], choices, policy.recipes)
     spot = {"measured": check.whole.measured, "limit": check.limit, "back_to_16_bit": list(removed)}
     evidence = {**policy.evidence, "spot_check": {k: v for k, v in spot.items() if v == v and v != math.inf}}
     return out.model_copy(update={"evidence": evidence}), tuple(removed)
-
-
-def _finite_rest(errors: Mapping[str, float], removed: Sequence[str]) -> float:
-    return sum(error**2 for name, error in errors.items() if name not in removed)

@@ -25,10 +25,9 @@ def forecast(correction: Correction | None = None) -> Forecast:
     choices = [{"match": "*", "choices": ["keep", "bf16", "fp8_rowwise"]}]
     space = SearchSpace.model_validate({"name": "t", "baseline": "bf16", "choices": choices, "recipes": found.recipes})
     proxy = Proxy.of(found, gpt(), table())
-    here, there = places(big.tunable), places(gpt().tunable)
-    matched = counterparts(here, there, proxy.choices).of
+    matched = counterparts(places(big.tunable), places(gpt().tunable), proxy.choices)
     problem = Problem.build(big, space)
-    return Forecast(found, proxy, table(), problem, here, there, matched, WIDER, correction or Correction())
+    return Forecast(found, proxy, table(), problem, matched, WIDER, correction or Correction())
 
 
 def test_a_role_in_all_blocks_errs_as_in_the_proxy_times_the_law() -> None:
