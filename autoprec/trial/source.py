@@ -26,18 +26,25 @@ def source_digests(command: ScriptCommand) -> dict[str, str]:
     """
     start = _start(command)
     folder = start.parent if start is not None and command.kind != "module" else command.cwd.absolute()
-    found: dict[Path, str] = {}
-    waiting = [start] if start is not None else []
-    while waiting and len(found) < _MOST_FILES:
-        path = waiting.pop()
-        if path not in found and (text := _read(path)) is not None:
-            tree = _parsed(text)
-            found[path] = _digest(ast.dump(tree).encode() if tree is not None else text)
-            waiting += [] if tree is None else _imported(tree, path, folder)
+    sources = imported_sources(start, folder) if start is not None else {}
+    found = {path: ast.dump(tree).encode() if tree is not None else text for path, (text, tree) in sources.items()}
     for path in _named(command):
         if path not in found and (text := _read(path)) is not None:
-            found[path] = _digest(text)
-    return {_shown(path, command.cwd.absolute()): digest for path, digest in sorted(found.items())}
+            found[path] = text
+    cwd = command.cwd.absolute()
+    return {shown_from(cwd, path): hashlib.sha256(data).hexdigest()[:16] for path, data in sorted(found.items())}
+
+
+def imported_sources(script: Path, folder: Path) -> dict[Path, tuple[bytes, ast.Module | None]]:
+    """Return a script and what it imports from a folder, theirs in turn: text, and tree (None where it has none)."""
+    found: dict[Path, tuple[bytes, ast.Module | None]] = {}
+    waiting = [script]
+    while waiting and len(found) < _MOST_FILES:
+        path = waiting.pop(0)
+        if path not in found and (text := _read(path)) is not None:
+            found[path] = text, (tree := _parsed(text))
+            waiting += [] if tree is None else _imported(tree, path, folder)
+    return found
 
 
 def _start(command: ScriptCommand) -> Path | None:
@@ -97,9 +104,6 @@ def _parsed(text: bytes) -> ast.Module | None:
         return None
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _shown(path: Path, cwd: Path) -> str:
-    return path.relative_to(cwd).as_posix() if path.is_relative_to(cwd) else path.as_posix()
+def shown_from(folder: Path, path: Path) -> str:
+    """Return a path relative to a folder where it lies below it, else as it is."""
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError
-from autoprec.support.files import read_document, read_text
+from autoprec.support.files import read_document
+from autoprec.trial.source import imported_sources, shown_from
 from autoprec.tuning.lint.facts import Setting
 
-#: Modules beside a script that are looked at, at most, and the size of each in bytes.
-_MOST_FILES, _MOST_BYTES = 200, 2_000_000
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 #: Last word of a call -> the kind of setting it is.
 _CALLS = {
@@ -39,50 +38,17 @@ def settings_of(words: Sequence[str], folder: Path) -> list[Setting]:
         words: a script with its arguments, or a launcher with both.
         folder: what relative paths are relative to.
     """
-    files = [folder / word for word in words if not word.startswith("-")]
-    scripts = [path for path in files if path.suffix == ".py" and path.is_file()]
-    configs = [path for path in files if path.suffix in (".json", ".yaml", ".yml") and path.is_file()]
+    folder = folder.resolve()
+    files = [path for word in words if not word.startswith("-") and (path := (folder / word).resolve()).is_file()]
+    sources: dict[Path, ast.Module | None] = {}
+    for script in (path for path in files if path.suffix == ".py"):
+        sources |= {path: tree for path, (_, tree) in imported_sources(script, script.parent).items()}
     found: list[Setting] = []
-    for path, tree in _with_imports(scripts).items():
-        found += _Reader(tree, _short(path, folder)).settings
-    for path in configs:
-        found += _of_config(path, _short(path, folder))
+    for path, tree in sources.items():
+        found += _Reader(tree, shown_from(folder, path)).settings if tree is not None else []
+    for path in (path for path in files if path.suffix in (".json", ".yaml", ".yml")):
+        found += _of_config(path, shown_from(folder, path))
     return found
-
-
-def _short(path: Path, folder: Path) -> str:
-    path = path.resolve()
-    return str(path.relative_to(folder.resolve())) if path.is_relative_to(folder.resolve()) else str(path)
-
-
-def _parse(path: Path) -> ast.Module | None:
-    try:
-        return ast.parse(read_text(path, most_bytes=_MOST_BYTES))
-    except (AutoPrecError, SyntaxError, ValueError, RecursionError):
-        return None
-
-
-def _with_imports(scripts: Sequence[Path]) -> dict[Path, ast.Module]:
-    """Return scripts and the modules that lie beside them and that they import, each parsed once."""
-    seen: dict[Path, ast.Module] = {}
-    waiting = [(path, path.parent) for path in scripts]
-    while waiting and len(seen) < _MOST_FILES:
-        path, root = waiting.pop(0)
-        tree = None if path in seen else _parse(path)
-        if tree is None:
-            continue
-        seen[path] = tree
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                start = node.module or ""
-                names = [start, *(f"{start}.{alias.name}".strip(".") for alias in node.names)]
-            above = path.parent if isinstance(node, ast.ImportFrom) and node.level else root
-            for name in filter(None, names):
-                beside = above.joinpath(*name.split("."))
-                tried = (beside.with_suffix(".py"), beside / "__init__.py")
-                waiting += [(file, root) for file in tried if file.is_file() and file not in seen]
-    return seen
 
 
 def _last(node: ast.AST) -> str:
