@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,8 +56,7 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit, slow_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import Run, headline
-from autoprec.tuning.study.sqlite_check import REPAIR
+from autoprec.tuning.study.run import REPAIR, Run, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.target import calibration_here, calibration_of
@@ -158,7 +158,9 @@ class Search:
             try:
                 if self.options.variant:
                     self._choose_variant()
-                pool = stack.enter_context(HostPool(self._trial_factory(), self.study_dir / "hosts"))
+                pool = stack.enter_context(
+                    HostPool(self._factory or runner_factory(self.options, self.command), self.study_dir / "hosts")
+                )
                 return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 raise self._interrupted(stop) from stop
@@ -172,11 +174,6 @@ class Search:
     def go_on_command(self) -> str:
         """Return the command that continues the search, with a budget that is enough where this one was not."""
         return self.options.with_budget_for(self.ledger.needed_s if self.ledger else 0.0).resume_command()
-
-    def _trial_factory(self) -> RunnerFactory:
-        if self._factory is not None:
-            return self._factory
-        return runner_factory(self.options, self.command)
 
     def _claim(self, stack: ExitStack) -> None:
         """Hold the study's folder; a study without a name takes the next one where another search holds it."""
@@ -297,7 +294,7 @@ class Search:
             )
             write_json(kept, {"rows": self._variants})
             for row in self._variants:
-                self.listener.note(f"variant {row['name']}: {row['arguments']}: {row['status']}: {row['reason']}")
+                self.listener.note(f"variant {_typed(row)}: {row['status']}: {row['reason']}")
         for variant in parse_variants(self.options.variant):
             if self._chosen is not None and variant.name == self._chosen["name"]:
                 self.command = self.command.under(variant)
@@ -344,7 +341,7 @@ class Search:
         model, sources = str(setup.graph.model["fingerprint"]), source_digests(self.command)
         signature = self.options.signature(setup.space.model_dump_json(), model, self._calibration, sources)
         if self._chosen is not None:
-            signature["variant"] = f"{self._chosen['name']}: {self._chosen['arguments']}"
+            signature["variant"] = _typed(self._chosen)
         stored = store.signature
         if stored is None and store.records:
             where = f"{store.url}, study {self.options.study}"
@@ -361,8 +358,7 @@ class Search:
         for note in (*host.notes, *setup.space.warnings()):
             self.listener.note(note)
         asked = {key: value for key, value in asdict(setup.options).items() if key not in ("command", "track")}
-        chosen = self._chosen
-        variant = f"{chosen['name']}: {chosen['arguments']}" if chosen is not None else None
+        variant = _typed(self._chosen) if self._chosen is not None else None
         return SearchInfo(
             study=self.options.study,
             script=self.command.label,
@@ -427,6 +423,11 @@ class Search:
         return SearchInterruptedError(
             f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
         )
+
+
+def _typed(variant: Mapping[str, Any]) -> str:
+    """Return a variant, a row of the result, as it is given on the command line."""
+    return f"{variant['name']}: {variant['arguments']}"
 
 
 def _told(verdict: Verdict, *, measured: bool) -> str:

@@ -7,7 +7,7 @@ import functools
 import sqlite3
 from pathlib import Path
 
-from autoprec.errors import FileError, StudyError
+from autoprec.errors import StudyError
 from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.sqlite_check import check_sqlite, opened
 from autoprec.tuning.study.storage import open_storage, root_cause, sqlite_file, without_password
@@ -36,12 +36,8 @@ def stored_records(url: str, name: str) -> list[Run]:
     except Exception as error:
         what = f"the study's storage cannot be read: {root_cause(error)}"
         raise StudyError(what, where=without_password(url), fix="is its server running?") from error
-    found = [document for document in documents if isinstance(document, dict)]
-    try:
-        return [Run.from_stored(document) for document in found]
-    except (FileError, TypeError, ValueError) as error:
-        what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
-        raise StudyError(what, where=f"{without_password(url)}, study {name}", fix="put an intact copy back") from error
+    where = f"{without_password(url)}, study {name}"
+    return [Run.from_stored(document, where=where) for document in documents if isinstance(document, dict)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from autoprec.errors import FileError, StudyError
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.plain import or_null, rebuild
 from autoprec.support.redact import redact_text
@@ -23,6 +24,11 @@ BY_BLOCK = "by_block"
 #: The kind of a run that timed a policy beside the reference: its speed-up has an interval, its losses mean nothing.
 DUEL = "duel"
 MEASURED, MODELLED = "measured", "modelled"
+#: What to do about a damaged study.
+REPAIR = (
+    "put an intact copy of the database back, or begin again with --study NEW; nothing was changed, and the policies "
+    "that were saved are still good"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +219,19 @@ class Run:
         return with_checksum(self.to_json())
 
     @classmethod
-    def from_stored(cls, document: dict[str, Any], *, where: str = "record") -> Run:
+    def from_stored(cls, document: Any, *, where: str) -> Run:
         """Rebuild from :meth:`to_stored`.
 
         Raises:
-            FileError: it is not what was stored.
+            StudyError: it is not what was stored.
         """
-        return cls.from_json(without_checksum(document, where=where))
+        try:
+            if not isinstance(document, dict):
+                raise FileError("is damaged: its record is missing", where=where)
+            return cls.from_json(without_checksum(document, where=where))
+        except (FileError, TypeError, ValueError) as error:
+            what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
+            raise StudyError(what, where=where, fix=REPAIR) from error
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Run:

@@ -8,15 +8,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from autoprec.errors import StudyError
+from autoprec.tuning.study.run import REPAIR
 from autoprec.tuning.study.storage import sqlite_file
 
 #: Bytes of the smallest page, and so of the smallest database, that SQLite has.
 SMALLEST = 512
-#: What to do about a damaged study.
-REPAIR = (
-    "put an intact copy of the database back, or begin again with --study NEW; nothing was changed, and the policies "
-    "that were saved are still good"
-)
 
 
 def _damaged(why: str, url: str) -> StudyError:

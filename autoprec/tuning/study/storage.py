@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 
 from autoprec.errors import StudyError
@@ -29,30 +30,31 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _LIBPQ = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
 
 
+def _parsed(url: str) -> URL | None:
+    """Return a storage URL in its parts; None for what is not one."""
+    with contextlib.suppress(ArgumentError):
+        return make_url(url)
+    return None
+
+
 def without_password(url: str) -> str:
     """Return a storage URL fit to be shown."""
-    try:
-        return redact_uri(make_url(url).render_as_string(hide_password=True), hidden="***")
-    except ArgumentError:
-        return url
+    parsed = _parsed(url)
+    return url if parsed is None else redact_uri(parsed.render_as_string(hide_password=True), hidden="***")
 
 
 def is_server(url: str) -> bool:
     """Say whether the storage is reached over a network."""
-    try:
-        return make_url(url).get_backend_name() != "sqlite"
-    except ArgumentError:
-        return False
+    parsed = _parsed(url)
+    return parsed is not None and parsed.get_backend_name() != "sqlite"
 
 
 def sqlite_file(url: str) -> Path | None:
     """Return the file of a SQLite URL; None for other storages, and for one in memory."""
-    try:
-        parsed = make_url(url)
-    except ArgumentError:
+    parsed = _parsed(url)
+    if parsed is None or parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
         return None
-    name = parsed.database or ""
-    return Path(name) if parsed.get_backend_name() == "sqlite" and name not in ("", ":memory:") else None
+    return Path(str(parsed.database))
 
 
 class _Storage(optuna.storages.RDBStorage):  # type: ignore[misc]

@@ -25,8 +25,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import AutoPrecError, FileError, NoSpaceError, StudyError
 from autoprec.support.files import canonical_json, resource_error, sqlite_url, with_checksum, without_checksum
-from autoprec.tuning.study.run import Run
-from autoprec.tuning.study.sqlite_check import REPAIR, check_sqlite
+from autoprec.tuning.study.run import REPAIR, Run
+from autoprec.tuning.study.sqlite_check import check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, process_limit, root_cause, without_password
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -104,7 +104,8 @@ class StudyStore:
         known = known if isinstance(known, dict) else {}
         self._earlier_s, self.sessions = float(known.get("seconds", 0.0)), 1 + int(known.get("sessions", 0))
         self._started = time.monotonic() if started is None else started
-        self._live: optuna.Study | None = None
+        self.live: optuna.Study  # the study in memory that is asked, once it was started
+        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {}
 
     def _guarded(self, action: Callable[[], R]) -> R:
         try:
@@ -151,14 +152,9 @@ class StudyStore:
         trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))
         out = []
         for number, trial in enumerate(trials):
+            whole = trial.number == number and trial.state.is_finished()
             document, where = trial.user_attrs.get("record"), f"{self.url}, study {self.name}, trial {trial.number}"
-            try:
-                if trial.number != number or not trial.state.is_finished() or not isinstance(document, dict):
-                    raise FileError("is damaged: its record is missing", where=where)
-                out.append(Run.from_stored(document))
-            except (FileError, TypeError, ValueError) as error:
-                what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
-                raise StudyError(what, where=where, fix=REPAIR) from error
+            out.append(Run.from_stored(document if whole else None, where=where))
         return out
 
     # --- settings ---------------------------------------------------------------------------------------------------
@@ -198,18 +194,7 @@ class StudyStore:
         for name, params in presets:
             if canonical_json(params) not in done:
                 live.enqueue_trial(params, user_attrs={"preset": name})
-        self._live = live
-
-    @property
-    def live(self) -> optuna.Study:
-        """The study in memory that is asked.
-
-        Raises:
-            StudyError: :meth:`start` was not called.
-        """
-        if self._live is None:
-            raise StudyError("the study was not started", fix="call start() first")
-        return self._live
+        self.live = live
 
     def queued(self) -> bool:
         """Say whether presets are waiting to be asked."""
@@ -235,13 +220,11 @@ class StudyStore:
         self._tell_live(trial, known, "duplicate")
 
     def _tell_live(self, trial: optuna.Trial, record: Run, status: str) -> None:
-        if self._live is None:
-            return
         trial.set_user_attr("metrics", record.figures)
         trial.set_user_attr("status", status)
         values = self._values(record)
         failed = TrialState.PRUNED if status == "pruned" else TrialState.FAIL
-        self._live.tell(trial, values, state=failed if values is None else None)
+        self.live.tell(trial, values, state=failed if values is None else None)
 
     def add(self, record: Run) -> None:
         """Store one finished run in one transaction, waiting for a server that is away for a while.
@@ -275,7 +258,7 @@ class StudyStore:
         return [float(record.get(name) or 0.0) for name in self.objectives]
 
     def _frozen(self, record: Run, *, store: bool = False) -> FrozenTrial:
-        known = getattr(self, "_distributions", {})
+        known = self._distributions
         params = {key: value for key, value in record.params.items() if key in known}
         if store:
             params = {key: value for key, value in params.items() if len(key) <= _LONGEST_NAME}
