@@ -11,7 +11,7 @@ is told of it comes from there (:mod:`autoprec.tuning.phases.finalists`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
@@ -41,14 +41,6 @@ def whole_seconds(setup: Setup, ledger: Ledger) -> float:
     return ledger.seconds_per_run() + factor * ledger.timings.get("compile_s", 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What compiling blocks costs the script as written: its whole model's step over that, and bytes."""
-
-    speed: float = 1.0
-    memory_bytes: int = 0
-
-
 class ByBlock:
     """Decides whether runs compile blocks, and reads those that do.
 
@@ -62,7 +54,7 @@ class ByBlock:
 
     def __init__(self, setup: Setup, ledger: Ledger, run: _Run, *, allowed: bool = True) -> None:
         self._setup, self._ledger, self._run, self._allowed = setup, ledger, run, allowed
-        self._change = _Change()
+        self._speed, self._memory_bytes = 1.0, 0  # the whole model's step over that of blocks, and bytes more
         self.active = False
 
     @property
@@ -109,9 +101,9 @@ class ByBlock:
             whole, blocks: the reference as the script compiles it, and by block.
             count: blocks that share what is compiled for one.
         """
-        self._change = _Change(whole.step_ms / blocks.step_ms, whole.memory_bytes - blocks.memory_bytes)
+        self._speed, self._memory_bytes = whole.step_ms / blocks.step_ms, whole.memory_bytes - blocks.memory_bytes
         gap = divergence(blocks.losses, whole.losses)
-        times = f"; their times are multiplied by {self._change.speed:.3f}, as for the script as written"
+        times = f"; their times are multiplied by {self._speed:.3f}, as for the script as written"
         self._ledger.note(
             f"the script compiles its model for {self._ledger.timings['compile_s']:.0f} s: runs compile one of its "
             f"{count} blocks instead, the reference's, too (losses {gap:.3%} from those of the whole model)"
@@ -119,9 +111,8 @@ class ByBlock:
         )
 
     def _scaled(self, result: TrialResult) -> TrialResult:
-        change = self._change
         return replace(
             result,
-            step_ms=tuple(time * change.speed for time in result.step_ms),
-            memory_bytes=max(1, result.memory_bytes + change.memory_bytes) if result.memory_bytes else 0,
+            step_ms=tuple(time * self._speed for time in result.step_ms),
+            memory_bytes=max(1, result.memory_bytes + self._memory_bytes) if result.memory_bytes else 0,
         )

@@ -47,35 +47,30 @@ def widest(recipe: str, names: Collection[str]) -> str:
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
-    script = _uniform(problem, KEEP, problem.groups)
+    script, offered = problem.params_of(KEEP), problem.parameters
     if problem.is_script(script):
         yield "script", script
-    activations = problem.parameters.get("activations", ())
-    for name in ("bf16", "fp16"):
-        if name in activations:
-            yield f"{name} autocast", _uniform(problem, name, problem.groups, activations=name)
-            wide = {kind: "fp32" for kind in WIDE_OPERATORS if "fp32" in problem.parameters.get(kind, ())}
-            if wide:
-                kept = f"{name} autocast, {' and '.join(wide)} fp32"
-                yield kept, _uniform(problem, name, problem.groups, activations=name, **wide)
-            if "fp32" in problem.parameters.get("attention", ()):
-                yield (
-                    f"{name} autocast, attention fp32",
-                    _uniform(problem, name, problem.groups, activations=name, attention="fp32"),
-                )
+    for name in (name for name in ("bf16", "fp16") if name in offered.get("activations", ())):
+        yield f"{name} autocast", problem.params_of(name, activations=name)
+        wide = {kind: "fp32" for kind in WIDE_OPERATORS if "fp32" in offered.get(kind, ())}
+        if wide:
+            yield f"{name} autocast, {' and '.join(wide)} fp32", problem.params_of(name, activations=name, **wide)
+        if "fp32" in offered.get("attention", ()):
+            exact = problem.params_of(name, activations=name, attention="fp32")
+            yield f"{name} autocast, attention fp32", exact
     uniform = [c for c in problem.choice_names if c != KEEP]
     for choice in uniform:
-        yield _name(problem, choice), _uniform(problem, choice, problem.groups)
+        yield _name(problem, choice), problem.params_of(choice)
     for execution in problem.parameters.get("execution", ()):
         if execution != "keep":
             name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"
-            yield name, _uniform(problem, problem.baseline, problem.groups, execution=execution)
+            yield name, problem.params_of(problem.baseline, execution=execution)
     quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
     yield from _from_space(problem)
     # FP8 casts that are not fused seldom pay: where a policy may compile the model, its exceptions are tried compiled
     execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
     for choice in quantised if execution else ():
-        yield f"{_name(problem, choice)}, compiled", _uniform(problem, choice, problem.groups, execution=execution)
+        yield f"{_name(problem, choice)}, compiled", problem.params_of(choice, execution=execution)
     for choice in quantised:
         yield from _partial(problem, choice, execution)
     yield from published_presets(problem)
@@ -100,10 +95,11 @@ def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[st
         "MLP only": [g for g in groups if roles(g) & _MLP],
         "torchao filter": [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)],
     }
-    parameters = {"execution": execution} if execution else {}
+    parameters, free = {"execution": execution} if execution else {}, problem.free_groups
     for what, inside in parts.items():
         name = f"{label}, {what}" + (", compiled" if execution else "")
-        yield name, _uniform(problem, choice, inside, **parameters)
+        params = problem.params_of(problem.baseline, **parameters)
+        yield name, params | {layer_key(g.name): choice for g in inside if g in free and choice in g.choices}
 
 
 def _name(problem: Problem, choice: str) -> str:
@@ -134,15 +130,6 @@ def _from_space(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
             usual = problem.params_of(problem.baseline, **values)
             params |= {layer_key(group.name): usual[layer_key(group.name)] for group in groups}
         yield preset.name, params
-
-
-def _uniform(problem: Problem, choice: str, groups: Any, **parameters: Any) -> dict[str, Any]:
-    inside = {group.name for group in groups}
-    params = problem.params_of(problem.baseline, **parameters)
-    for group in problem.free_groups:
-        if group.name in inside and choice in group.choices:
-            params[layer_key(group.name)] = choice
-    return params
 
 
 def _label(choice: str) -> str:

@@ -21,7 +21,6 @@ from autoprec.policy.library import (
     SCALED,
     WITHIN,
     Published,
-    RoleRule,
     published,
     published_names,
 )
@@ -101,36 +100,26 @@ def resolve_published(name: str, report: GraphReport) -> Resolved:
             )
     found = places(report.layers)
     inside = {layer.name: found[layer.name] for layer in report.tunable}
-    matcher = _Matcher(entry, scaled=name.endswith(SCALED))
-    choices = {layer: matcher.choice(place) for layer, place in inside.items()}
+    depth = entry.blocks if name.endswith(SCALED) else 0
+    choices = {layer: _choice(entry, place, depth) for layer, place in inside.items()}
     _refuse_nothing(entry, full, choices)
-    notes = [*_missing(matcher, report, found), *_depth(matcher, full, inside)]
+    notes = [*_missing(entry, report, found), *([] if depth else _depths(entry, full, inside))]
     facts = {"published": entry.name, "published_in": entry.source, "published_on": entry.date}
     return Resolved(full, _rendered(entry, report, choices, facts), choices, tuple(notes))
 
 
-@dataclass(frozen=True)
-class _Matcher:
-    entry: Published
-    scaled: bool
-
-    def choice(self, place: Place) -> str:
-        rules = (rule for rule in self.entry.rules if self.applies(rule, place))
-        return next((rule.use for rule in rules), self.entry.use)
-
-    def applies(self, rule: RoleRule, place: Place) -> bool:
+def _choice(entry: Published, place: Place, depth: int) -> str:
+    """Return what a layer runs; counts of blocks are of a model of ``depth``, 0: of this one."""
+    for rule in entry.rules:
         named = not rule.roles or any(is_of(role, place) for role in rule.roles)
-        depth = self.entry.blocks if self.scaled else 0
-        return named and (rule.blocks is None or in_blocks(rule.blocks, place, depth))
-
-
-def _low(entry: Published, choice: str) -> bool:
-    return any(entry.all_recipes[name].scaled for name in recipes_in([choice]))
+        if named and (rule.blocks is None or in_blocks(rule.blocks, place, depth)):
+            return rule.use
+    return entry.use
 
 
 def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str]) -> None:
     """Refuse a policy under which no layer would run in its low precision."""
-    if any(_low(entry, choice) for choice in choices.values()):
+    if any(entry.all_recipes[name].scaled for name in recipes_in(choices.values())):
         return
     kept = " and ".join(rule.blocks.text for rule in entry.rules if rule.blocks is not None)
     roles = ", ".join(dict.fromkeys(role for rule in entry.rules for role in rule.roles))
@@ -141,18 +130,18 @@ def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str]) -> 
     raise PolicyMismatchError(f"{full}: no layer would run in its low precision: {why}", fix=fix)
 
 
-def _missing(matcher: _Matcher, report: GraphReport, found: Mapping[str, Place]) -> Iterator[str]:
+def _missing(entry: Published, report: GraphReport, found: Mapping[str, Place]) -> Iterator[str]:
     """Yield a sentence for every role or choice of blocks that is about no layer, and for layers without a role."""
     tunable = {layer.name for layer in report.tunable}
     reasons = {layer.name: layer.reason for layer in report.layers if not layer.tunable}
-    for rule in matcher.entry.rules:
+    for rule in entry.rules:
         for role in rule.roles:
             named = [place.name for place in found.values() if is_of(role, place)]
             if tunable.isdisjoint(named):
                 yield _why_none(role, named, reasons)
         if rule.blocks is not None and not any(found[name].blocks for name in tunable):
             yield f"{rule.blocks.text}: the layers of this model are in no numbered blocks"
-    if any(rule.roles for rule in matcher.entry.rules):
+    if any(rule.roles for rule in entry.rules):
         unknown = [name for name in tunable if not found[name].role and not any(is_of(w, found[name]) for w in _WORDS)]
         if unknown:
             listed = shown([layer.name for layer in report.tunable if layer.name in unknown])
@@ -166,12 +155,11 @@ def _why_none(role: str, named: list[str], reasons: Mapping[str, str]) -> str:
     return f"{role}: no layer of this model has this role alone"
 
 
-def _depth(matcher: _Matcher, full: str, inside: Mapping[str, Place]) -> Iterator[str]:
+def _depths(entry: Published, full: str, inside: Mapping[str, Place]) -> Iterator[str]:
     """Yield that a count of blocks is of a model of another depth."""
-    entry = matcher.entry
     counts = any(rule.blocks is not None and rule.blocks.first + rule.blocks.last for rule in entry.rules)
     depths = dict.fromkeys(place.blocks for place in inside.values())
-    for depth in depths if counts and entry.blocks and not matcher.scaled else ():
+    for depth in depths if counts and entry.blocks else ():
         if depth not in (0, entry.blocks):
             yield (
                 f"published for {entry.blocks} blocks, and this model has {depth}, of which it keeps as many high; "
