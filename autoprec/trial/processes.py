@@ -116,11 +116,9 @@ def private_folder() -> tuple[Path, int]:
     Numbers of processes do not tell: in another PID namespace (a container that shares ``/tmp``) they mean others.
     """
     base = Path(tempfile.gettempdir())
-    for old in base.glob("autoprec-p*-*"):
+    for old in filter(_is_own_folder, base.glob("autoprec-p*-*")):
         with contextlib.suppress(OSError):
-            found = old.lstat()  # a link of that name leads to somebody's files
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                _remove_unheld(old)
+            _remove_unheld(old)
     folder = Path(tempfile.mkdtemp(prefix=f"autoprec-p{os.getpid()}-"))
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -145,19 +143,23 @@ def remove_made(folder: Path) -> None:
     The isolation lists their paths in a file of the private folder.
     """
     with contextlib.suppress(OSError):
-        for line in (folder / MADE).read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-            path = Path(line)
-            with contextlib.suppress(OSError):
-                found = path.lstat()
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                    remove_folder(path)
+        lines = (folder / MADE).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        for path in filter(_is_own_folder, map(Path, lines)):
+            remove_folder(path)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Say whether a directory of this user's is there; a link of its name would lead to somebody's files."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
 
 
 def _remove_unheld(folder: Path) -> None:
     """Remove a folder of :func:`private_folder` that no process holds; one without a lock may just be being made."""
     if not (folder / _LOCK).exists():
-        owner = folder.name.split("-")[1][1:]  # of an earlier version, which locked nothing
-        if time.time() - folder.lstat().st_mtime > _BEING_MADE_S and owner.isdigit() and not start_ticks(int(owner)):
+        if time.time() - folder.lstat().st_mtime > _BEING_MADE_S:
             remove_folder(folder)
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

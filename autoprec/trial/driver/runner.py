@@ -88,7 +88,7 @@ class TrialRunner(Runner):
         self._lock = threading.RLock()
         self._starts = self._lost = 0
         self._running: set[ProcessTree] = set()
-        self._closed = self._left = False
+        self._closed = False
         self._passed_over: list[str] = []  # models that were trained for a few steps before the real one
 
     def __enter__(self) -> TrialRunner:
@@ -306,12 +306,18 @@ class TrialRunner(Runner):
         private, name = Path(config["private"]), f"result-{uuid.uuid4().hex[:12]}"
         path = private / f"{name}.json"
         config["result"] = str(path)
-        forked = self._info is not None and self._info.launch == "fork"
-        process = (self._fork_host if forked else self._start_trial)(config, f"{self._mark}{name}")
+        info, mark = self._info, f"{self._mark}{name}"
+        forked = info is not None and info.launch == "fork"
+        if forked:
+            process = self._fork_host(config, mark)
+        else:
+            on_gpu = info is not None and info.device != "cpu"
+            process = self._launch_process(config, mark, threads=0 if on_gpu else 1, log=None)
         self._running.add(process)
         timed_out = False
         try:
-            allowance_s = 0.0 if forked else self._setup_allowance()
+            # a plain process pays the script's set-up again; the deadline of the trial itself starts after it
+            allowance_s = 0.0 if forked else 30.0 + 3.0 * (info.setup_s if info else 0.0)
             deadline = Deadline(spec.timeout_s + allowance_s, process.pid, steps_file(path), progress)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
@@ -356,10 +362,6 @@ class TrialRunner(Runner):
             raise _HostLostError
         return found
 
-    def _start_trial(self, config: dict[str, Any], mark: str) -> ProcessTree:
-        on_gpu = self._info is not None and self._info.device != "cpu"
-        return self._launch_process(config, mark, threads=0 if on_gpu else 1, log=None)
-
     def _restart(self) -> None:
         """The host has died (for instance killed for memory): start another, unless none ever lives long enough."""
         self._lost += 1
@@ -374,13 +376,11 @@ class TrialRunner(Runner):
         self._info = None
         self._info = self._start_host()
 
-    def _setup_allowance(self) -> float:
-        """A plain process pays the script's set-up again; the deadline of the trial itself starts after it."""
-        return 30.0 + 3.0 * (self._info.setup_s if self._info else 0.0)
-
     # ---------------------------------------------------------------- end
     def close(self) -> None:
-        """End every process this runner started and remove its private files."""
+        """End every process this runner started and remove its private files; nothing the second time."""
+        if self._closed:
+            return
         self._closed = True
         with self._lock:
             forks, self._forks = self._forks, None
@@ -394,6 +394,4 @@ class TrialRunner(Runner):
         if self._private is not None:
             remove_folder(self._private)
             self._private = None
-        if not self._left:
-            self._left = True
-            self._launcher.leave()
+        self._launcher.leave()

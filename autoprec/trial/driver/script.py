@@ -33,7 +33,7 @@ _AWAITED = _MEANT_FOR_THE_SCRIPT | {signal.SIGCHLD}
 @contextlib.contextmanager
 def _held_back() -> Iterator[set[signal.Signals] | None]:
     """Block those signals while the script runs; gives the mask before, None where signals are not ours to block."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "sigtimedwait"):
+    if threading.current_thread() is not threading.main_thread():
         yield None
         return
     before = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)}

@@ -197,11 +197,9 @@ class Agent:
             return  # a fork of the script's own (a DataLoader worker)
         if self.trial is not None:
             self.trial.at_exit()
-        elif self.mode == "host" and not self._reached and self._saw_training():
+        trained = self._first.forwards or self.hooks.backwards or self.hooks.optimizers
+        if self.trial is None and self.mode == "host" and not self._reached and trained:
             self._report_end(self._first.why())
-
-    def _saw_training(self) -> bool:
-        return bool(self._first.forwards or self.hooks.backwards or self.hooks.optimizers)
 
     def _report_end(self, why: str) -> None:
         seen = {

@@ -205,9 +205,9 @@ class Overlay:
         resolved = self.resolve(absolute, follow=follow)
         return resolved, self._is_guarded(resolved)
 
-    def guarded(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> str | None:
+    def guarded(self, path: Any, *, follow: bool = True) -> str | None:
         """Return the path of :meth:`locate` when it is a guarded one, else None."""
-        found = self.locate(path, dir_fd, follow=follow)
+        found = self.locate(path, follow=follow)
         return found[0] if found is not None and found[1] else None
 
     def places(self, absolute: str) -> list[str]:

@@ -19,10 +19,8 @@ from autoprec.support.living import referrers
 from autoprec.trial.inside.isolate.overlay import Overlay, kind, real, remove_tree
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _READING = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
-_CHANGING = ("chmod", "utime", "truncate", "chown", "lchown", "setxattr", "removexattr")
-_OPENED = ("fchmod", "fchown")
+_CHANGING = ("chmod", "utime", "truncate", "chown", "lchown", "setxattr", "removexattr", "fchmod", "fchown")
 #: They mean a link itself, not what it leads to.
 _LINKS = ("lstat", "readlink", "lchown")
 
@@ -50,8 +48,6 @@ def install(overlay: Overlay) -> None:
     for name in _READING:
         replace(os, name, calls.reading(name, getattr(os, name)))
     for name in _CHANGING:
-        replace(os, name, calls.changing(name, getattr(os, name)))
-    for name in _OPENED:
         replace(os, name, calls.changing(name, getattr(os, name)))
     for name in ("remove", "unlink", "rmdir"):
         replace(os, name, calls.removing(getattr(os, name), folder=name == "rmdir"))
@@ -188,7 +184,7 @@ class _Calls:
             absolute, guarded = found
             if not guarded:
                 return self._os_open(absolute, flags, mode)
-            if _TMPFILE and flags & _TMPFILE == _TMPFILE:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
                 return self._os_open(overlay.folder(absolute), flags, mode)
             if not flags & _WRITING:
                 return self._os_open(overlay.seen(absolute), flags, mode)
@@ -286,14 +282,8 @@ class _Calls:
 
         @functools.wraps(original)
         def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-            found = self._overlay.locate(path, dir_fd, follow=False)
             with _named(path):
-                if found is not None and found[1] and self._overlay.kind(found[0]):
-                    raise _refuse(errno.EEXIST, path)
-                place = path if found is None else found[0]
-                if found is not None and found[1]:
-                    place = self._overlay.writable(found[0], keep=False)
-                original(place, *args, **kwargs)
+                original(self._new(path, dir_fd), *args, **kwargs)
 
         return make
 
@@ -421,12 +411,11 @@ class _Calls:
             raise _refuse(errno.EPERM, src)
         overlay.copy(found[0], True, place)
 
-    def _new(self, path: Any, dir_fd: int | None) -> str:
+    def _new(self, path: Any, dir_fd: int | None) -> Any:
+        """Return where something new is made at a path; what is not a path as it is: the system refuses it."""
         found = self._overlay.locate(path, dir_fd, follow=False)
-        if found is None:
-            raise TypeError(f"a path is needed, not {type(path).__name__}")
-        if not found[1]:
-            return found[0]
+        if found is None or not found[1]:
+            return path if found is None else found[0]
         if self._overlay.kind(found[0]):
             raise _refuse(errno.EEXIST, path)
         return self._overlay.writable(found[0], keep=False)

@@ -56,13 +56,13 @@ class _Shift:
 _shift = _Shift()
 
 
-def _wrap_first(original: Callable[..., Any], name: str, who: str) -> Callable[..., Any]:
-    """Wrap a function whose first argument (or keyword ``name``) is a seed."""
+def _wrap(original: Callable[..., Any], name: str, who: str, at: int = 0) -> Callable[..., Any]:
+    """Wrap a function whose argument ``at`` (or keyword ``name``) is a seed."""
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
         _shift.seeded.add(who)
-        if args:
-            args = (_shift(args[0], who), *args[1:])
+        if len(args) > at:
+            args = (*args[:at], _shift(args[at], who), *args[at + 1 :])
         elif name in kwargs:
             kwargs[name] = _shift(kwargs[name], who)
         return original(*args, **kwargs)
@@ -71,26 +71,15 @@ def _wrap_first(original: Callable[..., Any], name: str, who: str) -> Callable[.
     return shifted
 
 
-def _generator_class(base: type) -> type:
+def _stand_in(base: Any, module: str, method: str) -> Any:
+    """Return a class like ``base`` whose ``method`` is given a seed; generators made before are instances of it."""
+
     class Shaped(type(base)):  # type: ignore[misc] # torch.Generator has a metaclass of its own
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, base)
-
-    def manual_seed(self: Any, seed: int) -> Any:
-        return base.manual_seed(self, _shift(seed, "torch.Generator"))  # type: ignore[attr-defined]
-
-    return Shaped("Generator", (base,), {"manual_seed": manual_seed, "__module__": "torch"})
-
-
-def _random_state_class(base: type) -> type:
-    def __init__(self: Any, seed: Any = None) -> None:  # noqa: N807
-        base.__init__(self, _shift(seed, "numpy.random.RandomState"))  # type: ignore[misc]
-
-    class Shaped(type):
         def __instancecheck__(cls, instance: object) -> bool:  # numpy's own global generator is one too
             return isinstance(instance, base)
 
-    return Shaped("RandomState", (base,), {"__init__": __init__, "__module__": "numpy.random"})
+    seeded = _wrap(getattr(base, method), "seed", f"{module}.{base.__name__}", at=1)
+    return Shaped(base.__name__, (base,), {method: seeded, "__module__": module})
 
 
 def offset_seeds(offset: int) -> None:
@@ -109,10 +98,10 @@ def offset_seeds(offset: int) -> None:
         return
     if not _shift.shaped:
         _shift.shaped = True
-        torch.Generator = _generator_class(torch.Generator)  # type: ignore[assignment, misc]
+        torch.Generator = _stand_in(torch.Generator, "torch", "manual_seed")  # type: ignore[misc]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            numpy.random.RandomState = _random_state_class(numpy.random.RandomState)
+            numpy.random.RandomState = _stand_in(numpy.random.RandomState, "numpy.random", "__init__")
     _shift_unseeded(change)
 
 
@@ -135,8 +124,9 @@ def _install() -> None:
 
     def wrap(owner: Any, attribute: str, name: str, who: str) -> Callable[..., Any]:
         _originals[who] = getattr(owner, attribute)
-        setattr(owner, attribute, _wrap_first(_originals[who], name, who))
-        return getattr(owner, attribute)  # type: ignore[no-any-return]
+        wrapped = _wrap(_originals[who], name, who)
+        setattr(owner, attribute, wrapped)
+        return wrapped
 
     wrap(random, "seed", "a", "random.seed")
     torch.random.manual_seed = wrap(torch, "manual_seed", "seed", "torch.manual_seed")
