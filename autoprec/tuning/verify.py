@@ -160,16 +160,14 @@ def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: 
     Raises:
         UsageError: one that was asked for is not above 0.
     """
-
-    def one(name: str, asked: float | None) -> float:
+    limits = {"max_divergence": _USUAL.max_divergence, "max_gradient_error": _USUAL.max_gradient_error}
+    for name, asked in zip(limits, (max_divergence, max_gradient_error), strict=True):
         found = policy.evidence.get(name)
         if asked is not None and not asked > 0:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} {asked:g} is not above 0", fix="leave it out to take the limit of the search")
-        return asked or (found if isinstance(found, float) and found > 0 else getattr(_USUAL, name))
-
-    asked = {"max_divergence": max_divergence, "max_gradient_error": max_gradient_error}
-    return {name: one(name, limit) for name, limit in asked.items()}
+        limits[name] = asked or (found if isinstance(found, float) and found > 0 else limits[name])
+    return limits
 
 
 def searched(policy: Policy, model: dict[str, Any] | None = None) -> str:

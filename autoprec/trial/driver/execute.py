@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,7 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 
 def command_to_json(command: ScriptCommand) -> dict[str, Any]:
     """Return the JSON form of a command."""
-    return {
-        "kind": command.kind,
-        "target": command.target,
-        "args": list(command.args),
-        "cwd": str(command.cwd.absolute()),
-    }
+    return asdict(command) | {"cwd": str(command.cwd.absolute())}
 
 
 def command_from_json(document: Mapping[str, Any]) -> ScriptCommand:

@@ -21,8 +21,8 @@ from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, ModelInfo, Policy, glob_matches
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
-from autoprec.precision.recipes import KEEP, Recipe
-from autoprec.tuning.decide.rules import GlobTable, layer_rules
+from autoprec.precision.recipes import GEMMS, KEEP, Recipe
+from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
@@ -285,8 +285,7 @@ class Problem:
 
     @cached_property
     def _recipes_of(self) -> tuple[frozenset[str], ...]:
-        choices = [Choice.parse(name) for name in self.choice_names]
-        return tuple(frozenset({choice.recipe, *choice.gemms.values()}) for choice in choices)
+        return tuple(frozenset(recipes_in([name])) for name in self.choice_names)
 
     def is_script(self, params: Params) -> bool:
         """True when the point is the script as written: nothing is changed."""
@@ -403,7 +402,7 @@ def _refusal(choice: Choice, layers: Sequence[Layer], recipes: Mapping[str, Reci
     if can_run is None:
         return ""
     for layer in layers:
-        for recipe in dict.fromkeys(choice.recipe_of(gemm) for gemm in ("fprop", "dgrad", "wgrad")):
+        for recipe in dict.fromkeys(map(choice.recipe_of, GEMMS)):
             if recipe == KEEP:
                 continue
             ok, reason = can_run(layer, recipes[recipe])
@@ -414,9 +413,7 @@ def _refusal(choice: Choice, layers: Sequence[Layer], recipes: Mapping[str, Reci
 
 def _relevant_parameters(space: SearchSpace, groups: Sequence[GroupVariable]) -> dict[str, tuple[Any, ...]]:
     """Return the parameters that can matter: those of recipes no group offers are left at their default."""
-    used = {
-        Choice.parse(name).recipe_of(gemm) for g in groups for name in g.choices for gemm in ("fprop", "dgrad", "wgrad")
-    }
+    used = recipes_in(name for group in groups for name in group.choices)
     out = space.parameter_values()
     for path in space.parameters:
         if path.split(".")[0] not in used:

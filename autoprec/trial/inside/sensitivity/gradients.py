@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from autoprec.numerics.sharded import is_dtensor
+
 #: Values compared at a time: a temporary of a whole embedding could be the last free gigabyte of a GPU.
 PIECE = 1 << 22
 
@@ -23,7 +25,7 @@ class Gradients:
     def __init__(self, parameters: list[torch.Tensor], *, shared: bool = True) -> None:
         self._parameters = parameters
         self._sizes = [local_part(p).numel() for p in parameters]
-        self._roots = [math.sqrt(_share(p)) for p in parameters] if any(map(_is_sharded, parameters)) else None
+        self._roots = [math.sqrt(_share(p)) for p in parameters] if any(map(is_dtensor, parameters)) else None
         length = sum(self._sizes)
         if shared:
             memory = mmap.mmap(-1, max(length * 4, 4))
@@ -96,7 +98,7 @@ class Gradients:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, summed over ranks where that is still to be done; others as they are."""
-    if not hasattr(tensor, "to_local"):
+    if not is_dtensor(tensor):
         return tensor
     sharded: Any = tensor
     if any(placement.is_partial() for placement in sharded.placements):  # of norms under sequence parallelism
@@ -107,14 +109,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.to_local()  # type: ignore[no-any-return]
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local")
-
-
 def _share(parameter: Any) -> float:
     """Return by what a rank's squares are multiplied before all ranks' are summed: 1 over the ranks that hold them."""
     parts = 1
-    if _is_sharded(parameter):
+    if is_dtensor(parameter):
         sizes = parameter.device_mesh.shape
         parts = math.prod(n for n, one in zip(sizes, parameter.placements, strict=True) if not one.is_replicate())
     return parts / torch.distributed.get_world_size()
