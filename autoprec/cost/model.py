@@ -28,7 +28,7 @@ from autoprec.cost.saved import NOT_LISTED, WIDE, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.cost.widths import Widths, widths
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy.schema import LayerPlan, OptimizerPolicy
+from autoprec.policy.schema import LayerPlan, OptimizerPolicy, Policy
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
 
@@ -258,6 +258,17 @@ class CostModel:
                 found = rest_cost(self.target, self.rates, rows, self.scale, compiled=compiled, **how)
             self._rests[key] = found
         return found
+
+    def under(self, policy: Policy, plans: Mapping[str, LayerPlan]) -> StepEstimate:
+        """Return time and memory of one step under a policy whose layers run ``plans``."""
+        return self.executed(policy.execution).estimate(
+            plans,
+            activations=policy.activations,
+            attention=policy.operators.attention,
+            norm=policy.operators.norm,
+            softmax=policy.operators.softmax,
+            optimizer=policy.optimizer,
+        )
 
     def estimate(
         self,

@@ -51,15 +51,7 @@ class ModelledSteps:
         """Return the step under a point of the search space."""
         key = canonical_json(dict(params))
         if key not in self._known:
-            policy = self.problem.policy(params)
-            self._known[key] = self.cost.executed(policy.execution).estimate(
-                self.problem.plans(params),
-                activations=policy.activations,
-                attention=policy.operators.attention,
-                norm=policy.operators.norm,
-                softmax=policy.operators.softmax,
-                optimizer=policy.optimizer,
-            )
+            self._known[key] = self.cost.under(self.problem.policy(params), self.problem.plans(params))
         return self._known[key]
 
     def of_reference(self) -> StepEstimate:

@@ -160,15 +160,7 @@ def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:
     from autoprec.policy import resolve
 
     plans = resolve(policy.stages[0], [layer.name for layer in model.report.tunable])
-    asked = model.executed(policy.execution)
-    step = asked.estimate(
-        plans,
-        activations=policy.activations,
-        attention=policy.operators.attention,
-        norm=policy.operators.norm,
-        softmax=policy.operators.softmax,
-        optimizer=policy.optimizer,
-    )
+    step = model.under(policy, plans)
     refused: dict[str, list[str]] = {}
     for name, plan in plans.items():
         tried = [model.can_run(name, recipe) for recipe in dict.fromkeys(plan.recipes) if recipe is not None]

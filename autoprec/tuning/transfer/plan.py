@@ -287,12 +287,7 @@ class _Job:
         if self.cost is None:
             return None
         plans = {choice: self._plan(choice) for choice in set(choices.values())}
-        return self.cost.executed(self.policy.execution).estimate(
-            {name: plans[choice] for name, choice in choices.items()},
-            activations=self.policy.activations,
-            attention=self.policy.operators.attention,
-            optimizer=self.policy.optimizer,
-        )
+        return self.cost.under(self.policy, {name: plans[choice] for name, choice in choices.items()})
 
     def result(self, index: IntVector) -> Transfer:
         choices, names = self._choices(index), self.problem.choice_names
