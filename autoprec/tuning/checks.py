@@ -24,10 +24,7 @@ def check_early(options: SearchOptions) -> None:
     """
     name = options.study
     if name and (name in (".", "..") or not name.isprintable() or any(char in name for char in "/\\")):
-        raise UsageError(
-            f"--study {name!r} cannot be a folder below {RUNS}",
-            fix="e.g. --study first-try",
-        )
+        raise UsageError(f"--study {name!r} cannot be a folder below {RUNS}", fix="e.g. --study first-try")
     parse_variants(options.variant)
     if options.variant and (options.target not in ("auto", "cpu") or options.cost_scale):
         fix = "search on the device itself, or leave --variant out and use `autoprec estimate` for sizes"

@@ -40,13 +40,7 @@ from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import (
-    emitted_policy,
-    save_front,
-    search_result,
-    settled,
-    with_size,
-)
+from autoprec.tuning.phases.answer import emitted_policy, save_front, search_result, settled, with_size
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table

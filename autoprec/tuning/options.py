@@ -244,12 +244,7 @@ class SearchOptions:
 
 #: The table of options: field -> what it says about itself, in the order of ``--help``.
 OPTIONS: dict[str, Option] = {
-    one.name: replace(
-        about,
-        name=one.name,
-        default=one.default,
-        flag=about.flag or f"--{one.name.replace('_', '-')}",
-    )
+    one.name: replace(about, name=one.name, default=one.default, flag=about.flag or f"--{one.name.replace('_', '-')}")
     for one in fields(SearchOptions)
     if (about := one.metadata.get("option")) is not None
 }

@@ -45,12 +45,7 @@ def command_from_json(document: Mapping[str, Any]) -> ScriptCommand:
 
 def request(command: ScriptCommand, spec: TrialSpec, *, seed_offset: int = 0, launch: str = "auto") -> dict[str, Any]:
     """Return the request document of one trial."""
-    return {
-        "command": command_to_json(command),
-        "spec": spec.to_json(),
-        "seed_offset": seed_offset,
-        "launch": launch,
-    }
+    return {"command": command_to_json(command), "spec": spec.to_json(), "seed_offset": seed_offset, "launch": launch}
 
 
 def execute(document: Mapping[str, Any]) -> TrialResult:

@@ -29,11 +29,7 @@ Row = dict[str, Any]
 
 
 def explain_layers(
-    problem: Problem,
-    params: Params,
-    time_ms: FloatTable,
-    table: SensitivityTable,
-    whole_ms: float | None = None,
+    problem: Problem, params: Params, time_ms: FloatTable, table: SensitivityTable, whole_ms: float | None = None
 ) -> list[Row]:
     """Return why each group runs what it runs, a row per group in model order.
 

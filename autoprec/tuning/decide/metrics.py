@@ -150,14 +150,7 @@ def audit_failure(audit: Mapping[str, Any] | None) -> str:
     return f"{len(wrong)} layers or operators did not run as asked, first {name}: {why}"
 
 
-def score(
-    plan: Run,
-    result: TrialResult,
-    reference: Reference,
-    *,
-    estimate: StepEstimate | None,
-    error: float,
-) -> Run:
+def score(plan: Run, result: TrialResult, reference: Reference, *, estimate: StepEstimate | None, error: float) -> Run:
     """Return a planned run with what a host says of it, scored against its paired reference.
 
     Args:

@@ -16,14 +16,7 @@ from autoprec.errors import AutoPrecError, PolicyMismatchError
 from autoprec.graph.report import GraphReport
 from autoprec.graph.roles import Place, places, shown
 from autoprec.policy import Policy
-from autoprec.policy.library import (
-    PREFIX,
-    SCALED,
-    WITHIN,
-    Published,
-    published,
-    published_names,
-)
+from autoprec.policy.library import PREFIX, SCALED, WITHIN, Published, published, published_names
 from autoprec.policy.space import Blocks, Choice
 from autoprec.support.units import counted
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key

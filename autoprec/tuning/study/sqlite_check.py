@@ -17,9 +17,7 @@ SMALLEST = 512
 
 def _damaged(why: str, url: str) -> StudyError:
     return StudyError(
-        f"the study's database is damaged or truncated: {' '.join(why.split())[:200]}",
-        where=url,
-        fix=REPAIR,
+        f"the study's database is damaged or truncated: {' '.join(why.split())[:200]}", where=url, fix=REPAIR
     )
 
 

@@ -25,14 +25,7 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
-from autoprec.trial.inside.sensitivity.scan import (
-    NOISE_BATCHES,
-    Weights,
-    answered,
-    hardly_moved,
-    is_over,
-    unanswered,
-)
+from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, Weights, answered, hardly_moved, is_over, unanswered
 from autoprec.trial.protocol import Probe, TrialSpec
 
 #: Relative error that a step played again under no policy may have: kernels that sum in any order make far less.
