@@ -24,6 +24,7 @@ from autoprec.errors import UsageError
 from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.support.plain import or_null, rebuild, shallow
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 
@@ -210,34 +211,23 @@ class SensitivityTable:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; infinite entries become null."""
-        return {
-            "groups": list(self.groups),
-            "choices": list(self.choices),
-            "error2": [[float(v) if math.isfinite(v) else None for v in row] for row in self.error2],
-            "parameters": {k: v if math.isfinite(v) else None for k, v in self.parameters.items()},
-            "noise": self.noise,
+        return shallow(self) | {
+            "error2": [or_null(row) for row in self.error2.tolist()],
+            "parameters": dict(zip(self.parameters, or_null(self.parameters.values()), strict=True)),
             "misfit": asdict(self.misfit),
             "measured": self.measured.tolist() if self.measured is not None else None,
-            "passes": self.passes,
-            "hardly_moved": list(self.hardly_moved),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SensitivityTable:
-        measured = document.get("measured")
-        return cls(
-            groups=tuple(document["groups"]),
-            choices=tuple(document["choices"]),
-            error2=np.array(
-                [[math.inf if v is None else v for v in row] for row in document["error2"]], dtype=np.float64
-            ),
-            parameters={k: math.inf if v is None else v for k, v in document["parameters"].items()},
-            noise=document["noise"],
-            misfit=Misfit(**document["misfit"]),
-            measured=np.array(measured, dtype=bool) if measured is not None else None,
-            passes=document["passes"],
-            hardly_moved=tuple(document.get("hardly_moved", ())),
-        )
+        error2, measured = np.array(document["error2"], dtype=np.float64), document.get("measured")  # null becomes NaN
+        parts: dict[str, Any] = {
+            "error2": np.where(np.isnan(error2), np.inf, error2),
+            "parameters": {k: math.inf if v is None else v for k, v in document["parameters"].items()},
+            "misfit": Misfit(**document["misfit"]),
+            "measured": np.array(measured, dtype=bool) if measured is not None else None,
+        }
+        return rebuild(cls, {**document, **parts})
 
 
 def square_of(row: Mapping[str, Any]) -> float:
