@@ -51,7 +51,7 @@ def _isolate() -> None:
 
 
 def _when_torch_comes() -> None:
-    from autoprec.trial.inside.imports import after_import
+    from autoprec.trial.inside.patching import after_import
 
     def install(_torch: object) -> None:
         from autoprec.trial.inside import agent

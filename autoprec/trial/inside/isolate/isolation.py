@@ -10,7 +10,6 @@ interpreter, before the script and before torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Any
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, make_caches, real
 from autoprec.trial.inside.isolate.sharing import open_files, reopen
+from autoprec.trial.inside.patching import wrapped
 from autoprec.trial.processes import MADE
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
@@ -88,31 +88,26 @@ def programs() -> list[str]:
 
 def _watch_programs() -> None:
     """Note what the script starts that usually writes files; it is refused that, and the user shall know beforehand."""
-    start, system = subprocess.Popen.__init__, os.system
 
-    @functools.wraps(start)
-    def watched(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+    def start(original: Any, process: Any, args: Any, *rest: Any, **named: Any) -> None:
         words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)[:1]
         name = os.path.basename(os.fsdecode(words[0]).split(" ")[0]) if words else ""
         if named.get("shell") or _WRITERS.match(name):
             _state["programs"].add(name)
-        start(process, args, *rest, **named)
+        original(process, args, *rest, **named)
 
-    @functools.wraps(system)
-    def watched_system(command: Any) -> int:
+    def system(original: Any, command: Any) -> Any:
         _state["programs"].add(os.path.basename(os.fsdecode(command).split(" ")[0]))
-        return system(command)
+        return original(command)
 
-    subprocess.Popen.__init__ = watched  # type: ignore[method-assign, assignment]
-    os.system = watched_system
+    subprocess.Popen.__init__ = wrapped(subprocess.Popen.__init__, start)  # type: ignore[method-assign]
+    os.system = wrapped(os.system, system)
 
 
 def _note_temporary_directories(file: str) -> None:
     """List the temporary directories that the script makes; the driver removes them, for the script is killed."""
-    make = tempfile.mkdtemp
 
-    @functools.wraps(make)
-    def noted(*args: Any, **named: Any) -> Any:
+    def noted(make: Any, *args: Any, **named: Any) -> Any:
         path = make(*args, **named)
         if os.path.dirname(os.fsdecode(path)) == os.path.abspath(tempfile.gettempdir()):
             with contextlib.suppress(OSError):
@@ -121,7 +116,7 @@ def _note_temporary_directories(file: str) -> None:
                 os.close(listed)
         return path
 
-    tempfile.mkdtemp = noted
+    tempfile.mkdtemp = wrapped(tempfile.mkdtemp, noted)
 
 
 def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]:

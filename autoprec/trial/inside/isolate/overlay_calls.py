@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import functools
 import glob
 import io
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 from autoprec.support.living import referrers
 from autoprec.trial.inside.isolate.overlay import Overlay, kind, real, remove_tree
+from autoprec.trial.inside.patching import wrapped
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _READING = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
@@ -45,16 +45,16 @@ def install(overlay: Overlay) -> None:
     replace(builtins, "open", opener)
     io.open = opener
     replace(os, "open", calls.os_open)
-    for name in _READING:
-        replace(os, name, calls.reading(name, getattr(os, name)))
-    for name in _CHANGING:
-        replace(os, name, calls.changing(name, getattr(os, name)))
-    for name in ("remove", "unlink", "rmdir"):
-        replace(os, name, calls.removing(getattr(os, name), folder=name == "rmdir"))
+    for group, wrapper in (
+        (_READING, calls.read),
+        (_CHANGING, calls.change),
+        (("remove", "unlink", "rmdir"), calls.remove),
+        (("mkdir", "mkfifo", "mknod"), calls.make),
+    ):
+        for name in group:
+            replace(os, name, wrapped(getattr(os, name), wrapper))
     for name in ("rename", "replace"):
         replace(os, name, calls.rename)
-    for name in ("mkdir", "mkfifo", "mknod"):
-        replace(os, name, calls.making(getattr(os, name)))
     for name in ("symlink", "link", "listdir", "scandir", "chdir", "fchdir", "getcwd", "getcwdb"):
         replace(os, name, getattr(calls, name))
     globber: Any = getattr(glob, "_StringGlobber", None)  # pathlib's since Python 3.13: a class with os.scandir in it
@@ -201,22 +201,19 @@ class _Calls:
             return self._os_open(place, flags | os.O_NOFOLLOW, mode)
 
     # ---------------------------------------------------------------- what is there
-    def reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
-            follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
-            with _named(path):
-                found = self._overlay.locate(path, kwargs.get("dir_fd"), follow=follow)
-                if found is None:
-                    return original(path, *args, **kwargs)
-                kwargs.pop("dir_fd", None)
-                if name == "access" and found[1] and self._overlay.shown(found[0]) is None:
-                    return False
-                place = self._overlay.seen(found[0]) if found[1] else found[0]
-                told = original(place, *args, **kwargs)
-            return os.fsencode(told) if name == "readlink" and isinstance(path, bytes) else told
-
-        return read
+    def read(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = original.__name__
+        follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
+        with _named(path):
+            found = self._overlay.locate(path, kwargs.get("dir_fd"), follow=follow)
+            if found is None:
+                return original(path, *args, **kwargs)
+            kwargs.pop("dir_fd", None)
+            if name == "access" and found[1] and self._overlay.shown(found[0]) is None:
+                return False
+            place = self._overlay.seen(found[0]) if found[1] else found[0]
+            told = original(place, *args, **kwargs)
+        return os.fsencode(told) if name == "readlink" and isinstance(path, bytes) else told
 
     def _directory(self, path: Any) -> tuple[str, bool]:
         """Return where a directory is, given by its path or by a descriptor, and whether it must be put together."""
@@ -277,39 +274,33 @@ class _Calls:
         return os.fsencode(self.getcwd())
 
     # ---------------------------------------------------------------- changes
-    def making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(
+        self, original: Callable[..., Any], path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any
+    ) -> None:
         """``mkdir``, ``mkfifo`` and ``mknod``."""
+        with _named(path):
+            original(self._new(path, dir_fd), *args, **kwargs)
 
-        @functools.wraps(original)
-        def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-            with _named(path):
-                original(self._new(path, dir_fd), *args, **kwargs)
-
-        return make
-
-    def removing(self, original: Callable[..., Any], *, folder: bool) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def remove(path: Any, *, dir_fd: int | None = None) -> None:
-            found = self._overlay.locate(path, dir_fd, follow=False)
-            if folder and found is not None and found[0] in self._overlay.mounted and not real["listdir"](found[0]):
-                self._overlay.guard([found[0]])  # the kernel removes no directory over which it has laid a copy
-                self._overlay.hide(found[0])
-                return
-            if found is None or not found[1]:
-                original(path if found is None else found[0])
-                return
-            there = self._overlay.kind(found[0])
-            if not there:
-                raise _refuse(errno.ENOENT, path)
-            if folder and not stat.S_ISDIR(there):
-                raise _refuse(errno.ENOTDIR, path)
-            if folder and self._overlay.listed(found[0]):
-                raise _refuse(errno.ENOTEMPTY, path)
-            if stat.S_ISDIR(there) and not folder:
-                raise _refuse(errno.EISDIR, path)
+    def remove(self, original: Callable[..., Any], path: Any, *, dir_fd: int | None = None) -> None:
+        folder = original.__name__ == "rmdir"
+        found = self._overlay.locate(path, dir_fd, follow=False)
+        if folder and found is not None and found[0] in self._overlay.mounted and not real["listdir"](found[0]):
+            self._overlay.guard([found[0]])  # the kernel removes no directory over which it has laid a copy
             self._overlay.hide(found[0])
-
-        return remove
+            return
+        if found is None or not found[1]:
+            original(path if found is None else found[0])
+            return
+        there = self._overlay.kind(found[0])
+        if not there:
+            raise _refuse(errno.ENOENT, path)
+        if folder and not stat.S_ISDIR(there):
+            raise _refuse(errno.ENOTDIR, path)
+        if folder and self._overlay.listed(found[0]):
+            raise _refuse(errno.ENOTEMPTY, path)
+        if stat.S_ISDIR(there) and not folder:
+            raise _refuse(errno.EISDIR, path)
+        self._overlay.hide(found[0])
 
     def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         overlay = self._overlay
@@ -355,31 +346,28 @@ class _Calls:
             self._overlay.copy(source, False, target)
             remove_tree(source)
 
-    def changing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def change(path: Any, *args: Any, **kwargs: Any) -> None:
-            overlay = self._overlay
-            if isinstance(path, int):
-                if not self._of_the_user(path):
-                    original(path, *args, **kwargs)
+    def change(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        name = original.__name__
+        overlay = self._overlay
+        if isinstance(path, int):
+            if not self._of_the_user(path):
+                original(path, *args, **kwargs)
+            return
+        follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
+        found = overlay.locate(path, kwargs.pop("dir_fd", None), follow=follow)
+        with _named(path):
+            if found is None or not found[1]:
+                original(path if found is None else found[0], *args, **kwargs)
                 return
-            follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
-            found = overlay.locate(path, kwargs.pop("dir_fd", None), follow=follow)
-            with _named(path):
-                if found is None or not found[1]:
-                    original(path if found is None else found[0], *args, **kwargs)
-                    return
-                absolute = found[0]
-                top = overlay.layers[0] + absolute
-                shown = overlay.seen(absolute)
-                if name == "truncate" and shown != top:
-                    shown = overlay.writable(absolute, keep=True)
-                if shown == top:
-                    original(top, *args, **kwargs)
-                else:
-                    os.lstat(absolute)  # the user's own file: it must exist, and stays as it is
-
-        return change
+            absolute = found[0]
+            top = overlay.layers[0] + absolute
+            shown = overlay.seen(absolute)
+            if name == "truncate" and shown != top:
+                shown = overlay.writable(absolute, keep=True)
+            if shown == top:
+                original(top, *args, **kwargs)
+            else:
+                os.lstat(absolute)  # the user's own file: it must exist, and stays as it is
 
     def _of_the_user(self, descriptor: int) -> bool:
         """True for a descriptor of a file of the user's: it was opened to be read, and its mode can be changed."""

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, unquote
 
-from autoprec.trial.inside.imports import Wanted, after_import
 from autoprec.trial.inside.isolate.overlay import TABLES, Overlay, real
+from autoprec.trial.inside.patching import Wanted, after_import
 
 #: What a trial does not do at all: uploads, and the event files of loggers.
 SILENT: list[tuple[str, str]] = TABLES["silent"]

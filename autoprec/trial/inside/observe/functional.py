@@ -29,30 +29,22 @@ class FunctionalLoop:
 
     def install(self) -> None:
         """Patch ``torch.autograd.grad`` and ``functional_call``."""
-        self._hooks.replace(torch.autograd, "grad", self._make_grad)
-        self._hooks.replace(torch.func, "functional_call", self._make_functional_call)
+        self._hooks.replace(torch.autograd, "grad", self._grad)
+        self._hooks.replace(torch.func, "functional_call", self._functional_call)
 
-    def _make_grad(self, original: Any) -> Any:
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            leaves = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-            # A graph is created for second derivatives (a gradient penalty, MAML): no update follows from that.
-            higher = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
-            if (
-                self._hooks.steps_reported
-                or self._hooks.busy
-                or higher
-                or not leaves
-                or not all(self._is_trained(leaf) for leaf in leaves)
-            ):
-                return original(outputs, inputs, *args, **kwargs)
-            roots = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
-            with self._hooks.inside_backward(roots):
-                found = original(outputs, leaves, *args, **kwargs)
-            with self._lent(leaves, found):
-                self._hooks.events.after_backward(roots)
-            return found
-
-        return grad
+    def _grad(self, original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        # A graph is created for second derivatives (a gradient penalty, MAML): no update follows from that.
+        higher = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
+        seen_elsewhere = self._hooks.steps_reported or self._hooks.busy
+        if seen_elsewhere or higher or not leaves or not all(map(self._is_trained, leaves)):
+            return original(outputs, inputs, *args, **kwargs)
+        roots = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+        with self._hooks.inside_backward(roots):
+            found = original(outputs, leaves, *args, **kwargs)
+        with self._lent(leaves, found):
+            self._hooks.events.after_backward(roots)
+        return found
 
     def _is_trained(self, leaf: torch.Tensor) -> bool:
         return isinstance(leaf, nn.Parameter) or id(leaf) in self._stand_ins
@@ -71,20 +63,17 @@ class FunctionalLoop:
             for owner in lent:
                 owner.grad = None
 
-    def _make_functional_call(self, original: Any) -> Any:
-        def functional_call(module: nn.Module, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled():
-                if torch._C._functorch.maybe_current_level() is not None:
-                    self._hooks.events.transformed()
-                self._hooks.functional = module
-                given = [parameters] if isinstance(parameters, Mapping) else list(parameters)
-                owners = dict(module.named_parameters())
-                self._stand_ins = {
-                    id(tensor): (tensor, owners[name])
-                    for mapping in given
-                    for name, tensor in mapping.items()
-                    if name in owners and isinstance(tensor, torch.Tensor)
-                }
-            return original(module, parameters, *args, **kwargs)
-
-        return functional_call
+    def _functional_call(self, original: Any, module: nn.Module, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            if torch._C._functorch.maybe_current_level() is not None:
+                self._hooks.events.transformed()
+            self._hooks.functional = module
+            given = [parameters] if isinstance(parameters, Mapping) else list(parameters)
+            owners = dict(module.named_parameters())
+            self._stand_ins = {
+                id(tensor): (tensor, owners[name])
+                for mapping in given
+                for name, tensor in mapping.items()
+                if name in owners and isinstance(tensor, torch.Tensor)
+            }
+        return original(module, parameters, *args, **kwargs)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoprec.trial.inside.observe.functional import FunctionalLoop
+from autoprec.trial.inside.patching import wrapped
 
 OnCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
@@ -116,11 +117,14 @@ class Hooks:
     def install(self) -> None:
         """Patch everything except ``nn.Module.__call__``."""
         self._patch_optimizers()
-        self._patch_backward()
+        self.replace(torch.autograd, "backward", self._backward)
+        self.replace(torch.Tensor, "backward", self._backward_of)
         self._functional = FunctionalLoop(self)
         self._functional.install()
-        self._patch_scaler()
-        self._patch_clip()
+        self.replace(torch.amp.GradScaler, "scale", self._scale)
+        self.replace(torch.amp.GradScaler, "step", self._scaled_step)
+        self.replace(nn.utils, "clip_grad_norm_", self._clip)
+        nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
 
     def remove(self) -> None:
         """Take every hook off again."""
@@ -133,24 +137,19 @@ class Hooks:
         self.remove()
         self._watch_optimizers(on_optimizer)
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Let ``wrapper`` be called instead of a function, which is its first argument."""
         original = getattr(owner, name)
-        replacement = make(original)
-        with contextlib.suppress(AttributeError):
-            functools.update_wrapper(replacement, original)
-        setattr(owner, name, replacement)
+        setattr(owner, name, wrapped(original, wrapper))
         self._undo.append(lambda: setattr(owner, name, original))
 
     # ---------------------------------------------------------------- optimizers
     def _watch_optimizers(self, on_optimizer: Callable[[Optimizer], None]) -> None:
-        def make_init(original: Any) -> Any:
-            def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-                original(optimizer, *args, **kwargs)
-                on_optimizer(optimizer)
+        def init(original: Any, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            on_optimizer(optimizer)
 
-            return __init__
-
-        self.replace(Optimizer, "__init__", make_init)
+        self.replace(Optimizer, "__init__", init)
 
     def _patch_optimizers(self) -> None:
         self._watch_optimizers(lambda optimizer: self._optimizers.append(weakref.ref(optimizer)))
@@ -186,44 +185,33 @@ class Hooks:
             self.announce(self.unseen)
 
     # ---------------------------------------------------------------- backward
-    def _patch_backward(self) -> None:
-        def make(original: Any) -> Any:
-            def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                if self._depth:  # reentrant checkpointing calls backward inside backward
-                    return original(tensors, *args, **kwargs)
-                roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-                if roots and is_capturing(roots[0].device):
-                    self.events.captured()
-                _weigh(roots, args[0] if args else kwargs.get("grad_tensors"))
-                with self.inside_backward(roots):
-                    out = original(tensors, *args, **kwargs)
-                if self._in_method:
-                    self._finished = roots
-                else:
-                    self.events.after_backward(roots)
-                return out
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._depth:  # reentrant checkpointing calls backward inside backward
+            return original(tensors, *args, **kwargs)
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        if roots and is_capturing(roots[0].device):
+            self.events.captured()
+        _weigh(roots, args[0] if args else kwargs.get("grad_tensors"))
+        with self.inside_backward(roots):
+            out = original(tensors, *args, **kwargs)
+        if self._in_method:
+            self._finished = roots
+        else:
+            self.events.after_backward(roots)
+        return out
 
-            return backward
-
-        self.replace(torch.autograd, "backward", make)
-        self.replace(torch.Tensor, "backward", self._make_method)
-
-    def _make_method(self, original: Any) -> Any:
+    def _backward_of(self, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Tell the end of ``tensor.backward()`` outside of it: torch function modes are not on their stack inside."""
-
-        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._in_method:
-                return original(tensor, *args, **kwargs)
-            self._in_method, self._finished = True, None
-            try:
-                out = original(tensor, *args, **kwargs)
-            finally:
-                self._in_method = False
-            if self._finished is not None:
-                self.events.after_backward(self._finished)
-            return out
-
-        return backward
+        if self._in_method:
+            return original(tensor, *args, **kwargs)
+        self._in_method, self._finished = True, None
+        try:
+            out = original(tensor, *args, **kwargs)
+        finally:
+            self._in_method = False
+        if self._finished is not None:
+            self.events.after_backward(self._finished)
+        return out
 
     @contextlib.contextmanager
     def inside_backward(self, roots: tuple[torch.Tensor, ...]) -> Iterator[None]:
@@ -242,31 +230,21 @@ class Hooks:
         return self._depth > 0
 
     # ---------------------------------------------------------------- GradScaler and clipping
-    def _patch_scaler(self) -> None:
-        def make_scale(original: Any) -> Any:
-            def scale(scaler: Any, outputs: Any) -> Any:
-                scaled = original(scaler, outputs)
-                if isinstance(outputs, torch.Tensor) and scaled is not outputs:
-                    scaled._autoprec_raw = outputs.detach()
-                return scaled
+    def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and scaled is not outputs:
+            scaled._autoprec_raw = outputs.detach()
+        return scaled
 
-            return scale
-
-        def make_step(original: Any) -> Any:
-            def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                before, self._scaler = self._steps, scaler
-                try:
-                    out = original(scaler, optimizer, *args, **kwargs)
-                finally:
-                    self._scaler = None
-                if self._steps == before:
-                    self.events.skipped_step(optimizer)
-                return out
-
-            return step
-
-        self.replace(torch.amp.GradScaler, "scale", make_scale)
-        self.replace(torch.amp.GradScaler, "step", make_step)
+    def _scaled_step(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before, self._scaler = self._steps, scaler
+        try:
+            out = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._scaler = None
+        if self._steps == before:
+            self.events.skipped_step(optimizer)
+        return out
 
     def unscale(self, factors: dict[int, float], optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
         """Divide factors, by ``id``, by what gradients are still multiplied with when those of an optimizer are ready.
@@ -285,20 +263,11 @@ class Hooks:
         for one, scale in scales.items():
             factors[one] = factors.get(one, 1.0) / scale
 
-    def _patch_clip(self) -> None:
-        def make(original: Any) -> Any:
-            def clip_grad_norm_(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-                if isinstance(parameters, torch.Tensor):
-                    parameters = [parameters]
-                parameters = list(parameters)
-                norm = original(parameters, max_norm, *args, **kwargs)
-                self.events.clipped(parameters, norm, float(max_norm))
-                return norm
-
-            return clip_grad_norm_
-
-        self.replace(nn.utils, "clip_grad_norm_", make)
-        nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
+    def _clip(self, original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = original(parameters, max_norm, *args, **kwargs)
+        self.events.clipped(parameters, norm, float(max_norm))
+        return norm
 
     # ---------------------------------------------------------------- the first training forward
     def watch(self, on_training_call: OnCall) -> None:

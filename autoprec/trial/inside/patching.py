@@ -1,7 +1,8 @@
-"""What is done to a module right after its import. Standard library only: it is loaded before the script starts."""
+"""Functions that stand in for others, and what is done to modules after their import. Standard library only."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -9,6 +10,16 @@ from typing import Any
 
 #: Module -> what is called with it.
 Wanted = dict[str, list[Callable[[Any], None]]]
+
+
+def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function like ``original`` that calls ``wrapper`` with it as the first argument."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return replacement
 
 
 def after_import(wanted: Wanted) -> None:

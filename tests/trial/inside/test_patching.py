@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.inside.imports import after_import
+from autoprec.trial.inside.patching import after_import
 
 
 @pytest.fixture
