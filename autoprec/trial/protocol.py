@@ -23,6 +23,8 @@ FAILURES = (
 OUT_OF_TIME = "out_of_time"
 #: The reference among the contenders of a duel.
 REFERENCE = ""
+#: Seconds until the first training forward, and without a step in a trial, where the caller names no number.
+PATIENCE_S = 600.0
 #: Measured steps of a trial where the caller names no number.
 STEPS = 20
 #: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
@@ -72,7 +74,7 @@ class TrialSpec:
 
     kind: str = "train"
     policy: dict[str, Any] | None = None
-    steps: int = 20
+    steps: int = STEPS
     warmup: int = 3
     perturb: str = ""
     seed: int | None = None
@@ -85,7 +87,7 @@ class TrialSpec:
     on_the_clock: bool = False
     precision: float = 0.01
     side_by_side: int = 1
-    timeout_s: float = 600.0
+    timeout_s: float = PATIENCE_S
     by_block: bool = False
     record_graph: bool = False
 

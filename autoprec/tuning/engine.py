@@ -313,11 +313,10 @@ class Search:
         # killed before the study's first transaction, unless the graph is there, which is written after it
         begun = not self.options.storage and not (self.study_dir / "graph.json").exists()
         begun = begun and (self.study_dir / "study.db").exists()
-        objectives = ("step_time_ms", "divergence")
         self._store = StudyStore(
             url,
             self.options.study,
-            objectives,
+            ("step_time_ms", "divergence"),
             resume=self.options.resume,
             begun=begun,
             tell=self.listener.note,

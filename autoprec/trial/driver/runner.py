@@ -31,7 +31,7 @@ from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threa
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
-from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import PATIENCE_S, SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES, _MAX_LOST = 2, 3
@@ -70,7 +70,7 @@ class TrialRunner(Runner):
         run_dir: Path,
         seed_offset: int = 0,
         launch: str = "auto",
-        setup_timeout_s: float = 600,
+        setup_timeout_s: float = PATIENCE_S,
         environment: Mapping[str, str] | None = None,
         weights: str = "",
     ) -> None:

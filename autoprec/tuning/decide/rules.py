@@ -44,17 +44,16 @@ class GlobTable:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        seen: dict[bytes, str] = {}
+        seen: dict[bytes, tuple[str, npt.NDArray[np.bool_]]] = {}
         candidates = sorted({glob for name in names for glob in _candidates(name)}, key=lambda g: (len(g), g))
         for glob in candidates:
             row = np.fromiter((glob_matches(glob, name) for name in self.names), dtype=bool, count=len(self.names))
             if row.any():
-                seen.setdefault(np.packbits(row).tobytes(), glob)
-        self.globs = tuple(seen.values())
+                seen.setdefault(np.packbits(row).tobytes(), (glob, row))
+        self.globs = tuple(glob for glob, _ in seen.values())
         self.index = {glob: i for i, glob in enumerate(self.globs)}
-        self.matches: npt.NDArray[np.float32] = np.array(
-            [[glob_matches(glob, name) for name in self.names] for glob in self.globs], dtype=np.float32
-        ).reshape(len(self.globs), len(self.names))
+        rows = np.array([row for _, row in seen.values()], dtype=np.float32)
+        self.matches: npt.NDArray[np.float32] = rows.reshape(len(self.globs), len(self.names))
         self.columns = np.ascontiguousarray(self.matches.T)
 
 

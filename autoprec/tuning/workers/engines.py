@@ -13,6 +13,7 @@ from autoprec.errors import UsageError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.protocol import PATIENCE_S
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.local import RunnerFactory
 from autoprec.tuning.workers.slots import SlotRunner, free_gpus, visible_gpus
@@ -24,7 +25,7 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
     return [",".join(gpus[i * per_trial : (i + 1) * per_trial]) for i in range(count)]
 
 
-def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: float = 600.0) -> RunnerFactory:
+def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: float = PATIENCE_S) -> RunnerFactory:
     """Return the factory of the engine that was asked for; ``start_s`` is until the first training forward, here.
 
     Raises:
