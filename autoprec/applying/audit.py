@@ -221,9 +221,7 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, kept: str, *, not_reach
             reasons.append("no wgrad: its weight is frozen")
         elif gemm == "dgrad" and not unit.weight.requires_grad:
             reasons.append("no dgrad seen")
-        elif found.idle:
-            silent.append(gemm)
-        elif gemm == "fprop":
+        elif gemm == "fprop" and not found.idle:
             ok = False
             reasons.append("fprop has not run")
         else:

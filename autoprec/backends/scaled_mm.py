@@ -186,9 +186,7 @@ def _matrix(operand: QuantizedOperand, axis: int) -> Tensor:
 
 def _scales(operand: QuantizedOperand, axis: int) -> Tensor:
     """Return group scales as ``[outer or outer groups, groups along the sum]``."""
-    groups = operand.groups
-    if groups is None:
-        raise ValueError("a grouped operand has group scales")
+    groups = operand.inside
     flat = groups.reshape(groups.shape[0], -1) if groups.shape[1] == 1 else groups.squeeze(-1)
     return flat if axis == 1 else flat.t()
 

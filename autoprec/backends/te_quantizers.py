@@ -79,7 +79,8 @@ class QuantizerFactory:
     def _quantizer(self, recipe: Recipe | None, operand: Operand) -> Any:
         if recipe is None or not recipe.scaled:
             return self.te.IdentityQuantizer(dtype=torch.bfloat16 if recipe is not None else None)
-        dtype = self._dtype(recipe, operand)
+        kinds = self.te.DType
+        dtype = kinds.kFloat8E5M2 if recipe.operand_format(operand) == "e5m2" else kinds.kFloat8E4M3
         if recipe.format == "mxfp8":
             return self.te.MXFP8Quantizer(fp8_dtype=dtype)
         if recipe.format == "nvfp4":
@@ -108,9 +109,6 @@ class QuantizerFactory:
                 fp8_dtype=dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, **options
             )
         return self.te.Float8CurrentScalingQuantizer(fp8_dtype=dtype, device=self.device, **options)
-
-    def _dtype(self, recipe: Recipe, operand: Operand) -> Any:
-        return self.te.DType.kFloat8E5M2 if recipe.operand_format(operand) == "e5m2" else self.te.DType.kFloat8E4M3
 
 
 def with_accumulation(recipes: Any, made: Any, plan: LayerPlan) -> Any:

@@ -250,9 +250,8 @@ class CostModel:
         if found is None:
             how = {"activations": activations, "attention": attention}
             if self._cpu is not None:
-                found = self._cpu.rest_cost(operators, self.scale, runs=self._runs(activations, wide), **how)
-                views = len(self.report.operators) - len(operators)
-                found.seconds["other"] += self._cpu.overhead_seconds(views * self.scale.depth)
+                runs, views = self._runs(activations, wide), len(self.report.operators) - len(operators)
+                found = self._cpu.rest_cost(operators, self.scale, runs=runs, views=views, **how)
             else:
                 rows, compiled = operators.values(), self.compiled
                 found = rest_cost(self.target, self.rates, rows, self.scale, compiled=compiled, **how)

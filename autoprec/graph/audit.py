@@ -53,11 +53,6 @@ def executed_precisions(report: GraphReport) -> dict[str, Any]:
     }
 
 
-def _is_outside(module: str) -> bool:
-    """Say whether a module is the script itself, or one that does not belong to the model (``<ClassName>``)."""
-    return module.startswith("<")
-
-
 def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Compare protections with what ran: ``{softmax: {"requested", "executed", "ok", "reason"}, ...}``.
 
@@ -74,7 +69,8 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
     for name in _PROTECTED:
         requested, modules = operators.get(name, "keep"), ran["modules"].get(name, {})
         low = [module for dtype, seen in modules.items() if dtype not in ("fp32", "fp64") for module in seen]
-        reached = [module for module in low if report.root_called and not _is_outside(module)]
+        # not the script itself, nor a module that does not belong to the model (<ClassName>)
+        reached = [module for module in low if report.root_called and not module.startswith("<")]
         ok = requested != "fp32" or not reached
         reason = "" if ok else f"ran in low precision in {', '.join(reached[:5])}"
         if ok and requested == "fp32" and low:

@@ -7,6 +7,7 @@ recurrent layers, in-place operators and both kinds of checkpointing, where modu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -94,15 +95,13 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.optimizers = tuple(optimizers)
         self.trace = Trace()
         self._stack: list[tuple[str, int]] = []
-        self._hooks: list[Any] = []
-        self._quiet: Any = None
+        self._entered = contextlib.ExitStack()
         self._functions = _Functions()
         self._storages = StorageTable()
         self._saved = SavedTensors(self._storages)
         self._known: dict[tuple[Any, ...], int] = {}
         self._last_task = -1
         self._after_backward = False
-        self._finished = False
         self._all_fake = any(isinstance(tensor, FakeTensor) for _, tensor in self.names.tensors())
         self._register_parameters()
 
@@ -130,17 +129,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._learn_stand_ins(self.names.root, "")
 
     def __enter__(self) -> StepRecorder:
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        self._collector = uncollected(within=100_000)
-        self._collector.__enter__()
+        entered = self._entered
+        entered.callback(self._finish)
+        entered.enter_context(warnings.catch_warnings())
+        entered.enter_context(uncollected(within=100_000))
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        entered.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        entered.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         self._saved.start()
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        entered.callback(self._saved.stop)
+        entered.enter_context(self._functions)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -148,19 +146,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
-        self._functions.__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
-        self._saved.stop()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._collector.__exit__(None, None, None)
-        self._quiet.__exit__(None, None, None)
-        self._finish()
+        self._entered.close()
 
     def _finish(self) -> None:
-        if self._finished:
-            return
-        self._finished = True
         self._count_saved()
         self._storages.release()
         self._known.clear()
@@ -233,18 +221,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace = getattr(func, "namespace", "")
         if namespace in _SKIPPED or (not self._all_fake and any(issubclass(one, FakeTensor) for one in types)):
             return func(*args, **kwargs)  # DTensor asks shapes of whole tensors of fake ones: nothing is computed
-        before: Any = None
-        try:
-            before = self._before(args, kwargs)
-        except Exception as error:  # recording must never end the user's script
-            self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
+        before = self._recorded(func, self._before, args, kwargs)
         out = self._run(func, args, kwargs)
         if before is not None:
-            try:
-                self._after(func, before, out)
-            except Exception as error:
-                self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
+            self._recorded(func, self._after, func, before, out)
         return out
+
+    def _recorded(self, func: Any, record: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return record(*args)
+        except Exception as error:  # recording must never end the user's script
+            self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
+            return None
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)

@@ -181,9 +181,7 @@ def grouped_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
 
     After a Hadamard transform padded rows hold values, and both operands keep them.
     """
-    codes, scale, spec = operand.codes, operand.groups, operand.spec
-    if scale is None:
-        raise ValueError("a grouped operand has group scales")
+    codes, scale, spec = operand.codes, operand.inside, operand.spec
     wide = decode_e8m0(scale) if spec.scheme == "mx" else scale
     values = decode(codes, dtype) * wide.to(dtype)
     size = GROUP_SIZES[spec.scheme]

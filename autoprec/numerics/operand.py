@@ -88,6 +88,13 @@ class QuantizedOperand:
     columns: int
     groups: Tensor | None = None
 
+    @property
+    def inside(self) -> Tensor:
+        """The scales that lie inside the sum, of an operand that has such."""
+        if self.groups is None:
+            raise ValueError("an operand in the scheme '" + self.spec.scheme + "' has no group scales")
+        return self.groups
+
 
 @dataclass(slots=True, eq=False)
 class QuantizerState:

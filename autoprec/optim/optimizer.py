@@ -27,7 +27,7 @@ from autoprec.optim.update import adam_update, muon_update, sgd_update
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy
 
-_ATTRIBUTE, _SCALER, _GUARD = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_guard"
+_ATTRIBUTE, _SCALER = "_autoprec_runtime", "_autoprec_loss_scaler"
 _ADAM, _SGD, _MUON = "adam", "sgd", "muon"
 #: torch's optimizers whose update is known here.
 _BASES: dict[str, Any] = {_ADAM: torch.optim.Adam, _SGD: torch.optim.SGD, _MUON: torch.optim.Muon}
@@ -97,11 +97,12 @@ def _check(
 
 @dataclass
 class OptimizerRuntime:
-    """What an optimizer carries that stores in low precision: formats, stored weights and counters."""
+    """What an optimizer carries that stores in low precision: formats, stored weights, guard and counters."""
 
     choice: OptimizerPolicy
     kind: str
     weights: StoredWeights
+    guard: StepGuard
     steps: int = 0
     codecs: dict[str, Codec | None] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
@@ -211,15 +212,10 @@ def loss_scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
     return getattr(optimizer, _SCALER, None)
 
 
-def guard_of(optimizer: torch.optim.Optimizer) -> StepGuard | None:
-    """Return the guard that ``wrap_optimizer`` put around this optimizer's steps, or None."""
-    return getattr(optimizer, _GUARD, None)
-
-
 def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the guard or our loss scaler left out (a script's own GradScaler not included)."""
-    scaler, guard = loss_scaler_of(optimizer), guard_of(optimizer)
-    return (guard.skipped if guard else 0) + (scaler.skipped_steps if scaler else 0)
+    runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
+    return (runtime.guard.skipped if runtime else 0) + (scaler.skipped_steps if scaler else 0)
 
 
 def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -228,8 +224,7 @@ def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if runtime is not None:
         found["steps"] = torch.tensor(float(runtime.steps), dtype=torch.float64)
-    if (guard := guard_of(optimizer)) is not None:
-        found["guard"] = guard.state()
+        found["guard"] = runtime.guard.state()
     if scaler is not None and scaler.active:
         counts = (scaler.scale, scaler.good_steps, scaler.skipped_steps)
         found["loss_scale"] = torch.tensor(counts, dtype=torch.float64)
@@ -241,8 +236,8 @@ def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor])
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     if runtime is not None and "steps" in state:
         runtime.steps = int(state["steps"])
-    if (guard := guard_of(optimizer)) is not None and "guard" in state:
-        guard.load_state(state["guard"])
+    if runtime is not None and "guard" in state:
+        runtime.guard.load_state(state["guard"])
     if scaler is not None and "loss_scale" in state:
         scale, good, skipped = state["loss_scale"].tolist()
         scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
@@ -326,10 +321,9 @@ def wrap_optimizer(
         install_gradient_hook(model, policy.communication.gradients)
     if choice == OptimizerPolicy():
         return optimizer
-    setattr(optimizer, _GUARD, StepGuard.install(optimizer))  # that state cannot take a non-finite value back out
-    kind = _kind(optimizer)
+    guard = StepGuard.install(optimizer)  # that state cannot take a non-finite value back out
     weights = StoredWeights.install(list(_parameters(optimizer)), choice, model)
-    runtime = OptimizerRuntime(choice, kind, weights)
+    runtime = OptimizerRuntime(choice, _kind(optimizer), weights, guard)
     original = optimizer._init_group  # type: ignore[attr-defined]
 
     def init_group(self: torch.optim.Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
@@ -375,13 +369,10 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if scaler is not None:
         scaler.remove(optimizer)
         delattr(optimizer, _SCALER)
-    guard = guard_of(optimizer)
-    if guard is not None:
-        guard.remove()
-        delattr(optimizer, _GUARD)
     runtime = runtime_of(optimizer)
     if runtime is None:
         return optimizer
+    runtime.guard.remove()
     for handle in runtime.handles:
         handle.remove()
     del optimizer._init_group  # type: ignore[attr-defined]

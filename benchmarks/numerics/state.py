@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from autoprec.optim.codecs import Codec  # noqa: E402
 from autoprec.optim.communication import WIRE, _pack, _shares, _unpack  # noqa: E402
 from autoprec.optim.monitors import StateMonitor, StateReport  # noqa: E402
-from autoprec.optim.optimizer import guard_of, skipped_steps, wrap_optimizer  # noqa: E402
+from autoprec.optim.optimizer import runtime_of, skipped_steps, wrap_optimizer  # noqa: E402
 from autoprec.optim.tensor import StoredTensor  # noqa: E402
 from autoprec.policy import OptimizerPolicy  # noqa: E402
 from autoprec.policy.library import published  # noqa: E402
@@ -320,7 +320,7 @@ def section_guard() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
     optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), STATES["msamp-o2-exact"], model)
-    guard = guard_of(optimizer)
+    guard = runtime_of(optimizer).guard
     assert guard is not None
     guard.outlier = 20.0
     losses = []

@@ -78,24 +78,18 @@ _WRAPPED: dict[str, Callable[..., Any]] = {"pow": torch.pow, "__rpow__": torch.p
 #: What updates running statistics, which a model in 16 bits keeps in 16 bits.
 _RUNNING = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
 
-#: What multiplies. On a CPU the FP16 versions are 20 to 100 times slower than float32, and so may be the bfloat16 ones
-#: (3 to 40 times without bfloat16 units): then they are emulated.
-_PRODUCTS = frozenset(
-    {
-        *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, F.bilinear),
-        *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.einsum),
-        *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.mv),
-        *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.mv),
-        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-    }
-)
-
-
 #: Products that attention is written by hand with.
 _PAIRS = frozenset(
     {torch.matmul, torch.bmm, torch.baddbmm, torch.mm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
     | {Tensor.baddbmm, Tensor.mm}
 )
+#: What multiplies. On a CPU the FP16 versions are 20 to 100 times slower than float32, and so may be the bfloat16 ones
+#: (3 to 40 times without bfloat16 units): then they are emulated.
+_PRODUCTS = _PAIRS | {
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, F.bilinear),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    *(torch.addmm, torch.mv, Tensor.addmm, Tensor.mv, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+}
 #: Autograd nodes between a weight and what a product multiplies by: casts and views.
 _VIEWS = (
     "ToCopy",

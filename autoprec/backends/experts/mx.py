@@ -59,9 +59,7 @@ def padded_rows(ends: Tensor, padded: Tensor, width: int) -> tuple[Tensor, Tenso
 def _codes(x: Tensor, spec: Spec, axis: int, operand: str) -> tuple[Tensor, Tensor]:
     """Quantise ``[rows, columns]``, whole groups along ``axis``: codes of that shape, E8M0 scales as uint8."""
     made = quantize(x, replace(spec, axis=axis), operand=operand)
-    if made.groups is None:
-        raise ValueError("MX operands have group scales")
-    return made.codes.reshape(x.shape), made.groups.squeeze(1 + axis)
+    return made.codes.reshape(x.shape), made.inside.squeeze(1 + axis)
 
 
 def mx_rows(x: Tensor, ends: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:

@@ -290,21 +290,24 @@ class CpuCost:
         activations: str,
         attention: str,
         runs: Widths | None = None,
+        views: int = 0,
     ) -> RestCost:
-        """Return the time of what is not a layer's GEMM, in the dtype it runs in under the policy, and its casts."""
+        """Return the time of what is not a layer's GEMM, in the dtype it runs in under the policy, and its casts.
+
+        ``views``: operators that move nothing.
+        """
         seconds = dict.fromkeys(OTHER, 0.0)
-        count = 0.0
         for index, operator in operators.items():
             kind = category(operator.cls)
             depth = scale.depth if in_block(operator.module) else 1.0
-            count += depth
             form = self._form(operator, activations, attention) if runs is None else ("fp32", "bf16")[index in runs.low]
             seconds[kind] += self._operator_seconds(operator, scale, depth, form)
             for values in runs.casts.get(index, ()) if runs else ():
                 if values:  # forward, and the opposite in backward
                     values *= growth(operator, scale)[1]
                     seconds["pointwise"] += self._cast("up", values) + self._cast("down", values)
-        return RestCost(seconds, 0.0, count)
+        seconds["other"] += views * scale.depth * self.rates["dispatch"] * self.in_situ["rest"]
+        return RestCost(seconds, 0.0, 0.0)
 
     @staticmethod
     def _form(operator: Operator, activations: str, attention: str) -> str:
@@ -341,10 +344,6 @@ class CpuCost:
         seq, rows, scores, width = fused
         per_flop, per_score, per_row = self.rates["attention"][form]["short" if seq < _LONG_ROWS else "long"][phase]
         return float(more * (4.0 * scores * width * per_flop + scores * per_score + rows * per_row))
-
-    def overhead_seconds(self, views: float) -> float:
-        """Return the time of operators that move nothing."""
-        return float(views * self.rates["dispatch"]) * self.in_situ["rest"]
 
     def update_seconds(self, parameters: float, tensors: float, *, fused: bool) -> float:
         per_value, per_tensor = self.rates["fused_optimizer" if fused else "optimizer"]

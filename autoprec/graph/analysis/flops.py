@@ -136,7 +136,7 @@ def _attention(trace: Trace, call: Call) -> int:
     if len(q) < 3 or len(k) < 3 or len(v) < 3:
         return 0
     if call.name.startswith(_SEQUENCE_FIRST):  # [batch, sequence, heads, head]
-        q, k, v = (_heads_first(s) for s in (q, k, v))
+        q, k, v = ((*s[:-3], s[-2], s[-3], s[-1]) for s in (q, k, v))
         lengths = [argument for argument in call.args if type(argument) is int][:2]
         if len(q) == 3 and len(lengths) == 2:  # sequences end to end: each token sees one, at most the longest
             k = (*k[:-2], lengths[1], k[-1])
@@ -144,10 +144,6 @@ def _attention(trace: Trace, call: Call) -> int:
     if backward:
         return 2 * pairs * (3 * q[-1] + 2 * v[-1])
     return 2 * pairs * (q[-1] + v[-1])
-
-
-def _heads_first(shape: Sequence[int]) -> Shape:
-    return (*shape[:-3], shape[-2], shape[-3], shape[-1])
 
 
 def recurrent_gemms(trace: Trace, call: Call) -> list[tuple[int, int, int, int]]:

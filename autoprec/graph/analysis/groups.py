@@ -77,16 +77,12 @@ def named(sets: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _same_input(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> Iterator[tuple[str, str]]:
     first: dict[tuple[str, int], str] = {}
     for record in records.values():
         if "router" in record.flags or not record.inputs or record.kind == "rnn":
             continue
-        key = (_parent(record.name), links.source(trace, record.inputs[0])[0])
+        key = (record.name.rpartition(".")[0], links.source(trace, record.inputs[0])[0])
         seen = first.setdefault(key, record.name)
         if seen != record.name:
             yield seen, record.name

@@ -137,7 +137,8 @@ def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[
     forward = [r for r in records.values() if r.outputs]
     if forward:
         min(forward, key=lambda r: trace.values[r.outputs[0]].producer).flags.add("first")
-        last = [r for r in forward if _before_backward(trace, r)] or forward
+        makers = {r.name: trace.producer(r.outputs[-1]) for r in forward}
+        last = [r for r in forward if (call := makers[r.name]) is not None and call.phase == "forward"] or forward
         max(last, key=lambda r: trace.values[r.outputs[-1]].producer).flags.add("head")
     for record in records.values():
         if names.canonical(record.weight) in names.tied:
@@ -181,11 +182,6 @@ def _differentiated(product: Product) -> bool:
     """Say whether a product is part of a backward that is differentiated in turn, and not of a recomputed forward."""
     call = product.call
     return call.differentiable and call.node.lower().startswith(product.layer_call.name.lower())
-
-
-def _before_backward(trace: Trace, record: LayerRecord) -> bool:
-    call = trace.producer(record.outputs[-1])
-    return call is not None and call.phase == "forward"
 
 
 def _feeds_router(trace: Trace, links: Links, record: LayerRecord) -> bool:
