@@ -79,11 +79,10 @@ class CostModel:
             charged as the backend ran them.
         backend: who runs the GEMMs; ``auto``: whom the calibration found fastest for each recipe.
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
-        rates: replaces the default rates of the target's architecture.
+        rates: replaces the default rates of the target's architecture. Of a library's casts (``rates.library``:
+            Transformer Engine's kernels) norms and activations write the quantised input of the layer behind them (its
+            fused modules). Of casts compiled by torch a compiled step fuses their first read of the input.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).
-        fused_casts: casts are Transformer Engine's kernels, and norms and activations write the quantised input of
-            the layer behind them (its fused modules). Casts compiled by torch otherwise; a compiled step fuses their
-            first read of the input with the operator before as well.
         cpu: rates of a CPU in place of this machine's (target ``cpu`` only).
 
     ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
@@ -101,13 +100,11 @@ class CostModel:
         rates: Rates | None = None,
         shards: int = 1,
         cpu: Mapping[str, Any] | None = None,
-        fused_casts: bool = False,
         backend: str = "auto",
     ) -> None:
         self.report, self.target, self.scale = report, target, scale or CostScale()
         self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
-        self.fused_casts = fused_casts
-        self.rates: Rates = rates or default_rates(target, library=fused_casts)
+        self.rates: Rates = rates or default_rates(target)
         self._factors: dict[str, dict[str, float]] = {}
         self._cpu: CpuCost | None = None
         if target.is_cpu:
@@ -115,7 +112,7 @@ class CostModel:
             self._cpu, self.rates = CpuCost(measured), replace(self.rates, label=label)
         elif calibration:
             self.rates = self.rates.merged(calibration.get("rates", {}), str(calibration.get("label", "calibrated")))
-            if not fused_casts:
+            if not self.rates.library:
                 self._factors = {
                     how: Linears.of(calibration).factors(target, self.rates, how, backend)
                     for how in ("eager", "compiled")
@@ -210,7 +207,7 @@ class CostModel:
             works = self._works[name]
             run = partial(self._cpu.layer_cost, kind=self._layers[name].kind, given=given)
         else:
-            works, fused = self._works_under(name, plan), self.fused_casts or self.compiled
+            works, fused = self._works_under(name, plan), self.rates.library or self.compiled
             shared = self._input_reuse.get(name, 1.0) if self.compiled else 1.0
             run = partial(layer_cost, self.target, self.rates, fused=fused, eager=not fused, input_reuse=shared)
             run = partial(run, weight_reuse=self.weight_reuse)

@@ -155,9 +155,9 @@ def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> lis
         rates = _rates(device, row["source"], override)
         recompute = "selective" if row["selective"] else ""
         report = _report(row["model"], row["batch"], row["seq"], recompute)
-        library, calls = row["source"] == "bridge", row.get("accumulation", 1)
+        calls = row.get("accumulation", 1)
         # the optimizer steps once for all micro-batches, and Transformer Engine casts weights once for them
-        once = {"shards": row["gpus"] * calls, "weight_reuse": float(calls), "fused_casts": library}
+        once = {"shards": row["gpus"] * calls, "weight_reuse": float(calls)}
         model = CostModel(report, device, rates=rates, **once)
         # gathering 8-bit weights spares amax and cast; a transposed copy is still made (2 of 6 bytes)
         gathered = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=3.0)

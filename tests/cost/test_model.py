@@ -240,7 +240,8 @@ def test_experts_do_not_share_their_inputs(large: GraphReport) -> None:
 
 def test_transformer_engines_casts_are_faster_than_compiled_ones(large: GraphReport) -> None:
     plans = {layer.name: LayerPlan.uniform(R["fp8_delayed"]) for layer in large.layers}
-    library, compiled = (CostModel(large, H100, fused_casts=fused).estimate(plans) for fused in (True, False))
+    rates = [default_rates(H100, library=own) for own in (True, False)]
+    library, compiled = (CostModel(large, H100, rates=each).estimate(plans) for each in rates)
     assert library.breakdown["quantise"] < compiled.breakdown["quantise"]
 
 
@@ -294,10 +295,9 @@ def test_a_recipe_is_charged_as_the_backend_that_runs_it_ran_a_linear(large: Gra
     scaled, plainly = (CostModel(large, H100, scale=wide, calibration=given) for given in (document, None))
     expected = factors["fp8_rowwise"] * plainly.layer_time_ms("lm_head", plan)
     assert scaled.layer_time_ms("lm_head", plan) == pytest.approx(expected)
-    fused = CostModel(large, H100, calibration=document, fused_casts=True)
-    assert fused.layer_time_ms("lm_head", plan) == CostModel(large, H100, fused_casts=True).layer_time_ms(
-        "lm_head", plan
-    )
+    own = default_rates(H100, library=True)
+    alike = [CostModel(large, H100, calibration=given, rates=own) for given in (document, None)]
+    assert alike[0].layer_time_ms("lm_head", plan) == alike[1].layer_time_ms("lm_head", plan)
 
 
 def plans() -> dict[str, LayerPlan]:
