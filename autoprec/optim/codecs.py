@@ -70,26 +70,20 @@ def _random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StochasticCodec:
+class StochasticCodec(CastCodec):
     """BF16 with stochastic rounding: the expected value is exact, so small updates survive on average.
 
     Without a generator it rounds to nearest (values that are on the BF16 grid already stay what they are).
     """
 
-    name: str = "bf16_stochastic"
-    bits: float = 16.0
-
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-        values = values.float().contiguous()
         if generator is None:
-            return (values.to(torch.bfloat16, copy=True),)
+            return super().encode(values)
+        values = values.float().contiguous()
         # Adding uniform noise below the BF16 mantissa and truncating rounds up with probability = distance.
         noise = _random_bits(values, generator).to(torch.int32).bitwise_and_(0xFFFF)
         bits = noise.add_(values.view(torch.int32)).bitwise_and_(-65536)
-        return (bits.view(torch.float32).to(torch.bfloat16),)
-
-    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        return parts[0].to(torch.float32).view(shape)
+        return (bits.view(torch.float32).to(self.dtype),)
 
 
 @dataclass(frozen=True)
@@ -292,7 +286,7 @@ _E4M3 = TensorCodec("e4m3", torch.float8_e4m3fn, power_of_2=True)
 #: (what is stored, the policy's word for it) -> codec. FP32 needs none.
 CODECS: dict[tuple[str, str], Codec] = {
     ("weights", "fp16_scaled"): _FP16,
-    ("weights", "bf16_stochastic"): StochasticCodec(),
+    ("weights", "bf16_stochastic"): StochasticCodec("bf16_stochastic", torch.bfloat16),
     ("weights", "bf16_kahan"): PairCodec("bf16_kahan", _BF16, _BF16, residual=True),
     ("weights", "e4m3_master"): PairCodec("e4m3_master", _E4M3, _FP16, residual=False),
     ("exp_avg", "bf16"): CastCodec("bf16", torch.bfloat16),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from autoprec.optim.codecs import CastCodec, Codec, PairCodec, StochasticCodec
+from autoprec.optim.codecs import CastCodec, Codec, PairCodec
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ def _to_copy(tensor: StoredTensor, kwargs: dict[str, Any]) -> Tensor | None:
     """Casting a BF16-stored weight to BF16 (what autocast and a BF16 GEMM do) is free: the storage itself."""
     part, codec = tensor.parts[0], tensor.codec
     same_place = kwargs.get("device") in (None, part.device)
-    unscaled = isinstance(codec.compute if isinstance(codec, PairCodec) else codec, CastCodec | StochasticCodec)
+    unscaled = isinstance(codec.compute if isinstance(codec, PairCodec) else codec, CastCodec)
     if unscaled and kwargs.get("dtype") == part.dtype and same_place:
         return part.view(tensor.shape)
     return None

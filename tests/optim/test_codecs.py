@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.optim.codecs import CODECS, PairCodec, StochasticCodec, _dynamic_map, _look_up, codec
+from autoprec.optim.codecs import CODECS, PairCodec, _dynamic_map, _look_up, codec
 from autoprec.policy import OptimizerPolicy
 
 LOSSY = {
@@ -97,7 +97,10 @@ def test_a_non_finite_gradient_stays_non_finite(key, bad):
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible():
-    how, x = StochasticCodec(), torch.full((200_000,), 1.0 + 2**-9)  # a quarter of a bf16 step above 1
+    how, x = (
+        CODECS["weights", "bf16_stochastic"],
+        torch.full((200_000,), 1.0 + 2**-9),
+    )  # a quarter of a bf16 step above 1
     rounded = how.encode(x, torch.Generator().manual_seed(3))[0].float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert abs(float((rounded > 1).float().mean()) - 0.25) < 0.005
@@ -107,7 +110,8 @@ def test_stochastic_rounding_is_unbiased_and_reproducible():
 
 def test_stochastic_rounding_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    StochasticCodec().encode(torch.randn(50, generator=torch.Generator()), torch.Generator().manual_seed(1))
+    how, x = CODECS["weights", "bf16_stochastic"], torch.randn(50, generator=torch.Generator())
+    how.encode(x, torch.Generator().manual_seed(1))
     assert torch.equal(before, torch.get_rng_state())
 
 
