@@ -28,25 +28,6 @@ import difflib
 import heapq
 from collections.abc import Iterable
 
-__all__ = [
-    "AuditError",
-    "AutoPrecError",
-    "FileError",
-    "MissingDependencyError",
-    "NoSpaceError",
-    "NothingAcceptableError",
-    "PolicyError",
-    "PolicyMismatchError",
-    "ScriptError",
-    "SearchInterruptedError",
-    "SpaceError",
-    "StudyError",
-    "UnknownNameError",
-    "UnsupportedError",
-    "UsageError",
-    "nearest",
-]
-
 #: What stands between an error and its fix in its text.
 FIX = "\n  fix: "
 #: Bounds of the search for near misses: names in a file may be of any length and number.

@@ -14,8 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, AutoPrecError)]
 
 
-def test_every_error_is_exported_and_drawn_in_the_tree() -> None:
-    assert {cls.__name__ for cls in CLASSES} <= set(errors.__all__)
+def test_every_error_is_drawn_in_the_tree() -> None:
     drawing = errors.__doc__ or ""
     for cls in CLASSES:
         (line,) = [row for row in drawing.splitlines() if row.strip("│├└─ ").startswith(cls.__name__ + " ")]

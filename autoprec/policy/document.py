@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
-from autoprec.errors import FileError, PolicyError, nearest
+from autoprec.errors import FileError, PolicyError
 from autoprec.policy.checksum import checksum_line, verify_checksum
 from autoprec.policy.schema import SCHEMA, Policy
-from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 from autoprec.support.files import check_kind, parse_document, read_text, write_atomic
+from autoprec.support.validation import cut, validated
 
 P = TypeVar("P", bound=Policy)
 
@@ -22,85 +20,6 @@ P = TypeVar("P", bound=Policy)
 PUBLISHED = "published:"
 #: A policy with one rule for each of 10,000 layers fits; what does not is not a policy, nor worth a second's time.
 MAX_POLICY_BYTES = 1024 * 1024
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models_in(part)]
-
-
-def _keys_at(model: type[BaseModel], location: Iterable[Any]) -> list[str]:
-    """Return the valid keys of the object at a pydantic error location."""
-    current: list[type[BaseModel]] = [model]
-    for part in location:
-        following: list[type[BaseModel]] = []
-        for candidate in current:
-            for name, info in candidate.model_fields.items():
-                if part in (name, info.alias):
-                    following += _models_in(info.annotation)
-        current = following or current
-    return sorted({info.alias or name for candidate in current for name, info in candidate.model_fields.items()})
-
-
-def _path(location: Iterable[Any]) -> str:
-    out = ""
-    for part in location:
-        out += f"[{part}]" if isinstance(part, int) else (f".{part}" if out else str(part))
-    return out
-
-
-def _shown(value: Any, most: int = 120) -> str:
-    """Return a value of the file fit for a message: a key may be a megabyte long."""
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _recipe_fix(undefined: Sequence[str], defined: Sequence[str]) -> str:
-    """Return what to write for recipe names that a policy uses and does not define; the first is what is reported."""
-    meant = ""
-    if undefined[0] not in BUILTIN_RECIPES:
-        close = nearest(undefined[0], [*defined, KEEP]) or nearest(undefined[0], BUILTIN_RECIPES)
-        if not close:
-            return f"define it, or use one of {', '.join([*defined[:20], KEEP])}"
-        meant = f"did you mean '{close[0]}'?"
-        if close[0] not in BUILTIN_RECIPES or close[0] in defined:
-            return meant
-        meant, undefined = meant + " Then ", close
-    lines = {name: BUILTIN_RECIPES[name].to_dict() for name in undefined if name in BUILTIN_RECIPES}
-    if not defined:
-        lines = {"recipes": lines}
-    shown = [yaml.safe_dump({k: v}, default_flow_style=True, sort_keys=False, width=10_000) for k, v in lines.items()]
-    where = "under recipes:" if defined else "this block:"
-    return f"{meant or 'a policy spells out what it uses: '}add {where} " + ", ".join(
-        line.strip()[1:-1] for line in shown
-    )
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
-    """Turn a pydantic error into (what is wrong, how to fix it), with near-miss suggestions for unknown keys."""
-    lines, fixes = [], []
-    for item in error.errors(include_url=False)[:6]:
-        location = item["loc"]
-        where = _shown(_path(location)) or "document"
-        if item["type"] == "extra_forbidden":
-            valid = _keys_at(model, location[:-1])
-            close = nearest(str(location[-1]), valid)
-            lines.append(f"{where}: unknown key '{_shown(location[-1])}'")
-            fixes.append(f"did you mean '{close[0]}'?" if close else f"valid keys: {', '.join(valid)}")
-        elif item["type"] == "literal_error":
-            expected = str(item.get("ctx", {}).get("expected", "")).replace(" or ", ", ")
-            valid = [value.strip("' ") for value in expected.split(",")]
-            close = nearest(str(item["input"]), valid)
-            lines.append(f"{where}: '{_shown(item['input'])}' is not one of {', '.join(valid)}")
-            fixes.append(f"did you mean '{close[0]}'?" if close else f"use one of {', '.join(valid)}")
-        else:
-            message = _shown(str(item["msg"]).removeprefix("Value error, "), 1000)
-            lines.append(f"{where}: {message}" if location else message)
-            fixes += [str(fix)] if (fix := item.get("ctx", {}).get("fix")) else []
-            if item["type"] == "undefined_recipe":
-                fixes.append(_recipe_fix(item["ctx"]["undefined"], item["ctx"]["defined"]))
-    return "; ".join(lines), " ".join(dict.fromkeys(fixes)) or "correct the value; see docs/policy-format.md"
 
 
 def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: type[P] = Policy) -> P:  # type: ignore[assignment]
@@ -111,7 +30,7 @@ def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: ty
     """
     if document.get("schema") != "autoprec.policy/1":
         raise PolicyError(
-            f"schema is {_shown(repr(document.get('schema')))}, not 'autoprec.policy/1'",
+            f"schema is {cut(repr(document.get('schema')))}, not 'autoprec.policy/1'",
             where=where,
             fix=(
                 "a later version wrote it: upgrade autoprec, which here reads autoprec.policy/1"
@@ -119,11 +38,7 @@ def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: ty
                 else "this version of autoprec reads autoprec.policy/1; is it a policy file?"
             ),
         )
-    try:
-        return cls.model_validate(document)
-    except ValidationError as error:
-        what, fix = explain(error, cls)
-        raise PolicyError(what, where=where, fix=fix) from error
+    return validated(cls, document, where=where, about="policy-format", error=PolicyError)
 
 
 def parse_policy(text: str, *, where: str = "policy", cls: type[P] = Policy) -> P:  # type: ignore[assignment]

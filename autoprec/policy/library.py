@@ -11,14 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from autoprec.errors import PolicyError, UnknownNameError, nearest
-from autoprec.policy import CommunicationPolicy, OperatorPolicy, OptimizerPolicy, Policy, explain
+from autoprec.errors import PolicyError, UnknownNameError
+from autoprec.policy import CommunicationPolicy, OperatorPolicy, OptimizerPolicy, Policy
 from autoprec.policy.document import PUBLISHED
 from autoprec.policy.space import Blocks, Choice
-from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, Gemm, Recipe
 from autoprec.support.files import read_document
+from autoprec.support.validation import Frozen, validated
 
 #: What a policy on the command line begins with that is one of these, and what ends one that is fitted to a depth.
 PREFIX, SCALED = PUBLISHED, ":scaled"
@@ -57,11 +58,7 @@ WITHIN: dict[str, str] = {
 }
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-
-class RoleRule(_Frozen):
+class RoleRule(Frozen):
     """What some layers run: those of the roles (all, where none is named) in the blocks (all, and outside of them)."""
 
     use: str = Field(description="a recipe, and others for single GEMMs: nvfp4/wgrad=bf16")
@@ -75,14 +72,14 @@ class RoleRule(_Frozen):
         return self
 
 
-class Tail(_Frozen):
+class Tail(Frozen):
     """What is different from a share of the run on: single GEMMs of the layers that run the policy's own recipe."""
 
     start: float = Field(alias="from", gt=0.0, lt=1.0)
     gemms: dict[Gemm, str] = Field(min_length=1)
 
 
-class Published(_Frozen):
+class Published(Frozen):
     """One published policy.
 
     Attributes:
@@ -112,11 +109,8 @@ class Published(_Frozen):
     @model_validator(mode="after")
     def _resolves(self) -> Published:
         known, tail = self.all_recipes, {} if self.tail is None else self.tail.gemms
-        for choice in map(Choice.parse, [*self.choices, *tail.values()]):
-            for name in (choice.recipe, *choice.gemms.values()):
-                if name != KEEP and name not in known:
-                    close = nearest(name, known)
-                    raise ValueError(f"unknown recipe '{name}'" + (f"; did you mean '{close[0]}'?" if close else ""))
+        for name in (*self.choices, *tail.values()):
+            Choice.parse(name).check(known)
         seen: dict[tuple[Any, str], int] = {}
         for index, rule in enumerate(self.rules):
             for role in rule.roles:
@@ -191,8 +185,5 @@ def read_published(path: Path) -> Published:
     Raises:
         PolicyError: not a valid published policy.
     """
-    try:
-        return Published.model_validate({"name": path.stem, **read_document(path)})
-    except ValidationError as error:
-        what, fix = explain(error, Published)
-        raise PolicyError(what, where=str(path), fix=fix) from error
+    document = {"name": path.stem, **read_document(path)}
+    return validated(Published, document, where=str(path), about="policy-format", error=PolicyError)

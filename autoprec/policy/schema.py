@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import yaml
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from autoprec.errors import nearest
 from autoprec.policy.globs import MOST_RULES, Glob, glob_matches
-from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
+from autoprec.support.validation import Frozen
 
 SCHEMA = "autoprec.policy/1"
 #: Sections of earlier versions, and what is not done any more.
@@ -50,11 +53,7 @@ REFUSED_STATE: dict[tuple[str, str], str] = {
 }
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-
-class LayerRule(_Frozen):
+class LayerRule(Frozen):
     """One line of ``layers``: a glob on module names, and the recipe of what it matches.
 
     ``gemms`` overrides the recipe of single GEMMs; ``optional`` allows the rule to match nothing.
@@ -66,7 +65,7 @@ class LayerRule(_Frozen):
     optional: bool = Field(False, description="the rule may match nothing")
 
 
-class OperatorPolicy(_Frozen):
+class OperatorPolicy(Frozen):
     """Precision of operators beside the tunable layers; ``keep`` leaves it to the script and to ``activations``."""
 
     softmax: OperatorPrecision = "fp32"
@@ -79,7 +78,7 @@ class OperatorPolicy(_Frozen):
     )
 
 
-class OptimizerPolicy(_Frozen):
+class OptimizerPolicy(Frozen):
     """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md).
 
     ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; the ``_tensor`` formats are MS-AMP's as well:
@@ -104,7 +103,7 @@ class OptimizerPolicy(_Frozen):
         return data
 
 
-class CommunicationPolicy(_Frozen):
+class CommunicationPolicy(Frozen):
     """What travels between ranks; reductions of low-precision gradients accumulate in FP32."""
 
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
@@ -119,7 +118,7 @@ class CommunicationPolicy(_Frozen):
         return {key: value for key, value in data.items() if key != "weights"}
 
 
-class Silenced(_Frozen):
+class Silenced(Frozen):
     """A finding of ``autoprec lint`` that is meant: its code, of which layers, and why."""
 
     code: str = Field(description="a code of docs/ci.md")
@@ -131,7 +130,7 @@ class Silenced(_Frozen):
         return code == self.code and all(glob_matches(self.layers, name) for name in layers)
 
 
-class ModelInfo(_Frozen):
+class ModelInfo(Frozen):
     """Which model a policy was made for."""
 
     class_name: str = Field(alias="class")
@@ -150,7 +149,7 @@ GUARD_METRICS: dict[str, float] = {
 }
 
 
-class Guard(_Frozen):
+class Guard(Frozen):
     """What to watch in the long run, and what to fall back to, in order."""
 
     metrics: tuple[str, ...] = ()
@@ -158,7 +157,7 @@ class Guard(_Frozen):
     fallback: tuple[str, ...] = ()
 
 
-class Phase(_Frozen):
+class Phase(Frozen):
     """What changes at a boundary of the run: the entries named here replace those in force until then.
 
     ``from`` is a share of the run (0.85), whose number of steps must then be known, or a step (200: after 200 optimizer
@@ -207,7 +206,7 @@ class Phase(_Frozen):
         return out
 
 
-class LayerPlan(_Frozen):
+class LayerPlan(Frozen):
     """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it".
 
     A recipe with ``output: fp32`` is about the output: dgrad and wgrad of its layer run as without. Named for wgrad
@@ -266,7 +265,7 @@ class LayerPlan(_Frozen):
         return cls(fprop=recipes["fprop"], dgrad=recipes["dgrad"], wgrad=wgrad)
 
 
-class Policy(_Frozen):
+class Policy(Frozen):
     """A precision policy; see docs/policy-format.md."""
 
     schema_: Literal["autoprec.policy/1"] = Field("autoprec.policy/1", alias="schema")
@@ -308,10 +307,9 @@ class Policy(_Frozen):
         undefined = {where: name for where, name in named.items() if name != KEEP and name not in self.recipes}
         if undefined:
             where, name = next(iter(undefined.items()))
-            # what to do about it needs every name at once: policy/document.py says it
-            names = {"undefined": [*undefined.values()], "defined": [*self.recipes]}
+            fix = _recipe_fix([*undefined.values()], [*self.recipes])
             what = "{where}: recipe '{name}' is not defined under recipes"
-            raise PydanticCustomError("undefined_recipe", what, {"where": where, "name": name, **names})
+            raise PydanticCustomError("undefined_recipe", what, {"where": where, "name": name, "fix": fix})
         for kind in (float, int):
             starts = [phase.start for phase in self.phases if isinstance(phase.start, kind)]
             if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
@@ -403,3 +401,24 @@ def _named_recipes(prefix: str, layers: Sequence[LayerRule], default: str | None
         for gemm, name in rule.gemms.items():
             named[f"{prefix}layers[{index}].gemms.{gemm}"] = name
     return named
+
+
+def _recipe_fix(undefined: Sequence[str], defined: Sequence[str]) -> str:
+    """Return what to write for recipe names that a policy uses and does not define; the first is what is reported."""
+    meant = ""
+    if undefined[0] not in BUILTIN_RECIPES:
+        close = nearest(undefined[0], [*defined, KEEP]) or nearest(undefined[0], BUILTIN_RECIPES)
+        if not close:
+            return f"define it, or use one of {', '.join([*defined[:20], KEEP])}"
+        meant = f"did you mean '{close[0]}'?"
+        if close[0] not in BUILTIN_RECIPES or close[0] in defined:
+            return meant
+        meant, undefined = meant + " Then ", close
+    lines = {name: BUILTIN_RECIPES[name].to_dict() for name in undefined if name in BUILTIN_RECIPES}
+    if not defined:
+        lines = {"recipes": lines}
+    shown = [yaml.safe_dump({k: v}, default_flow_style=True, sort_keys=False, width=10_000) for k, v in lines.items()]
+    where = "under recipes:" if defined else "this block:"
+    return f"{meant or 'a policy spells out what it uses: '}add {where} " + ", ".join(
+        line.strip()[1:-1] for line in shown
+    )

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
 from autoprec.policy import (
@@ -20,12 +20,12 @@ from autoprec.policy import (
     LayerPlan,
     OperatorPolicy,
     OptimizerPolicy,
-    explain,
     glob_matches,
 )
-from autoprec.precision.hardware import TARGETS, Target
+from autoprec.precision import hardware
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
+from autoprec.support.validation import Frozen, explain, validated
 
 SCHEMA = "autoprec.space/1"
 MAX_SPACE_BYTES = 1024 * 1024
@@ -39,11 +39,7 @@ WIDE_OPERATORS = ("norm", "softmax")
 LayerFlag = Literal["first", "head", "tied", "router"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-
-class Choice(_Frozen):
+class Choice(Frozen):
     """What one layer may run: a recipe, and other recipes for single GEMMs."""
 
     recipe: str
@@ -60,6 +56,14 @@ class Choice(_Frozen):
         recipe, *overrides = name.split("/")
         return cls.model_validate({"recipe": recipe, "gemms": dict(part.split("=", 1) for part in overrides)})
 
+    def check(self, recipes: Mapping[str, Recipe], where: str = "") -> None:
+        """Raise ValueError, which begins with ``where``, for a recipe that is not among these."""
+        for name in (self.recipe, *self.gemms.values()):
+            if name != KEEP and name not in recipes:
+                close = nearest(name, [*recipes, KEEP])
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise ValueError(f"{where}unknown recipe '{name}'{hint}")
+
     def recipe_of(self, gemm: Gemm) -> str:
         return self.gemms.get(gemm, self.recipe)
 
@@ -69,7 +73,7 @@ class Choice(_Frozen):
         return LayerPlan.of({g: None if name == KEEP else recipes[name] for g, name in named.items()}, self.gemms)
 
 
-class ChoiceRule(_Frozen):
+class ChoiceRule(Frozen):
     """Which layers may choose among what; the first rule that matches a layer wins.
 
     ``flag`` narrows the glob to layers in a position that no name tells (``head``, ``first``, ``tied``, ``router``).
@@ -90,7 +94,7 @@ class ChoiceRule(_Frozen):
         return (self.flag is None or self.flag in flags) and glob_matches(self.match, name)
 
 
-class OptimizerSpace(_Frozen):
+class OptimizerSpace(Frozen):
     """Storage formats of weights and optimizer state that may be tried; the first is the default."""
 
     weights: tuple[str, ...] = ("fp32",)
@@ -99,7 +103,7 @@ class OptimizerSpace(_Frozen):
     gradients: tuple[str, ...] = ("fp32",)
 
 
-class CommunicationSpace(_Frozen):
+class CommunicationSpace(Frozen):
     """Formats of communication that may be tried; the first is the default."""
 
     gradients: tuple[str, ...] = ("fp32",)
@@ -112,7 +116,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-class Blocks(_Frozen):
+class Blocks(Frozen):
     """Some of a model's blocks: the first or last so many, or that share of them (rounded up)."""
 
     first: int = Field(0, ge=0)
@@ -134,7 +138,7 @@ class Blocks(_Frozen):
         return f"the {side} {count} blocks" if count > 1 else f"the {side} block"
 
 
-class SpacePreset(_Frozen):
+class SpacePreset(Frozen):
     """A named starting point beside the built-in ones: a choice for some layers, and parameter values."""
 
     name: str = Field(min_length=1)
@@ -144,7 +148,7 @@ class SpacePreset(_Frozen):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class SearchSpace(_Frozen):
+class SearchSpace(Frozen):
     """A search space; see docs/search-spaces.md."""
 
     schema_: Literal["autoprec.space/1"] = Field("autoprec.space/1", alias="schema")
@@ -184,17 +188,14 @@ class SearchSpace(_Frozen):
 
     @model_validator(mode="after")
     def _names_resolve(self) -> SearchSpace:
-        named = [("baseline", Choice.parse(self.baseline))]
-        for index, rule in enumerate(self.choices):
-            named += [(f"choices[{index}]", choice) for choice in rule.choices]
-        named += [(f"presets '{p.name}'", Choice.parse(p.choice)) for p in self.presets if p.choice]
         recipes = self.all_recipes
-        for where, choice in named:
-            for recipe in {choice.recipe, *choice.gemms.values()}:
-                if recipe != KEEP and recipe not in recipes:
-                    close = nearest(recipe, [*recipes, KEEP])
-                    hint = f"; did you mean '{close[0]}'?" if close else ""
-                    raise ValueError(f"{where}: unknown recipe '{recipe}'{hint}")
+        Choice.parse(self.baseline).check(recipes, "baseline: ")
+        for index, rule in enumerate(self.choices):
+            for choice in rule.choices:
+                choice.check(recipes, f"choices[{index}]: ")
+        for preset in self.presets:
+            if preset.choice:
+                Choice.parse(preset.choice).check(recipes, f"presets '{preset.name}': ")
         count = sum(len(values) for values in self.parameters.values())
         if count > MOST_PARAMETER_VALUES:
             raise ValueError(f"parameters: {count} values; more than {MOST_PARAMETER_VALUES} no search can try")
@@ -331,11 +332,7 @@ def space_from_dict(document: dict[str, Any], *, where: str = "space") -> Search
             where=where,
             fix="is it a search-space file?",
         )
-    try:
-        return SearchSpace.model_validate(document)
-    except ValidationError as error:
-        what, fix = explain(error, SearchSpace)
-        raise SpaceError(what, where=where, fix=fix.replace("policy-format", "search-spaces")) from error
+    return validated(SearchSpace, document, where=where, about="search-spaces", error=SpaceError)
 
 
 def spaces_dir() -> Path:
@@ -378,7 +375,7 @@ def load_space(name_or_path: str | Path) -> SearchSpace:
     raise UnknownNameError("search space", text, space_names())
 
 
-def default_space(target: str | Target) -> SearchSpace:
+def default_space(target: str | hardware.Target) -> SearchSpace:
     """Return the space taken for a target when none is named.
 
     A target that no space claims (a user's own GPU) takes that of the shipped ones of its architecture, and one of an
@@ -386,10 +383,10 @@ def default_space(target: str | Target) -> SearchSpace:
     """
     if isinstance(target, str):
         return _claimed(target) or _shipped("ampere-bf16")
-    kin = [name for name, known in TARGETS.items() if known.architecture == target.architecture]
+    kin = [name for name, known in hardware.TARGETS.items() if known.architecture == target.architecture]
     for name in (target.name, *kin):
         # a user's name may be that of another device: what it multiplies decides
-        known = TARGETS.get(name)
+        known = hardware.TARGETS.get(name)
         found = _claimed(name) if known is None or known.architecture == target.architecture else None
         if found is not None:
             return found

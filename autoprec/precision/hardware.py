@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from autoprec.errors import FileError, UnknownNameError, UsageError
+from autoprec.errors import UnknownNameError, UsageError
 from autoprec.precision.recipes import OPERANDS, Recipe
 from autoprec.support.files import read_document
+from autoprec.support.validation import Frozen, validated
 
 SCHEMA = "autoprec.targets/1"
 
@@ -221,20 +222,16 @@ class Target:
         return row | {"notes": list(self.notes)}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 _Family = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"]
 
 
-class _Architecture(_Strict):
+class _Architecture(Frozen):
     source: str
     layouts: int = Field(1, ge=1, le=2)
     recipes: dict[_Family, Capability]
 
 
-class _Table(_Strict):
+class _Table(Frozen):
     schema_: Literal["autoprec.targets/1"] = Field(alias="schema")
     sources: dict[str, str] = Field(default_factory=dict)
     architectures: dict[str, _Architecture] = Field(default_factory=dict)
@@ -258,34 +255,15 @@ def _packaged() -> _Table:
     return _Table.model_validate(read_document(Path(__file__).with_name("targets.yaml")))
 
 
-def target_from_dict(document: Mapping[str, Any], *, where: str = "targets") -> dict[str, Target]:
-    """Build targets from a document of the schema ``autoprec.targets/1``; packaged architectures may be named.
-
-    Raises:
-        FileError: not valid.
-        UnknownNameError: an architecture nobody knows.
-    """
-    try:
-        table = _Table.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise FileError(
-            f"{place}: {first['msg'].removeprefix('Value error, ')}",
-            where=where,
-            fix="see docs/targets.md for the fields of a target",
-        ) from error
-    base = _packaged()
-    return _build(table, {**base.architectures, **table.architectures}, {**base.sources, **table.sources})
-
-
 def load_targets(path: Path | str) -> dict[str, Target]:
-    """Read a user's own targets from a YAML or JSON file.
+    """Read a user's own targets from a YAML or JSON file; packaged architectures and sources may be named.
 
     Raises:
         FileError: missing, unreadable, or not valid.
+        UnknownNameError: an architecture nobody knows.
     """
-    return target_from_dict(read_document(path), where=str(path))
+    table, base = validated(_Table, read_document(path), where=str(path), about="targets"), _packaged()
+    return _build(table, {**base.architectures, **table.architectures}, {**base.sources, **table.sources})
 
 
 def cpu_flags(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...]:
@@ -374,29 +352,20 @@ def _cpu() -> Target:
     )
 
 
-class _Targets(Mapping[str, Target]):
-    """The packaged table, read on first use (importing this module reads no file)."""
-
-    def __init__(self) -> None:
-        self._table: dict[str, Target] = {}
-
-    def _loaded(self) -> dict[str, Target]:
-        if not self._table:
-            base = _packaged()
-            self._table = {**_build(base, base.architectures, base.sources), "cpu": _cpu()}
-        return self._table
-
-    def __getitem__(self, name: str) -> Target:
-        return self._loaded()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._loaded())
-
-    def __len__(self) -> int:
-        return len(self._loaded())
+@lru_cache(maxsize=1)
+def _targets() -> Mapping[str, Target]:
+    base = _packaged()
+    return {**_build(base, base.architectures, base.sources), "cpu": _cpu()}
 
 
-TARGETS: Mapping[str, Target] = _Targets()
+#: The packaged table, read when it is first asked for (importing this module reads no file).
+TARGETS: Mapping[str, Target]
+
+
+def __getattr__(name: str) -> Mapping[str, Target]:
+    if name != "TARGETS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _targets()
 
 
 def named(name: str, table: Mapping[str, Target], *, where: str = "") -> Target:
@@ -428,7 +397,7 @@ def target(name: str) -> Target:
             listed = ", ".join(f"{path}:{key}" for key in own) or "describe one under `targets:`"
             raise UsageError(f"holds {len(own)} targets, and none is named", where=path, fix=listed)
         return next(iter(own.values()))
-    return named(name, TARGETS)
+    return named(name, _targets())
 
 
 def by_device_name(device: str) -> Target | None:
@@ -441,6 +410,9 @@ def by_device_name(device: str) -> Target | None:
     if words & {"Laptop", "MIG"}:
         return None
     fitting = [
-        (len(pattern), entry) for entry in TARGETS.values() for pattern in entry.match if words >= set(pattern.split())
+        (len(pattern), entry)
+        for entry in _targets().values()
+        for pattern in entry.match
+        if words >= set(pattern.split())
     ]
     return max(fitting, key=lambda pair: pair[0])[1] if fitting else None

@@ -19,7 +19,9 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from autoprec.support.validation import Frozen
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Operand = Literal["input", "weight", "grad_output"]
@@ -37,15 +39,11 @@ Eight = Literal["e4m3", "e5m2"]
 _SCALED = ("fp8", "mxfp8", "nvfp4", "int8")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 #: What only delayed scaling has, and its defaults.
 _DELAYED = {"margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
 
 
-class Scaling(_Frozen):
+class Scaling(Frozen):
     """How scales are chosen for ``fp8`` and ``int8``; MXFP8 and NVFP4 carry their scaling in the format.
 
     ``block`` is DeepSeek-V3's scheme: 1x128 tiles of input and grad_output, 128x128 blocks of weight
@@ -81,7 +79,7 @@ class Scaling(_Frozen):
         return self
 
 
-class Operands(_Frozen):
+class Operands(Frozen):
     """The 8-bit format of each operand; E5M2 has more range, E4M3 more precision."""
 
     input: Eight = "e4m3"
@@ -89,7 +87,19 @@ class Operands(_Frozen):
     grad_output: Eight = "e4m3"
 
 
-class Recipe(_Frozen):
+#: The formats that a field of a recipe is for.
+_FORMATS_WITH = {
+    "scaling": ("fp8", "int8"),
+    "operands": ("fp8", "mxfp8"),
+    "accumulation": ("fp8",),
+    "output": ("bf16", "fp16"),
+    "hadamard": ("nvfp4",),
+    "stochastic_rounding": ("nvfp4", "int8"),
+    "weight_2d": ("nvfp4",),
+}
+
+
+class Recipe(Frozen):
     """One quantisation recipe.
 
     ``int8`` multiplies integers and sums them exactly, in all three GEMMs or in some: a scale a row as torchao's
@@ -126,18 +136,10 @@ class Recipe(_Frozen):
 
     @model_validator(mode="after")
     def _fields_that_apply(self) -> Recipe:
-        if self.scaling is not None and self.format not in ("fp8", "int8"):
-            raise ValueError(f"scaling has no effect with format: {self.format}; remove it")
-        if self.operands is not None and self.format not in ("fp8", "mxfp8"):
-            raise ValueError(f"operands has no effect with format: {self.format}; remove it")
-        if self.accumulation == "fast" and self.format != "fp8":
-            raise ValueError(f"accumulation: fast has no effect with format: {self.format}; remove it")
-        if self.output == "fp32" and self.format not in ("bf16", "fp16"):
-            raise ValueError(f"output: fp32 is for format bf16 or fp16, not {self.format}; remove it")
-        for name in ("hadamard", "stochastic_rounding", "weight_2d"):
-            having = ("nvfp4", "int8") if name == "stochastic_rounding" else ("nvfp4",)
-            if getattr(self, name) and self.format not in having:
-                raise ValueError(f"{name} has an effect with format: {' or '.join(having)} only; remove it")
+        for name, formats in _FORMATS_WITH.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.format not in formats:
+                known = " or ".join(formats)
+                raise ValueError(f"{name} has no effect with format: {self.format}, only with {known}; remove it")
         kind = None if self.scaling is None else (self.scaling.granularity, self.scaling.scale)
         if self.format == "int8" and kind not in (("row", "current"), ("tensor", "current")):
             raise ValueError("int8 has current scaling with granularity row or tensor only")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from autoprec.precision.hardware import (
     load_targets,
     recipe_family,
     target,
-    target_from_dict,
 )
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
@@ -221,25 +221,7 @@ def test_a_bad_file_says_where(tmp_path: Path, old: str, new: str, match: str) -
 
 
 def test_a_missing_peak_refuses_the_recipe() -> None:
-    document = {
-        "schema": "autoprec.targets/1",
-        "targets": {
-            "bare": {
-                "title": "Bare",
-                "vendor": "nvidia",
-                "architecture": "hopper",
-                "capability": "9.0",
-                "units": 1,
-                "memory": 1,
-                "bandwidth": 1,
-                "peaks": {"bf16": 1},
-                "links": {},
-                "source": "me",
-                "date": "2026-01",
-            }
-        },
-    }
-    bare = target_from_dict(document)["bare"]
+    bare = replace(target("h100"), peaks={"bf16": 1.0})
     assert not bare.can_run(BUILTIN_RECIPES["fp8_rowwise"]).ok
     assert not bare.can_run(Recipe(format="fp32")).ok
 
