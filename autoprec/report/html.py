@@ -12,7 +12,6 @@ from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
-from autoprec.report.style import CSS
 from autoprec.report.summary import Summary, summarise
 from autoprec.report.text import cost_text, variant_cells, verdict_lines
 from autoprec.support.files import write_atomic
@@ -148,6 +147,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
     verdict, *caveats = verdict_lines(result)
     under = f" under {result.variant['name']}" if result.variant else ""
     word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(result.verdict, "Stay as you are")
+    css = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     body = [
         f'<header class="{escape(result.verdict)}"><h1>{escape(name)}</h1>'
         f'<p class="verdict"><strong>{word}.</strong> {escape(verdict)}</p>{_list(caveats)}'
@@ -178,7 +178,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>AutoPrec: {escape(result.study_name or 'study')}</title><style>{CSS}</style></head>"
+        f"<title>AutoPrec: {escape(result.study_name or 'study')}</title><style>{css}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
 

@@ -9,16 +9,14 @@ import torch
 from torch import nn
 
 from autoprec.export import Request
-from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.snippets import fill, template, wide_output
 from tests.conformance.exporters import POLICIES
 from tests.export.readers import load_source
 
 
 def _module(attention: torch.dtype | None = None, wide: bool = False, activations: torch.dtype | None = None) -> Any:
-    module = load_source(
-        "import contextlib, re, torch, torch.overrides\nfrom torch import nn\n" + PLAN_OF + RUN_IN + ATTEND + CONTEXT,
-        "snippets",
-    )
+    pieces = "\n".join(map(template, ("plan_of", "mechanics", "context"))).replace("@CONTEXT@", "")
+    module = load_source("import contextlib, re, torch, torch.overrides\nfrom torch import nn\n" + pieces, "snippets")
     module.__dict__.update(ATTENTION=attention, WIDE_OUTPUT=wide, ACTIVATIONS=activations)
     return module
 
@@ -65,7 +63,11 @@ def test_a_model_is_wrapped_once_and_not_at_all_without_a_reason() -> None:
 
 
 def test_a_template_is_filled_and_the_output_is_cast_where_autocast_narrows_it() -> None:
-    assert fill("a = @A@; b = @B@; c = @A@", A="1", B="x") == "a = 1; b = x; c = 1"
+    filled = fill("msamp", Request(POLICIES["bf16"]), RULES="[]", FP8="[]", LEVEL="O1")
+    assert "RULES = []\n" in filled
+    assert "ACTIVATIONS = torch.bfloat16 " in filled
+    assert template("plan_of") in filled
+    assert "@" not in filled
     assert wide_output(Request(POLICIES["bf16"]))
     assert not wide_output(Request(POLICIES["unprotected"]))
     assert not wide_output(Request(POLICIES["empty"])), "nothing is narrowed"

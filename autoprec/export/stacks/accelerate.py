@@ -14,6 +14,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans
 from autoprec.export.settings import IN_FORWARD, report_settings
+from autoprec.export.snippets import fill
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
 from autoprec.export.stacks.transformer_engine import builtin_plan, fp8_format, keywords
 from autoprec.export.summary import changes, lose, main_plan
@@ -28,39 +29,6 @@ _ONE_PROCESS: dict[str, Any] = {
     "num_machines": 1,
     "num_processes": 1,
 }
-
-_KWARGS = '''
-
-MAIN = @MAIN@  # the plan that accelerate itself converts; the others are converted before
-
-
-def prepare_model(model, emulate=False):
-    """Call before accelerator.prepare(model, ...): converts what AORecipeKwargs cannot say."""
-    return apply(model, emulate=emulate, skip=(MAIN,))
-
-
-def accelerator_kwargs(emulate=False):
-    """Accelerator(**accelerator_kwargs()) runs the policy."""
-    from accelerate.utils import AORecipeKwargs
-
-    def chosen(module, name):
-        return isinstance(module, nn.Linear) and plan_of(name) == MAIN
-
-    recipe = AORecipeKwargs(config=configs(emulate)[MAIN], module_filter_func=chosen)
-    return {"mixed_precision": "fp8", "kwargs_handlers": [recipe]}
-'''
-
-_PLAIN_KWARGS = '''
-
-def prepare_model(model):
-    """Call before accelerator.prepare(model, ...): layers whose precision differs from the activations'."""
-    return apply(model)
-
-
-def accelerator_kwargs():
-    """Accelerator(**accelerator_kwargs()) runs the policy's activations."""
-    return {"mixed_precision": @MIXED@}
-'''
 
 
 def _delayed_everywhere(request: Request, plan: LayerPlan | None) -> bool:
@@ -105,13 +73,13 @@ def write(request: Request, losses: Losses) -> Written:
     elif main is not None and converts:
         name = name_plans(policy, request.rules())[main]
         source = torchao_source(request, losses)
-        files["precision_accelerate.py"] = source + _KWARGS.replace("@MAIN@", f'"{name}"')
+        files["precision_accelerate.py"] = source + fill("accelerate_8_bits", request, MAIN=f'"{name}"')
         settings = {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
         document = {"mixed_precision": "fp8", "fp8_config": settings}
     else:
         mixed = {"keep": "no"}.get(policy.activations, policy.activations)
         source = torchao_source(request, losses)
-        files["precision_accelerate.py"] = source + _PLAIN_KWARGS.replace("@MIXED@", f'"{mixed}"')
+        files["precision_accelerate.py"] = source + fill("accelerate_16_bits", request, MIXED=f'"{mixed}"')
         document = {"mixed_precision": mixed}
     text = header(request, "accelerate") + dump_yaml(_ONE_PROCESS | document)
     files = {"accelerate_config.yaml": text, **files}

@@ -11,34 +11,11 @@ import json
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.settings import SCALER, report_settings
-from autoprec.export.snippets import fill, shared
+from autoprec.export.snippets import fill
 from autoprec.export.summary import fast_forward, lose
 from autoprec.export.words import Words
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.library import published
-
-_BODY = '''import re
-
-import msamp
-import torch
-from torch import nn
-
-# (regular expression on module names, plan); the first match wins
-RULES = @RULES@
-FP8 = @FP8@  # plans that run in FP8; every other layer keeps its own precision
-OPT_LEVEL = "@LEVEL@"
-ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
-
-@PLAN_OF@
-
-def initialize(model, optimizer):
-    """Return (model, optimizer) under MS-AMP; trace or compile the model before, not after."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and plan_of(name) not in FP8:
-            module.use_fp32_linear = True
-    return msamp.initialize(model, optimizer, opt_level=OPT_LEVEL)
-
-@CONTEXT@'''
 
 
 def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPolicy]:
@@ -74,12 +51,11 @@ def write(request: Request, losses: Losses) -> Written:
     wide = {"output": "the autocast dtype: cast the logits in the script"}
     report_settings(request, losses, SCALER, lost=wide, own=("optimizer", "gradients"))
     own_level = "O2" if name == "O3" else name
-    source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(eight)), LEVEL=own_level)
-    source = fill(source, **shared(request))
+    values = {"RULES": rule_table(rules, names), "FP8": json.dumps(sorted(eight)), "LEVEL": own_level}
     te = _runs_te([rule.plan for rule in rules])
     section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}
     files = {
-        "precision_msamp.py": header(request, "MS-AMP") + source,
+        "precision_msamp.py": header(request, "MS-AMP") + fill("msamp", request, **values),
         "ds_msamp.json": json.dumps(section, indent=2) + "\n",
     }
     notes = [

@@ -11,6 +11,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.settings import IN_FORWARD, LOOKUP, SCALER, report_settings
+from autoprec.export.snippets import template
 from autoprec.export.summary import changes, lose
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
@@ -75,37 +76,8 @@ def write(request: Request, losses: Losses) -> Written:
     return {"precision_policy.py": source}, ("import precision_policy; precision_policy.apply(model)",)
 
 
-_PLUGIN = '''import precision_policy
-from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
-
-
-class _PolicyMixin:
-    """Applies the policy when Lightning converts the model.
-
-    prefix: where the model sits inside the LightningModule, e.g. "model"; the policy's names are relative to it.
-    """
-
-    def __init__(self, prefix=""):
-        super().__init__()
-        self.prefix = prefix
-
-    def convert_module(self, module):
-        precision_policy.apply(module.get_submodule(self.prefix))
-        return module
-
-
-class PolicyFabricPrecision(_PolicyMixin, FabricPrecision):
-    """Fabric(plugins=[PolicyFabricPrecision()])."""
-
-
-class PolicyTrainerPrecision(_PolicyMixin, TrainerPrecision):
-    """Trainer(plugins=[PolicyTrainerPrecision(prefix="model")])."""
-'''
-
-
 def write_lightning(request: Request, losses: Losses) -> Written:
     """Return ``precision_policy.py`` and ``precision_lightning.py``."""
     files, _ = write(request, losses)
-    files = {**files, "precision_lightning.py": header(request, "Lightning") + _PLUGIN}
+    files = {**files, "precision_lightning.py": header(request, "Lightning") + template("lightning")}
     return files, ("Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])",)

@@ -12,7 +12,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
-from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
+from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill
 from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
 from autoprec.export.words import Words
 from autoprec.policy import LayerPlan
@@ -103,86 +103,6 @@ def float8_config(plan: LayerPlan) -> str:
     return "Float8LinearConfig(\n" + "".join(f"            {line},\n" for line in lines) + "        )"
 
 
-_BODY = '''import contextlib
-import re
-import warnings
-
-import torch
-import torch.overrides
-from torch import nn
-from torchao.float8 import (
-    CastConfig,
-    Float8GemmConfig,
-    Float8LinearConfig,
-    ScalingGranularity,
-    ScalingType,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
-from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-
-# (regular expression on module names, plan); the first match wins
-RULES = @RULES@
-@SETTINGS@
-
-
-def configs(emulate=False, gather_float8=False):
-    """A fresh torchao config per FP8 plan; torchao changes the objects it is given, so they are never shared."""
-    return @CONFIGS@
-
-@PLAN_OF@
-
-def cast_operands(module):
-    """Cast both operands where a product stays in high precision; torchao's own forward casts the input alone.
-
-    Its backward would multiply a bf16 gradient by the float32 weight, which no GEMM takes.
-    """
-    casts = [value for name, value in vars(module.config).items() if name.startswith("cast_config_")]
-    if all(cast.scaling_type is not ScalingType.DISABLED for cast in casts):
-        return
-
-    def forward(x):
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        weight = module.weight.to(dtype)
-        out = matmul_with_hp_or_float8_args.apply(x.to(dtype), weight.t(), module.linear_mm_config, module.config)
-        return out if module.bias is None else out + module.bias.to(out.dtype)
-
-    module.forward = forward
-
-
-def apply(model, emulate=False, skip=(), gather_float8=False):
-    """Convert the model in place and return it; emulate=True runs the same rounding without FP8 hardware.
-
-    Plans named in skip are left alone. Build the optimizer afterwards, or keep it: torchao keeps
-    the Parameters. gather_float8=True, before fully_shard: FSDP2 gathers the weights of layers with
-    one scale per tensor in FP8; then build the optimizer afterwards, and call after_step(model).
-    """
-    for plan, config in configs(emulate, gather_float8).items():
-        if plan in skip:
-            continue
-
-        def chosen(module, name, plan=plan):
-            return isinstance(module, nn.Linear) and plan_of(name) == plan
-
-        convert_to_float8_training(model, module_filter_fn=chosen, config=config)
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            cast_operands(module)
-        dtype = DTYPES.get(plan_of(name))
-        if isinstance(module, nn.Linear) and dtype is not None and not hasattr(module, "precision_dtype"):
-            run_in(module, dtype)
-    warn_of_left_out(model)
-    return attend(model)
-
-
-def after_step(model):
-    """With gather_float8: compute all scales of the new weights in one all-reduce, after each optimizer step."""
-    precompute_float8_dynamic_scale_for_fsdp(model)
-
-@MECHANICS@'''
-
-
 def torchao_source(request: Request, losses: Losses) -> str:
     """Return the module that converts a model with torchao."""
     rules, activations = request.rules(), request.policy.activations
@@ -191,10 +111,8 @@ def torchao_source(request: Request, losses: Losses) -> str:
     lose(losses, request, lambda plan, _: changes(plan, runs[plan], activations))
     eight = {names[plan]: float8_config(one) for plan, one in runs.items() if one.scaled}
     configs = "{\n" + "".join(f'        "{name}": {source},\n' for name, source in eight.items()) + "    }"
-    body = fill(
-        _BODY, **shared(request), RULES=rule_table(rules, names), DTYPES=dtype_table(names, runs), CONFIGS=configs
-    )
-    return header(request, "torchao") + body
+    values = {"RULES": rule_table(rules, names), "DTYPES": dtype_table(names, runs), "CONFIGS": configs}
+    return header(request, "torchao") + fill("torchao", request, **values)
 
 
 def write(request: Request, losses: Losses) -> Written:

@@ -19,6 +19,7 @@ from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header
 from autoprec.export.settings import CAST_LOGITS, SCALER, by_script, report_settings
+from autoprec.export.snippets import template
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.summary import lose
 from autoprec.export.words import Words, as_rule
@@ -55,32 +56,6 @@ _NESTED, _MOST_REPEATS = re.compile(r"[*+}]\??\)[*+{]"), 6
 #: What a glob can say of a regular expression: any text, a character, itself (1, 3), one of a class (2).
 _PIECE = re.compile(r"\.[*+]?|\\(\W)|\[([^\]\\]+)\]|([^\\.*+?{}()|\[\]^$])")
 
-_BODY = '''import json
-from pathlib import Path
-
-from torchao.core import config as core
-from torchao.quantization import quantize_
-
-#: Where torchao keeps its training configs; its reader of JSON does not look there by itself.
-TRAINING = (
-    "torchao.prototype.moe_training.config",
-    "torchao.prototype.moe_training.nvfp4_training.nvfp4_training",
-    "torchao.prototype.quantized_training",
-)
-
-
-def config(path="fqn_to_config.json"):
-    """Return the FqnToConfig of the file."""
-    core.ALLOWED_AO_MODULES.update(TRAINING)
-    return core.config_from_dict(json.loads(Path(path).read_text()))
-
-
-def apply(model, path="fqn_to_config.json"):
-    """Convert the model in place and return it; build the optimizer afterwards."""
-    quantize_(model, config(path), filter_fn=None)
-    return model
-'''
-
 
 def write(request: Request, losses: Losses) -> Written:
     """Return ``fqn_to_config.json`` and ``precision_torchao_fqn.py``."""
@@ -99,7 +74,7 @@ def write(request: Request, losses: Losses) -> Written:
     report_settings(request, losses, SCALER, lost=CAST_LOGITS, activations=by_script(request))
     document = {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}
     files = {"fqn_to_config.json": json.dumps(document, indent=1) + "\n"}
-    files["precision_torchao_fqn.py"] = header(request, "torchao FqnToConfig") + _BODY
+    files["precision_torchao_fqn.py"] = header(request, "torchao FqnToConfig") + template("torchao_fqn")
     return files, ("import precision_torchao_fqn; precision_torchao_fqn.apply(model): torchao 0.18 or newer",)
 
 

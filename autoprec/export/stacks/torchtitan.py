@@ -12,6 +12,7 @@ from typing import Any
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import expert, header, literal, substrings
 from autoprec.export.settings import LOST_IN_BF16, report_settings
+from autoprec.export.snippets import fill
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.export.summary import lose, main_plan
 from autoprec.export.words import Words
@@ -30,18 +31,6 @@ _WORDS = Words(
 )
 _LINEAR = {"mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter"}
 _EXPERTS = {"rowwise": "Float8GroupedExpertsConverter", "mxfp8": "MXFP8GroupedExpertsConverter"}
-
-_BODY = '''from torchtitan.components.quantization import @IMPORTS@
-
-
-def converters(model_compile_enabled=True, emulate=False):
-    """Use in a config function: model_registry(..., converters=converters()).
-
-    emulate=True, with model_compile_enabled=False, runs without FP8 hardware; torchtitan emulates one scale per tensor.
-    """
-    return [
-@CONVERTERS@    ]
-'''
 
 
 _NOTHING = '''def converters(model_compile_enabled=True, emulate=False):
@@ -75,7 +64,7 @@ def write(request: Request, losses: Losses) -> Written:
     body = _NOTHING
     if made:
         imports = ", ".join(dict.fromkeys(cls for cls, _ in made))
-        body = _BODY.replace("@IMPORTS@", imports).replace("@CONVERTERS@", "".join(_call(*one) for one in made))
+        body = fill("torchtitan", request, IMPORTS=imports, CONVERTERS="".join(_call(*one) for one in made))
     notes = [
         "--training.mixed_precision_param bfloat16; layers without FP8 run in bf16",
         "layer names must be torchtitan's own (layers.0.feed_forward.w1): the policy must be one for its model",

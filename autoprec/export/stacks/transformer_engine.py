@@ -13,7 +13,7 @@ from autoprec.errors import FileError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.settings import IN_FORWARD, SCALER, report_settings
-from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill, shared
+from autoprec.export.snippets import CASTS_OUTPUT, dtype_table, fill
 from autoprec.export.summary import changes, current_scaling, fast_forward, fitted, lose
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Operand, Recipe
@@ -162,136 +162,6 @@ def slot_specs(plan: LayerPlan) -> dict[str, list[dict[str, Any] | None]]:
     return {operand: out[operand] for operand in ("input", "weight", "grad_output")}
 
 
-_FACTORY = '''# Needs Transformer Engine @OLDEST@ or newer.
-import contextlib
-import re
-import warnings
-
-import torch
-import torch.overrides
-import transformer_engine.pytorch as te
-from torch import nn
-from transformer_engine.common.recipe import CustomRecipe, Format, MMParams
-from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantization import DelayedScalingRequest
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
-from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
-
-# (regular expression on module names, plan); the first match wins
-RULES = @RULES@
-# plan -> operand -> how it is quantised for its two products (None: high precision):
-#   input: fprop, wgrad; weight: fprop, dgrad; grad_output: dgrad, wgrad
-QUANTIZED = @QUANTIZED@
-@SETTINGS@
-ACCUMULATORS = @ACCUMULATORS@  # product -> accumulate in full
-FORMATS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
-
-@PLAN_OF@
-
-def quantizer(spec):
-    """The quantizer of one operand of one product."""
-    if spec is None:
-        return IdentityQuantizer()
-    kind = spec["kind"]
-    if kind == "delayed":
-        return DelayedScalingRequest(
-            fp8_format=Format.HYBRID if spec["hybrid"] else Format.E4M3,
-            margin=spec["margin"],
-            amax_history_len=spec["amax_history_len"],
-            amax_compute_algo=spec["amax_compute_algo"],
-        )
-    if kind == "tensor":
-        return Float8CurrentScalingQuantizer(
-            fp8_dtype=FORMATS[spec["format"]],
-            device=torch.device("cuda"),
-            force_pow_2_scales=spec["power_of_2"],
-            amax_epsilon=spec["amax_epsilon"],
-        )
-    if kind == "block":
-        return Float8BlockQuantizer(
-            fp8_dtype=FORMATS[spec["format"]],
-            rowwise=True,
-            columnwise=True,
-            amax_epsilon=spec["amax_epsilon"],
-            force_pow_2_scales=spec["power_of_2"],
-            block_scaling_dim=2 if spec["square"] else 1,
-        )
-    if kind == "mxfp8":
-        return MXFP8Quantizer(fp8_dtype=FORMATS[spec["format"]])
-    return NVFP4Quantizer(
-        fp4_dtype=DType.kFloat4E2M1,
-        with_rht=spec["hadamard"],
-        with_post_rht_amax=spec["hadamard"],
-        with_2d_quantization=spec["square"],
-        stochastic_rounding=spec["stochastic"],
-        with_random_sign_mask=True,
-    )
-
-
-def recipe():
-    """A fresh recipe. Keep the object for the whole run: Transformer Engine compares recipes by their factory."""
-
-    def factory(role):
-        specs = QUANTIZED.get(plan_of(role.name)) if role is not None and role.name else None
-        if specs is None or role.tensor_type not in specs:
-            return IdentityQuantizer()
-        row, column = specs[role.tensor_type]
-        if row == column:
-            return quantizer(row)
-        return HybridQuantizer(rowwise_quantizer=quantizer(row), columnwise_quantizer=quantizer(column))
-
-    return accumulating(CustomRecipe(qfactory=factory), ACCUMULATORS)
-
-
-def accumulating(made, full):
-    """Say per product whether it accumulates in full; Transformer Engine's own fprop does not, on Hopper."""
-    for gemm, split in full.items():
-        setattr(made, f"fp8_gemm_{gemm}", MMParams(use_split_accumulator=split))
-    return made
-
-
-def swap(model):
-    """Replace, in place, every nn.Linear that has an FP8 or FP4 product by te.Linear around the same Parameters.
-
-    An optimizer built before keeps working. In and out features and tokens per call must be multiples of 16
-    (32 for MXFP8, 128 for block scaling).
-    """
-    for parent_name, parent in list(model.named_modules()):
-        for child_name, child in list(parent.named_children()):
-            name = f"{parent_name}.{child_name}" if parent_name else child_name
-            plan = plan_of(name)
-            if not isinstance(child, nn.Linear):
-                continue
-            if plan in QUANTIZED:
-                new = te.Linear(
-                    child.in_features,
-                    child.out_features,
-                    bias=child.bias is not None,
-                    params_dtype=child.weight.dtype,
-                    device="meta",
-                    name=name,
-                )
-                new.weight = child.weight
-                if child.bias is not None:
-                    new.bias = child.bias
-                setattr(parent, child_name, new.train(child.training))
-            elif plan in DTYPES and not hasattr(child, "precision_dtype"):
-                run_in(child, DTYPES[plan])
-    warn_of_left_out(model)
-    return attend(model)
-
-@MECHANICS@
-
-def context(fixed):
-    """Run the forward pass inside; call backward outside. ``fixed`` is what recipe() returned, once."""
-    return te.autocast(enabled=True, recipe=fixed)
-'''
-
-
 def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_te.py``."""
     rules = request.rules()
@@ -307,6 +177,7 @@ def write(request: Request, losses: Losses) -> Written:
         f"precision_te.py needs Transformer Engine {_OLDEST} or newer",
     ]
     report_settings(request, losses, SCALER, kept={"output": CASTS_OUTPUT, "attention": IN_FORWARD})
-    values = {"ACCUMULATORS": literal(full), "QUANTIZED": literal(specs), "OLDEST": _OLDEST, **shared(request)}
-    source = fill(_FACTORY, **values, RULES=rule_table(rules, names), DTYPES=dtype_table(names, runs))
+    values = {"ACCUMULATORS": literal(full), "QUANTIZED": literal(specs), "OLDEST": _OLDEST}
+    values |= {"RULES": rule_table(rules, names), "DTYPES": dtype_table(names, runs)}
+    source = fill("transformer_engine", request, **values)
     return {"precision_te.py": header(request, "Transformer Engine") + source}, notes
