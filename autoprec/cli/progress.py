@@ -6,8 +6,7 @@ from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
 from autoprec.support.optional import is_available
 from autoprec.support.units import counted, memory_text
-from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.study.run import Run, headline
 
 PHASES = {
@@ -32,7 +31,7 @@ def describe(record: Run) -> str:
     return f"{headline(m)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
 
 
-class TerminalProgress:
+class TerminalProgress(Listener):
     """Prints phases, trials, the best so far and the time left: one ticking line on a terminal, else a line each.
 
     Args:
@@ -83,9 +82,6 @@ class TerminalProgress:
 
     def note(self, text: str) -> None:
         self._phases.print(f"note: {text}", style="yellow")
-
-    def finished(self, result: SearchResult) -> None:
-        """The command prints the result itself, when everything is written."""
 
     def close(self) -> None:
         """Stop the bar, whatever happened."""

@@ -11,16 +11,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoprec.cli.phases import Phases
+from autoprec.cost.transformer import PRESETS, config_report, is_mixture
 from autoprec.errors import NothingAcceptableError, ScriptError, UsageError
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.trial.protocol import HostInfo, Probe, TrialResult
+from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
+from autoprec.support.files import read_document
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.protocol import HostInfo, Probe, TrialResult, TrialSpec
 
 #: Sequences on a device and tokens in each, where a configuration is given and they are not.
 SIZE = (1, 8192)
@@ -38,9 +40,6 @@ def running(
         ScriptError: it failed before its first training step.
         UsageError: the script was not found.
     """
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
-
     command = ScriptCommand.parse(list(script))
     with (
         tempfile.TemporaryDirectory(prefix="autoprec-") as directory,
@@ -64,10 +63,6 @@ def record_step(
 
 def is_description(text: str) -> bool:
     """Say whether a word names a model that is described: a preset (or nearly one), a configuration, a saved step."""
-    from difflib import get_close_matches
-
-    from autoprec.cost.transformer import PRESETS
-
     return text.endswith(".json") or (bool(get_close_matches(text, PRESETS)) and not Path(text).exists())
 
 
@@ -106,10 +101,6 @@ def is_saved_step(text: str) -> bool:
     Raises:
         FileError: it is not a file of JSON.
     """
-    from autoprec.cost.transformer import PRESETS
-    from autoprec.graph.report import MAX_GRAPH_BYTES
-    from autoprec.support.files import read_document
-
     if not text.endswith(".json") or text in PRESETS:
         return False
     found = read_document(text, most_bytes=MAX_GRAPH_BYTES)
@@ -123,9 +114,6 @@ def described_step(text: str, phases: Phases, *, batch: int, seq: int, recompute
         UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
         UsageError: a size or recomputation is asked of a saved step.
     """
-    from autoprec.cost.transformer import config_report, is_mixture
-    from autoprec.graph.report import load_report
-
     if is_saved_step(text):
         if (batch, seq, recompute) != (*SIZE, ""):
             what = "--batch, --seq and --recompute have no effect on a saved step"
@@ -138,9 +126,6 @@ def described_step(text: str, phases: Phases, *, batch: int, seq: int, recompute
 
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:
     """Record one step of a script that is held at it."""
-    from autoprec.graph.report import GraphReport
-    from autoprec.trial.protocol import TrialSpec
-
     phases.begin("recording one training step, operator by operator")
     result = runner.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
     return GraphReport.from_json(payload_of(result, label, "recorded")["graph"])
@@ -181,8 +166,7 @@ def gradient_errors(
     Raises:
         ScriptError: they could not be run at the first.
     """
-    from autoprec.trial.protocol import TrialSpec
-    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
+    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE  # with Optuna, a second
 
     spec = TrialSpec(
         kind="sensitivity",

@@ -55,25 +55,11 @@ def _compiled(pattern: str, bounded: bool = True) -> re.Pattern[str]:
         return re.compile(re.escape(pattern), re.DOTALL)
 
 
-def _in_order(parts: list[str], name: str) -> bool:
-    """Say whether a name is these texts in this order, with anything between them: a glob that has stars only."""
-    first, *middle, last = parts
-    if not (name.startswith(first) and name.endswith(last) and len(name) >= len(first) + len(last)):
-        return False
-    at, end = len(first), len(name) - len(last)
-    for part in middle:
-        at = name.find(part, at, end)
-        if at < 0:
-            return False
-        at += len(part)
-    return True
-
-
 def glob_matches(pattern: str, name: str) -> bool:
     """Say whether a glob matches a whole module name; ``*`` also crosses dots, and case counts."""
-    if "[" in pattern or "?" in pattern:
+    if "*" in pattern or "[" in pattern or "?" in pattern:
         return _compiled(pattern).fullmatch(name) is not None
-    return _in_order(pattern.split("*"), name) if "*" in pattern else pattern == name
+    return pattern == name
 
 
 def glob_regex(pattern: str) -> str:

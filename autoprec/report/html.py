@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoprec.export import exact_target
+from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.summary import Summary, summarise
-from autoprec.report.text import cost_text, variant_cells, verdict_lines
+from autoprec.report.svg import Chart
+from autoprec.report.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.rows import note_of, number, percent, shown, source_of
 from autoprec.tuning.study.run import Run
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport
-    from autoprec.report.svg import Chart
 
 _GLOSSARY = (
     ("over 16-bit", "steps per second against the fastest 16-bit run that was measured, which is what most people run "
@@ -62,8 +59,9 @@ def _list(items: Sequence[str]) -> str:
 
 
 def _variants(result: SearchResult) -> str:
-    titles, rows = variant_cells(result)
-    return _table(titles, [("", cells) for cells in rows]) if rows else ""
+    """Return how each variant of the script's arguments went."""
+    rows = [("", (f"{v['name']}: {v['arguments']}", v["status"], v["reason"])) for v in result.variants]
+    return _table(("variant", "", "why"), rows) if rows else ""
 
 
 def _section(title: str, lead: str, body: str) -> str:

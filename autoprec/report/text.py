@@ -19,14 +19,6 @@ def verdict_lines(result: SearchResult) -> list[str]:
     return [redact_text(line) for line in lines or [result.reason]]
 
 
-def variant_cells(result: SearchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return headings and rows of how each variant of the script's arguments went."""
-    rows: list[tuple[str, ...]] = [
-        (f"{row['name']}: {row['arguments']}", row["status"], row["reason"]) for row in result.variants
-    ]
-    return ("variant", "", "why"), rows
-
-
 def cost_text(summary: Summary) -> str:
     """What the search took, over all of its sessions, why it ended, and when it is earned back."""
     result = summary.result

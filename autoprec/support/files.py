@@ -47,21 +47,9 @@ def sqlite_url(path: Path) -> str:
     return f"sqlite:///{re.sub('[?%#{}]', lambda found: f'%{ord(found[0]):02X}', str(path.resolve()))}"
 
 
-_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
-
-
 def finite(value: Any) -> Any:
-    """Return a copy that strict JSON can hold: NaN and infinities become None, tuples lists, keys text.
-
-    Anything else that JSON has no form for stays, for the writer to refuse.
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): item if type(item) in _AS_THEY_ARE else finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [item if type(item) in _AS_THEY_ARE else finite(item) for item in value]
-    return value
+    """Return a copy that strict JSON can hold: NaN and infinities become None, tuples lists, keys text."""
+    return json.loads(json.dumps(value), parse_constant=lambda _constant: None)
 
 
 def cache_folder() -> Path:

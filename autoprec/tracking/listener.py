@@ -96,8 +96,10 @@ def tracked(options: SearchOptions, *listeners: Listener, started: float) -> Ite
             tracker.close()
 
 
-class TrackingListener:
-    """Has a search's runs logged; see :class:`autoprec.tuning.events.Listener`.
+class TrackingListener(Listener):
+    """Has a search's runs logged.
+
+    The outcome is recorded by :meth:`attach`, which the command calls once the policy is written.
 
     Args:
         runs_dir: ``autoprec-runs``; the default store is ``mlflow.db`` in it.
@@ -126,15 +128,6 @@ class TrackingListener:
         self._writer = threading.Thread(target=self._write, name="autoprec-tracking", daemon=True)
         self._logged = Logged("", redact_uri(self._uri))
         self._finished = False
-
-    def phase(self, name: str, detail: str = "") -> None:
-        """Phases are for the terminal."""
-
-    def note(self, text: str) -> None:
-        """Notes are in the result."""
-
-    def finished(self, result: SearchResult) -> None:
-        """The outcome is recorded by :meth:`attach`, which the command calls once the policy is written."""
 
     def started(self, info: SearchInfo) -> None:
         """Note what the search was asked; secrets in arguments and settings are hidden."""

@@ -10,12 +10,16 @@ from typing import Any
 import click
 
 from autoprec.cli.echo import echo
+from autoprec.cost.calibrate.calibration import calibrate as measure
+from autoprec.cost.calibrate.calibration import kept_file
+from autoprec.cost.calibrate.cpu import cache_file, cpu_rates
+from autoprec.cost.calibrate.linears import Linears
 from autoprec.errors import FileError, UnsupportedError, UsageError
+from autoprec.precision.hardware import by_device_name, target
+from autoprec.support.files import check_kind, holds_keys, write_json
 
 
 def _cpu() -> int:
-    from autoprec.cost.calibrate.cpu import cache_file, cpu_rates
-
     rates, label = cpu_rates(refresh=True)
     fast, slow = (1e-9 / rates["gemm"][form]["fprop"][0] for form in ("bf16", "fp32"))
     echo(f"{label}; cached in {cache_file()}")
@@ -39,7 +43,6 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     import torch
 
     from autoprec.cost.calibrate.cuda_bench import CudaBench
-    from autoprec.precision.hardware import by_device_name, target
 
     if not _has_gpu():
         raise UnsupportedError(
@@ -65,8 +68,6 @@ def calibrate(target: str, output: Path | None) -> int:
 
     Searches on this device use what was measured; what was measured of a GPU is written to a file as well.
     """
-    from autoprec.support.files import check_kind, holds_keys, write_json
-
     if not (target or output or _has_gpu()):
         echo("torch sees no CUDA or ROCm device here: the CPU is measured, as with --target cpu", err=True)
         target = "cpu"
@@ -75,8 +76,6 @@ def calibrate(target: str, output: Path | None) -> int:
     bench, found, name = _bench(target)
     path = output or Path(f"calibration-{found.name}.json")
     check_kind(path, "a calibration", holds_keys("schema", "device", "rates"))
-    from autoprec.cost.calibrate.calibration import calibrate as measure
-    from autoprec.cost.calibrate.calibration import kept_file
 
     def say(line: str) -> None:
         echo(line, err=True)
@@ -113,7 +112,5 @@ def _linears(target: Any, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def chosen_backends(document: Mapping[str, Any]) -> list[str]:
     """Return which backend runs each recipe by ``auto``, and why, a line each."""
-    from autoprec.cost.calibrate.linears import Linears
-
     linears = Linears.of(document)
     return [f"{how}: {choice.reason}" for how in ("compiled", "eager") for choice in linears.choices(how).values()]

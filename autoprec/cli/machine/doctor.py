@@ -9,19 +9,22 @@ import os
 import platform
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from autoprec._version import __version__
 from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
-from autoprec.errors import UsageError
+from autoprec.cost.calibrate.cpu import cpu_model
+from autoprec.errors import AutoPrecError, UsageError
+from autoprec.policy import dump_yaml
+from autoprec.precision.hardware import TARGETS, Target, by_device_name, cpu_instructions, load_targets, target
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.optional import EXTRAS, how_to_install, installed_version, is_available
 from autoprec.support.tables import Table
 from autoprec.support.units import memory_text
-
-if TYPE_CHECKING:
-    from autoprec.precision.hardware import Target
 
 #: Sizes of the GEMM that recipes are tried on: a multiple of every alignment rule.
 PROBE_SIZE = 1024
@@ -30,9 +33,6 @@ _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
 
 
 def _devices(torch: Any) -> list[dict[str, Any]]:
-    from autoprec.cost.calibrate.cpu import cpu_model
-    from autoprec.precision.hardware import by_device_name, cpu_instructions
-
     note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions())))
     rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": note}]
     if not torch.cuda.is_available():
@@ -50,7 +50,6 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 
 def _backends(devices: list[str]) -> list[dict[str, Any]]:
     from autoprec.backends import BACKENDS, get
-    from autoprec.errors import AutoPrecError
 
     rows = []
     for name in BACKENDS:
@@ -70,7 +69,6 @@ def _backends(devices: list[str]) -> list[dict[str, Any]]:
 def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """Return, for every built-in recipe and usable (backend, device), whether fprop runs and why not."""
     from autoprec.backends import get
-    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     size = PROBE_SIZE
     rows = []
@@ -83,8 +81,6 @@ def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def _packages() -> list[dict[str, Any]]:
-    from autoprec.support.optional import EXTRAS, how_to_install, installed_version, is_available
-
     rows: list[dict[str, Any]] = []
     for name in ("torch", "numpy", "optuna", "mlflow-skinny"):
         rows.append({"package": name, "version": installed_version(name), "ok": True, "note": "required"})
@@ -98,8 +94,6 @@ def _packages() -> list[dict[str, Any]]:
 def diagnose() -> dict[str, Any]:
     """Return everything ``autoprec doctor --json`` prints."""
     import torch
-
-    from autoprec._version import __version__
 
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries that are only asked whether they work warn of what they lack,
@@ -156,9 +150,6 @@ def _print_targets(names: tuple[str, ...], *, as_json: bool) -> None:
     Raises:
         UnknownNameError, FileError: no such target, or not a file of targets.
     """
-    from autoprec.policy import dump_yaml
-    from autoprec.precision.hardware import TARGETS, load_targets, target
-
     chosen: list[Target] = []
     for name in names:
         chosen += load_targets(Path(name)).values() if name.endswith((".yaml", ".yml")) else [target(name)]

@@ -9,6 +9,11 @@ import click
 from autoprec.cli import options
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
+from autoprec.export import export as write
+from autoprec.export import importers
+from autoprec.graph.report import MAX_GRAPH_BYTES
+from autoprec.policy import document, load_policy
+from autoprec.support.files import read_document, read_text, write_atomic
 
 _TARGETS = (
     "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, msamp, "
@@ -18,9 +23,6 @@ _TARGETS = (
 
 def known_layers(path: Path) -> dict[str, str]:
     """Return name -> kind of the layers of a file: what ``autoprec inspect --json`` prints, or one name per line."""
-    from autoprec.graph.report import MAX_GRAPH_BYTES
-    from autoprec.support.files import read_document, read_text
-
     try:
         document = read_document(path, most_bytes=MAX_GRAPH_BYTES)  # it lists every operator as well
     except FileError:
@@ -42,10 +44,6 @@ def _imported(path: Path, layers: dict[str, str]) -> tuple[dict[str, str], list[
         FileError: it is not the configuration of a stack that is read.
         UnsupportedError, PolicyError: it asks for what a policy cannot say.
     """
-    from autoprec.export import importers
-    from autoprec.policy import document
-    from autoprec.support.files import read_document, read_text
-
     beside = path.with_name("megatron_flags.txt")  # as `autoprec export` writes them
     words = read_text(beside).split() if beside.is_file() else []
     done = importers.import_policy(read_document(path), layers=tuple(layers), flags=words)
@@ -69,10 +67,6 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
     FqnToConfig as JSON, or TE recipe keys.
     Settings that their library ignores are translated or refused, and named on stderr.
     """
-    from autoprec.export import export as write
-    from autoprec.policy import load_policy
-    from autoprec.support.files import write_atomic
-
     known = known_layers(layers) if layers else {}
     told: dict[str, list[str]] = {}
     if target == "policy":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,11 +16,14 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.recording import is_description, step_of
 from autoprec.cli.script import script_command
 from autoprec.errors import AuditError, AutoPrecError, FileError, UsageError
+from autoprec.policy import Policy, load_policy
+from autoprec.precision.hardware import target as target_named
+from autoprec.report.findings import TEXTS, counts, sarif
+from autoprec.support.files import read_text
 from autoprec.support.units import counted
-
-if TYPE_CHECKING:
-    from autoprec.policy import Policy
-    from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.lint.rules import findings
+from autoprec.tuning.lint.source import settings_of
 
 #: Seconds until a script has to reach its first step.
 _WITHIN_S = 300.0
@@ -48,11 +51,6 @@ def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
 
 def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, list[str]]:
     """Return what is known of a policy and a script in the working directory, and what could not be seen."""
-    from autoprec.policy import load_policy
-    from autoprec.support.files import read_text
-    from autoprec.tuning.lint.facts import Facts
-    from autoprec.tuning.lint.source import settings_of
-
     loaded: Policy | None = load_policy(policy) if policy else None
     facts = Facts(loaded, policy, read_text(policy) if policy else "", settings=settings_of(words, Path.cwd()))
     unseen = [f"{word} comes after the script, so it is the script's and was not checked" for word in _policies(words)]
@@ -73,8 +71,6 @@ def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, 
 
 def _policies(words: tuple[str, ...]) -> list[str]:
     """Return the policy files among a script's arguments."""
-    from autoprec.support.files import read_text
-
     files = [word for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
     return [word for word in files if "schema: autoprec.policy/" in read_text(word)]
 
@@ -83,7 +79,6 @@ def _known(path: Path | None) -> set[str]:
     """Return the keys of findings that a baseline, an earlier ``--json``, has."""
     if path is None:
         return set()
-    from autoprec.support.files import read_text
 
     try:
         return {str(row["key"]) for row in json.loads(read_text(path))["findings"]}
@@ -127,10 +122,6 @@ def lint(
     place of the script: a preset (llama3-70b) or a decoder's config.json.
     docs/ci.md has every code, a GitHub Action and a pre-commit hook.
     """
-    from autoprec.precision.hardware import target as target_named
-    from autoprec.report.findings import TEXTS, counts, sarif
-    from autoprec.tuning.lint.rules import findings
-
     known, (policy, words) = _known(baseline), _split(script)
     with Phases() as phases:
         facts, unseen = _facts(policy, words, phases)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport
-    from autoprec.policy import Policy
+from autoprec.cli.recording import record_step
+from autoprec.graph.report import GraphReport
+from autoprec.policy import Policy, load_policy
+from autoprec.policy.library import PREFIX, is_published, published, published_names
+from autoprec.tuning.decide.published import resolve_published
 
 
 def print_published(name: str, *, as_json: bool) -> None:
@@ -24,8 +25,6 @@ def print_published(name: str, *, as_json: bool) -> None:
     Raises:
         UnknownNameError: with the nearest name.
     """
-    from autoprec.policy.library import PREFIX, published, published_names
-
     one = name.removeprefix(PREFIX)
     entries = [published(each) for each in ([one] if one else published_names())]
     if as_json:
@@ -40,8 +39,6 @@ def print_published(name: str, *, as_json: bool) -> None:
 
 
 def _lines(name: str) -> list[str]:
-    from autoprec.policy.library import PREFIX, published
-
     entry = published(name)
     made = f"; for {entry.blocks} blocks" if entry.blocks else ""
     out = [f"{PREFIX}{entry.name}: {entry.title}", f"{entry.date}, {entry.source}{made}"]
@@ -61,15 +58,11 @@ def bound(policy: Path | str, step: Callable[[], GraphReport]) -> Policy:
         UnknownNameError, PolicyMismatchError: see :func:`autoprec.tuning.decide.published.resolve_published`.
         PolicyError: see :func:`autoprec.policy.load_policy`.
     """
-    from autoprec.policy import load_policy
-    from autoprec.policy.library import is_published, published
-
     text = str(policy)
     if not is_published(text):
         loaded: Policy = load_policy(text)
         return loaded
     published(text)  # an unknown name is refused before the script is started
-    from autoprec.tuning.decide.published import resolve_published
 
     found = resolve_published(text, step())
     for line in found.notes:
@@ -79,7 +72,6 @@ def bound(policy: Path | str, step: Callable[[], GraphReport]) -> Policy:
 
 def policy_of(policy: Path | str, script: Sequence[str]) -> Policy:
     """Load a policy file, or make a published one that of a script's model: the script is run to its first step."""
-    from autoprec.cli.recording import record_step
 
     def step() -> Any:
         with Phases() as phases:

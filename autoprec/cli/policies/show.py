@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import click
+from pydantic import BaseModel
+from rich.console import Console
 
 from autoprec.cli import options
-from autoprec.cli.console import print_json
+from autoprec.cli.console import print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.policies.published import bound, print_published
 from autoprec.cli.recording import is_saved_step
 from autoprec.errors import UsageError
+from autoprec.graph.report import GraphReport, load_report
+from autoprec.policy import Policy, diff_policies, document, first_match, load_policy, resolve
+from autoprec.policy.library import is_published
+from autoprec.policy.space import SearchSpace
+from autoprec.policy.table import policy_table
 from autoprec.support.units import memory_text
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from rich.console import Console
-
-    from autoprec.graph.report import GraphReport
-    from autoprec.policy import Policy
 
 _FRACTIONS = (
     *("divergence", "noise_floor", "interval", "max_divergence"),
@@ -34,8 +34,6 @@ _TOLD = ("evidence", "guard")
 
 
 def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]:
-    from autoprec.policy import first_match, resolve
-
     plans = resolve(policy, [layer.name for layer in graph.tunable])
     rows: list[tuple[str, ...]] = []
     for layer in graph.layers:
@@ -87,10 +85,6 @@ def show(policy: Path | None, other: Path | None, schema: str | None, lean: bool
 
     POLICY may be `published:` (the list of policies that others have published) or `published:NAME`.
     """
-    from autoprec.graph.report import load_report
-    from autoprec.policy import document, load_policy, resolve
-    from autoprec.policy.library import is_published
-
     if (policy is None) == (schema is None):
         fix = "autoprec show policy.yaml [step.json | OTHER.yaml]"
         raise UsageError("give a policy, two policies to compare, or --schema", fix=fix)
@@ -127,8 +121,6 @@ def _text(value: Any) -> str:
 
 def _print_differences(a: Policy, b: Policy, *, as_json: bool) -> int:
     """Print what changed from one policy to another, what would run first; return 1 if any of that did."""
-    from autoprec.policy import diff_policies
-
     rows = diff_policies(a, b)
     told = [row for row in rows if row[0].partition(".")[0] in _TOLD]
     run = [row for row in rows if row not in told]
@@ -147,17 +139,11 @@ def _print_differences(a: Policy, b: Policy, *, as_json: bool) -> int:
 
 def _schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of policies or search spaces, for editors and other programs."""
-    from autoprec.policy import Policy
-    from autoprec.policy.space import SearchSpace
-
     described: type[BaseModel] = Policy if kind == "policy" else SearchSpace
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described.model_json_schema(by_alias=True)}
 
 
 def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
-    from autoprec.cli.console import stdout_console
-    from autoprec.policy.table import policy_table
-
     table = policy_table(policy)
     if report is not None:
         headings = ("layer", "flops", "rule", *table.headings[2:])

@@ -10,6 +10,10 @@ import click
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.errors import AutoPrecError, FileError
+from autoprec.policy import Policy, load_policy
+from autoprec.policy.space import space_from_dict
+from autoprec.precision.hardware import load_targets
+from autoprec.support.files import read_document
 
 
 def _describe(path: Path) -> str:
@@ -18,23 +22,16 @@ def _describe(path: Path) -> str:
     Raises:
         FileError: it is not valid, or of no schema that AutoPrec knows.
     """
-    from autoprec.support.files import read_document
-
     document = read_document(path)
     schema = document.get("schema")
     if schema == "autoprec.space/1":
-        from autoprec.policy.space import space_from_dict
-
         space = space_from_dict(document, where=str(path))
         return f"search space '{space.name}', {len(space.choices)} rules of choices"
     if schema == "autoprec.targets/1":
-        from autoprec.precision.hardware import load_targets
-
         return f"targets: {', '.join(sorted(load_targets(path)))}"
     if schema != "autoprec.policy/1":
         known = ("autoprec.policy/1", "autoprec.space/1", "autoprec.targets/1")
         raise FileError(f"schema is {schema!r}", where=str(path), fix=f"the first line names one of {', '.join(known)}")
-    from autoprec.policy import Policy, load_policy
 
     policy: Policy = load_policy(path)
     phases = f", {len(policy.phases)} phases" if policy.phases else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,6 +11,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
+from autoprec.cli.policies.published import policy_of
 from autoprec.cli.recording import payload_of, record, running
 from autoprec.cli.script import script_command
 from autoprec.cli.scripts.spot import ask, print_spot, settle
@@ -22,15 +23,16 @@ from autoprec.errors import (
     PolicyMismatchError,
     UnsupportedError,
 )
+from autoprec.graph.audit import protection_rows, uncovered_rows
+from autoprec.graph.report import GraphReport
+from autoprec.policy import Policy, policy_from_dict
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import by_recipe
 from autoprec.support.units import counted
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport
-    from autoprec.policy import Policy
-    from autoprec.trial.protocol import HostInfo, TrialResult
-    from autoprec.tuning.transfer.spot import SpotCheck
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.lint.rules import SENSITIVE, findings, new_layers, other_instructions, other_model
+from autoprec.tuning.transfer.spot import SpotCheck
 
 _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}
 
@@ -50,8 +52,6 @@ def _audited(
         AutoPrecError: it failed after that, under the policy.
         NothingAcceptableError: it has fewer steps.
     """
-    from autoprec.trial.protocol import TrialSpec
-
     spot, audits = None, []
     with Phases() as phases, running(script, phases) as (runner, host, label):
         for stage, name in zip(
@@ -98,8 +98,6 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
 
 def _differences(policy: Policy, host: HostInfo, rows: list[dict[str, Any]]) -> list[str]:
     """Return notes on how model and machine differ from those that were searched, for which the evidence holds."""
-    from autoprec.tuning.lint.rules import new_layers, other_instructions, other_model
-
     decided = [row["name"] for row in rows if set(row["requested"].values()) != {"keep"}]
     found = [*other_model(policy, host.model), *new_layers(policy, decided)]
     found += other_instructions(policy, cpu_instructions()) if host.device == "cpu" else []
@@ -114,11 +112,6 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     """
     if not graph:
         return audit
-    from autoprec.graph.audit import protection_rows, uncovered_rows
-    from autoprec.graph.report import GraphReport
-    from autoprec.policy import policy_from_dict
-    from autoprec.tuning.lint.facts import Facts
-    from autoprec.tuning.lint.rules import SENSITIVE, findings
 
     policy: Policy = policy_from_dict(document)
     operators = policy.operators.model_dump()
@@ -188,8 +181,6 @@ def check(
     With --numerics every GEMM of the steps (fprop, dgrad, wgrad) is held against the exact product of its quantised
     operands: the first layer and GEMM beyond the bound of its recipe is named, and the exit code is 1.
     """
-    from autoprec.cli.policies.published import policy_of
-
     loaded = policy_of(policy, script)
     audit, spot = _audited(script, loaded, backend, steps, sensitivity, numerics)
     if as_json:

@@ -16,6 +16,7 @@ import click
 
 from autoprec.cli.echo import echo
 from autoprec.support.optional import how_to_install, installed_version
+from autoprec.tuning.options import SearchOptions
 
 POLICY = "demo-policy.yaml"
 #: 8 times as wide (3072), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): 1.4 B parameters, which
@@ -67,7 +68,6 @@ def demo() -> int:
     import torch
 
     from autoprec.cli.scripts.search import exit_code, perform, print_result
-    from autoprec.tuning.options import SearchOptions
 
     script: tuple[str, ...] = (str(example()),)
     if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory >= _HOLDS_IT:

@@ -13,11 +13,21 @@ from autoprec.cli import options
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
+from autoprec.cli.policies.published import bound
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of, tunable
 from autoprec.cli.script import script_command
+from autoprec.cost import CostModel, judge
+from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
+from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.errors import UsageError
+from autoprec.policy import resolve
+from autoprec.policy.space import default_space, load_space
+from autoprec.precision.hardware import limit_bytes
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
+from autoprec.tuning.checks import check_scale
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.target import resolve_target
 
 
 def _device_here() -> str:
@@ -157,8 +167,6 @@ def _under(policy: Any, model: Any, baseline_ms: float) -> dict[str, Any]:
 
     ``cannot_run`` maps the reason to those layers.
     """
-    from autoprec.policy import resolve
-
     plans = resolve(policy.stages[0], [layer.name for layer in model.report.tunable])
     step = model.under(policy, plans)
     refused: dict[str, list[str]] = {}
@@ -217,16 +225,6 @@ def estimate(
 
     In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or what `inspect --json` printed.
     """
-    from autoprec.cli.policies.published import bound
-    from autoprec.cost import CostModel, judge
-    from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
-    from autoprec.cost.reasons import AS_WRITTEN
-    from autoprec.policy.space import default_space, load_space
-    from autoprec.precision.hardware import limit_bytes
-    from autoprec.tuning.checks import check_scale
-    from autoprec.tuning.decide.problem import Problem
-    from autoprec.tuning.target import resolve_target
-
     if (batch, seq, recompute, shards) != (*SIZE, "none", 1) and not is_description(script[0]):
         what = "--batch, --seq, --recompute and --shards have no effect on a script"
         raise UsageError(what, fix="set it in the script, or leave them out")

@@ -6,7 +6,7 @@ With ``--sensitivity`` the gradient error of each recipe in each group of layers
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,11 +16,15 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import gradient_errors, record, running, step_of, tunable
 from autoprec.cli.script import script_command
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport, Layer
-    from autoprec.tuning.decide.table import SensitivityTable
-
+from autoprec.cost import CostModel
+from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
+from autoprec.policy.space import default_space, load_space
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+from autoprec.tuning.decide.sentences import unmoved
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.target import resolve_target
 
 #: Layers that are printed.
 MOST_ROWS = 1000
@@ -29,8 +33,6 @@ WARMUP = 5
 
 
 def _row(layer: Layer, total: int) -> tuple[str, ...]:
-    from autoprec.graph.summary import alignment, shape_text
-
     why = ("yes: " if layer.tunable else "no: ") + layer.reason
     return (
         layer.name or "(root)",
@@ -45,8 +47,6 @@ def _row(layer: Layer, total: int) -> tuple[str, ...]:
 
 
 def _print_tables(report: GraphReport) -> None:
-    from autoprec.graph.summary import class_shares, coverage_line
-
     console = stdout_console()
     headings = ("layer", "type", "M x K x N", "FLOPs", "multiple of", "flags", "group", "tunable")
     console.print(plain_table(headings, [_row(layer, report.total_flops) for layer in report.layers[:MOST_ROWS]]))
@@ -70,12 +70,6 @@ def _step(words: tuple[str, ...]) -> GraphReport:
 
 
 def _measure(script: tuple[str, ...], target: str, space: str) -> SensitivityTable:
-    from autoprec.cost import CostModel
-    from autoprec.policy.space import default_space, load_space
-    from autoprec.tuning.decide.problem import Problem
-    from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
-    from autoprec.tuning.target import resolve_target
-
     if target != "auto":
         resolve_target(target, "cpu")  # an unknown name is refused before the script is started
     chosen = load_space(space) if space else None
@@ -105,8 +99,6 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _print_table(table: SensitivityTable) -> None:
-    from autoprec.tuning.decide.sentences import unmoved
-
     rows = {(row["group"], row["choice"]): row for row in table.rows()}
     choices = list(dict.fromkeys(choice for _, choice in rows))
     cells = [(group, *(_cell(rows.get((group, choice))) for choice in choices)) for group in table.groups]

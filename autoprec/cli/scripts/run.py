@@ -7,8 +7,12 @@ from pathlib import Path
 import click
 
 from autoprec.cli import options
+from autoprec.cli.policies.published import policy_of
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
+from autoprec.support.files import check_kind, holds_keys
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.script import run_script
 
 
 @script_command("run")
@@ -29,11 +33,6 @@ def run(
 
     The exit code is the script's own. Its output, files and arguments are untouched.
     """
-    from autoprec.cli.policies.published import policy_of
-    from autoprec.support.files import check_kind, holds_keys
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.script import run_script
-
     if policy is None:
         _refuse_late(script)
     command = ScriptCommand.parse(script)

@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoprec.cli import options
-from autoprec.cli.console import print_json
+from autoprec.cli.console import clock, command_began, print_json, stdout_console
 from autoprec.cli.echo import echo
+from autoprec.cli.progress import TerminalProgress
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
+from autoprec.report.html import write_html
+from autoprec.report.text import verdict_lines
+from autoprec.support.files import write_json
+from autoprec.support.optional import how_to_install, installed_version
 from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study.records import SearchResult
 
 if TYPE_CHECKING:
     from autoprec.tuning.engine import Search
-    from autoprec.tuning.study.records import SearchResult
 
 Files = dict[str, Path]
 
@@ -65,8 +70,6 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
     Returns:
         The engine, its result, and the report files that could be written, by name.
     """
-    from autoprec.cli.console import command_began
-    from autoprec.cli.progress import TerminalProgress
     from autoprec.tracking.listener import tracked
 
     with (
@@ -78,9 +81,6 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
 
 def write_reports(engine: Search, result: SearchResult) -> Files:
     """Write report.html and result.json beside the study; one that fails is named, never fatal."""
-    from autoprec.report.html import write_html
-    from autoprec.support.files import write_json
-
     records = engine.records
     out = {}
     writers: dict[str, Callable[[Path], Any]] = {
@@ -99,10 +99,6 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
 
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
-    from autoprec.cli.console import clock, command_began, stdout_console
-    from autoprec.report.text import verdict_lines
-    from autoprec.support.optional import how_to_install, installed_version
-
     console = stdout_console()
     console.print(replace(result.table(), notes=("; ".join(result.facts()),)).rich())  # the verdict follows
     first, *caveats = verdict_lines(result)

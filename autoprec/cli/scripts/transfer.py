@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,16 +13,23 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
+from autoprec.cli.policies.export import known_layers
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
+from autoprec.cost import CostModel
 from autoprec.errors import UsageError
+from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.roles import ROLES, parse_hints, shown
+from autoprec.policy import Policy, load_policy, save_policy
+from autoprec.precision.hardware import Target
+from autoprec.support.files import check_writable, read_document
 from autoprec.support.units import memory_text, speed_text
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport
-    from autoprec.policy import Policy
-    from autoprec.precision.hardware import Target
-    from autoprec.tuning.transfer.plan import Transfer
-    from autoprec.tuning.transfer.proxy import Proxy
+from autoprec.tuning.target import resolve_target
+from autoprec.tuning.transfer.correction import Correction
+from autoprec.tuning.transfer.evidence import with_evidence
+from autoprec.tuning.transfer.law import SPREAD
+from autoprec.tuning.transfer.plan import Transfer
+from autoprec.tuning.transfer.plan import transfer as carry
+from autoprec.tuning.transfer.proxy import Proxy, choice_of_rule, find_study, load_proxy
 
 
 def _step(words: Sequence[str], *, batch: int = SIZE[0], seq: int = SIZE[1]) -> GraphReport:
@@ -34,9 +41,6 @@ def _step(words: Sequence[str], *, batch: int = SIZE[0], seq: int = SIZE[1]) -> 
 
 
 def _named_layers(path: Path) -> GraphReport:
-    from autoprec.cli.policies.export import known_layers
-    from autoprec.graph.report import GraphReport, Layer
-
     layers = tuple(
         Layer(name, "", "linear", f"{name}.weight", name, (), 0, True, "named in a list") for name in known_layers(path)
     )
@@ -46,9 +50,6 @@ def _named_layers(path: Path) -> GraphReport:
 
 def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, Any]]:
     """Return one row per rule of the proxy's policy that says something: where it went."""
-    from autoprec.graph.roles import ROLES, shown
-    from autoprec.tuning.transfer.proxy import choice_of_rule
-
     rows = []
     for number in [*range(len(policy.layers)), -1]:
         small = [name for name, rule in proxy.rules.items() if rule == number]
@@ -75,9 +76,6 @@ def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, 
 def _document(
     output: str, device: Target, policy: Policy, proxy: Proxy, report: GraphReport, found: Transfer
 ) -> dict[str, Any]:
-    from autoprec.graph.roles import shown
-    from autoprec.tuning.transfer.law import SPREAD
-
     predicted, places = found.predicted, found.matched.here
     return {
         "policy": output,
@@ -114,8 +112,6 @@ def _document(
 
 
 def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
-    from autoprec.graph.roles import shown
-
     changes: dict[tuple[str, str], list[str]] = {}
     for name, before, after in found.filled:
         changes.setdefault((before, after), []).append(name)
@@ -127,8 +123,6 @@ def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
 
 def _untouched(report: GraphReport) -> list[dict[str, Any]]:
     """Return what no policy changes though it has a twentieth of the FLOPs or more, by reason."""
-    from autoprec.graph.roles import shown
-
     grouped: dict[str, list[Any]] = {}
     for layer in report.layers:
         if not layer.tunable:
@@ -162,8 +156,6 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
             f"kept      {row['layers']} ({row['count']} layers, {row['flops_share']:.0%} of the FLOPs): {row['reason']}"
         )
     if document["no_counterpart"]:
-        from autoprec.graph.roles import shown
-
         echo(f"kept      {shown(found.matched.alone)}: no counterpart in the proxy")
     error = document["gradient_error"]
     echo(f"growth    {found.growth.describe()} (of the proxy)")
@@ -259,14 +251,6 @@ def transfer(
     The big model is a script (recorded without its weights), a decoder's config.json or preset, a saved step, or a list
     of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
     """
-    from autoprec.cost import CostModel
-    from autoprec.graph.roles import parse_hints
-    from autoprec.policy import load_policy, save_policy
-    from autoprec.support.files import check_writable, read_document
-    from autoprec.tuning.transfer.correction import Correction
-    from autoprec.tuning.transfer.evidence import with_evidence
-    from autoprec.tuning.transfer.plan import transfer as carry
-    from autoprec.tuning.transfer.proxy import Proxy, load_proxy
     from autoprec.tuning.verify import limits_of
 
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
@@ -301,8 +285,6 @@ def transfer(
 
 def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
     """Return the folder of the study that found a policy; None where only a step of its model is given."""
-    from autoprec.tuning.transfer.proxy import find_study
-
     if proxy is not None:
         return proxy if proxy.is_dir() else None
     found = find_study(small, path, (Path("autoprec-runs"), path.parent / "autoprec-runs"))
@@ -317,8 +299,6 @@ def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
 
 
 def _target(name: str, policy: Policy) -> Target:
-    from autoprec.tuning.target import resolve_target
-
     chosen = name or str(policy.evidence.get("target", ""))
     if not chosen or chosen == "auto":
         raise UsageError("the policy does not say which device it is for", fix="name it: --target h100")

@@ -12,9 +12,15 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
+from autoprec.cli.policies.published import policy_of
 from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError
 from autoprec.support.units import counted, memory_text
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study.run import error_text
+from autoprec.tuning.workers.local import HostPool
 
 if TYPE_CHECKING:
     from autoprec.tuning.verify import Verification
@@ -43,10 +49,6 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 
     Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
     """
-    from autoprec.cli.policies.published import policy_of
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.tuning.options import SearchOptions
     from autoprec.tuning.verify import (
         contenders,
         first_fresh_seed,
@@ -57,7 +59,6 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
         setup_of,
     )
     from autoprec.tuning.verify import verify as run_verification
-    from autoprec.tuning.workers.local import HostPool
 
     policy = policy_of(policy_path, script)
     command, first = ScriptCommand.parse(script), first_fresh_seed(policy)
@@ -91,8 +92,6 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 
 
 def _print(result: Verification, searched: str) -> None:
-    from autoprec.tuning.study.run import error_text
-
     limits = result.limits
     noise, limit = limits.get("gradient_noise"), limits.get("gradient_error")
     budget = [f"divergence {limits['divergence']:.3%}"] if limits.get("divergence") else []
