@@ -52,7 +52,7 @@ class FakeTracker:
 def _fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    monkeypatch.setattr("autoprec.tuning.engine.Search", FakeEngine)
+    monkeypatch.setattr("autoprec.tracking.listener.Search", FakeEngine)
     monkeypatch.setattr("autoprec.tracking.listener.TrackingListener", FakeTracker)
     monkeypatch.setattr(FakeEngine, "failure", None)
     monkeypatch.setattr(FakeTracker, "closed", 0)

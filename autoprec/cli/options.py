@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from autoprec.errors import AutoPrecError, FileError
+from autoprec.support import amounts
 from autoprec.tuning.options import OPTIONS, PRINTED, Option
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,8 +28,6 @@ def _reader(about: Option) -> Callable[[click.Context, click.Parameter, Any], An
     def parsed(_context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None:
             return None
-        from autoprec.support import amounts
-
         try:
             return getattr(amounts, about.parse)(value)
         except AutoPrecError as error:

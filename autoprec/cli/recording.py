@@ -85,14 +85,21 @@ def step_of(
 
     Raises:
         ScriptError: the script failed before or in its first step.
-        UsageError: arguments follow what is not a script.
-        UnknownNameError, FileError: there is no such preset or file, or it is not one of these.
+        UsageError: arguments follow what is not a script, or a size or recomputation is asked of a saved step.
+        UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
     """
     if not is_description(words[0]):
         return record_step(words, phases, timeout_s=timeout_s, weights=weights)
     if len(words) > 1:
         raise UsageError(f"{words[0]} takes no arguments: found {words[1]}", fix="options come before it")
-    return described_step(words[0], phases, batch=batch, seq=seq, recompute=recompute), None
+    if is_saved_step(words[0]):
+        if (batch, seq, recompute) != (*SIZE, ""):
+            what = "--batch, --seq and --recompute have no effect on a saved step"
+            raise UsageError(what, where=words[0], fix="leave them out")
+        return load_report(words[0]), None
+    if is_mixture(words[0]):
+        phases.begin("building the mixture of experts without weights, and recording one step of it")
+    return config_report(words[0], batch=batch, seq=seq, recompute=recompute), None
 
 
 def is_saved_step(text: str) -> bool:
@@ -105,23 +112,6 @@ def is_saved_step(text: str) -> bool:
         return False
     found = read_document(text, most_bytes=MAX_GRAPH_BYTES)
     return "operators" in found and "schema" not in found  # a policy has both
-
-
-def described_step(text: str, phases: Phases, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
-    """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --json`` holds.
-
-    Raises:
-        UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
-        UsageError: a size or recomputation is asked of a saved step.
-    """
-    if is_saved_step(text):
-        if (batch, seq, recompute) != (*SIZE, ""):
-            what = "--batch, --seq and --recompute have no effect on a saved step"
-            raise UsageError(what, where=text, fix="leave them out")
-        return load_report(text)
-    if is_mixture(text):
-        phases.begin("building the mixture of experts without weights, and recording one step of it")
-    return config_report(text, batch=batch, seq=seq, recompute=recompute)
 
 
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:

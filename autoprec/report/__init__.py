@@ -4,15 +4,4 @@ Everything is drawn from a :class:`~autoprec.tuning.study.records.SearchResult` 
 needs torch, a network, or a plotting library.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from autoprec.support.lazy import names_on_use
-
-if TYPE_CHECKING:
-    from autoprec.report.html import write_html
-
-__all__ = ["write_html"]
-
-__getattr__ = names_on_use(__name__, {"write_html": "html"})
+from autoprec.report.html import write_html as write_html

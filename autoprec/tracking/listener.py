@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from autoprec._version import __version__
@@ -26,15 +26,14 @@ from autoprec.support.optional import installed_version
 from autoprec.support.redact import redact, redact_uri
 from autoprec.tracking.log import Logged, log_study
 from autoprec.tracking.study import About, TrackedStudy, default_uri, named_uri
-from autoprec.tuning.events import Listener, SearchInfo
+from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listener, Listeners, SearchInfo
 from autoprec.tuning.options import RUNS, SearchOptions
 from autoprec.tuning.paired import OVERRUN
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.study import default_storage
-
-if TYPE_CHECKING:
-    from autoprec.tuning.engine import Search
 
 #: All the waiting one search does for its store, in total: a server that does not answer must cost < 2 s.
 _REMOTE_PATIENCE_S, _LOCAL_PATIENCE_S = 1.0, 20.0
@@ -76,15 +75,11 @@ def tracked(options: SearchOptions, *listeners: Listener, started: float) -> Ite
     Raises:
         AutoPrecError: as :meth:`autoprec.tuning.engine.Search.run`.
     """
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.tuning import engine as engines
-    from autoprec.tuning.events import Listeners
-
     command = ScriptCommand.parse(options.command)
     until = None if options.budget_s is None else started + OVERRUN * options.budget_s
     tracker = TrackingListener(RUNS, until=until) if options.track else None
     heard = Listeners(*listeners, *([tracker] if tracker is not None else []))
-    engine = engines.Search(options, command, heard, started=started)
+    engine = Search(options, command, heard, started=started)
     try:
         result = engine.run()
         if tracker is not None:

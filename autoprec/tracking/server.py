@@ -23,8 +23,16 @@ from autoprec.tracking.study import TrackedStudy
 
 
 def studies(runs: Path) -> list[TrackedStudy]:
-    """Return the tracked studies in ``autoprec-runs``, or the one that the path itself is."""
+    """Return the tracked studies in ``autoprec-runs``, or the one that the path itself is.
+
+    Raises:
+        FileError: there is none.
+    """
     found = sorted(runs.glob("*/tracking/id")) or sorted(runs.glob("tracking/id"))
+    if not found:
+        beside = ", ".join(path.parent.parent.name for path in sorted(runs.parent.glob("*/tracking/id")))
+        fix = f"studies here: {beside}" if beside else "name the autoprec-runs directory of a search"
+        raise FileError("no tracked study here", where=str(runs), fix=fix)
     return [TrackedStudy(path.parent.parent) for path in found]
 
 
@@ -37,12 +45,7 @@ def newest_study(runs: Path) -> TrackedStudy:
     Raises:
         FileError: there is none.
     """
-    found = studies(runs)
-    if not found:
-        beside = ", ".join(study.path.name for study in studies(runs.parent))
-        fix = f"studies here: {beside}" if beside else "name the autoprec-runs directory of a search"
-        raise FileError("no tracked study here", where=str(runs), fix=fix)
-    return max(found, key=lambda study: (_to_look_at(study), study.changed))
+    return max(studies(runs), key=lambda study: (_to_look_at(study), study.changed))
 
 
 def _to_look_at(folder: TrackedStudy) -> int:

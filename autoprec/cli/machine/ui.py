@@ -12,7 +12,6 @@ import click
 
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.errors import FileError
 
 
 def _has_browser() -> bool:
@@ -86,12 +85,9 @@ def _sync(runs: Path) -> int:
     from autoprec.tracking.log import log_study
     from autoprec.tracking.server import studies
 
-    folders = studies(runs)
-    if not folders:
-        raise FileError("no tracked study here", where=str(runs), fix="name the autoprec-runs directory of a search")
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or None
     complete = True
-    for folder in folders:
+    for folder in studies(runs):
         done = log_study(folder.path, experiment=experiment)
         complete &= done.ok
         if not done.ok:

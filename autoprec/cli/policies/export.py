@@ -9,16 +9,11 @@ import click
 from autoprec.cli import options
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
+from autoprec.export import EXPORTERS, importers
 from autoprec.export import export as write
-from autoprec.export import importers
 from autoprec.graph.report import MAX_GRAPH_BYTES
 from autoprec.policy import document, load_policy
 from autoprec.support.files import read_document, read_text, write_atomic
-
-_TARGETS = (
-    "python, torchao, torchao-fqn, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, msamp, "
-    "torchtitan, automodel, bionemo"
-)
 
 
 def known_layers(path: Path) -> dict[str, str]:
@@ -52,7 +47,7 @@ def _imported(path: Path, layers: dict[str, str]) -> tuple[dict[str, str], list[
 
 @click.command("export", short_help="A policy as another training stack's configuration, or that as a policy.")
 @click.argument("policy", type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, metavar="TARGET", help=f"One of: {_TARGETS}; policy.")
+@click.option("--to", "target", required=True, metavar="TARGET", help=f"One of: {', '.join(EXPORTERS)}; policy.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("."), help="Directory to write to.")
 @click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
 @click.option("--allow-lossy", is_flag=True, help="Write it although the target cannot express all of it.")
