@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoprec.report.markdown import comparison, verdict, why
+from autoprec.report.text import verdict_lines
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
 
@@ -46,15 +46,19 @@ def limits_of(result: SearchResult, info: Mapping[str, Any]) -> dict[str, str]:
 def parent_note(result: SearchResult) -> str:
     """Return the Markdown of the study's description: winner table, verdict, reasons, how to use the policy."""
     script = Path(result.script).name if result.script else "train.py"
+    titles, rows = result.comparison()
+    verdict, *caveats = verdict_lines(result)
+    why = [(f"`{row['layers']}`", str(row["text"])) for row in result.explanation.get("layers", ())[:MOST_REASONS]]
     lines = [  # the table first: MLflow folds a description after its first few lines
-        *comparison(result),
+        *_table(("what", *titles[1:]), [cells for _, cells in rows]),
         "",
-        *verdict(result),
+        f"**{result.verdict.capitalize()}.** {markdown_text(verdict)}",
+        *(["", *(f"- {markdown_text(line)}" for line in caveats)] if caveats else []),
         "",
         f"Target **{markdown_text(result.target) or 'this machine'}**, script {markdown_text(f'`{script}`')}.",
         "",
         "Filter the trials with `tags.pareto = 'true'`, `tags.finalist = 'true'`, `tags.preset = 'true'`.",
-        *why(result, most=MOST_REASONS),
+        *(["", "## Why", "", *_table(("layers", "why"), why)] if why else []),
     ]
     if result.verdict == "stay":
         lines += ["", "Nothing is registered in the model registry: the script stays as it is."]
@@ -62,3 +66,8 @@ def parent_note(result: SearchResult) -> str:
         command = visible(f"autoprec run --policy {shlex.quote(result.policy)} {shlex.quote(script)}")
         lines += ["", "Use it:", "```", command, "```"]
     return "\n".join(lines)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    marks = ["---" if index == 0 else "---:" for index in range(len(headings))]
+    return ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (headings, marks, *rows)]

@@ -94,13 +94,7 @@ class Store:
         if found is not None:
             return str(found.experiment_id)
         location = f"{artifacts}/{re.sub(r'[^A-Za-z0-9._-]', '_', name)}" if artifacts else None
-        try:
-            return str(self.client.create_experiment(name, artifact_location=location))
-        except MlflowException:  # another study created it in the same moment
-            found = self.client.get_experiment_by_name(name)
-            if found is None:
-                raise
-            return str(found.experiment_id)
+        return str(self.client.create_experiment(name, artifact_location=location))
 
     def open_parent(self, info: Mapping[str, Any], started: float, *, running: bool) -> None:
         """Find or create the study's own run, and log what the study was asked to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from markdown_it import MarkdownIt
 
 from autoprec.tracking.notes import limits_of, parent_note, parent_params
 from autoprec.tuning.study.records import SearchResult
+from tests.report.conftest import rehearsal
 
 
 def test_the_winner_table_comes_first(result: SearchResult) -> None:
@@ -43,6 +45,22 @@ def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:
     assert "Nothing is registered" in parent_note(stay)
     assert "Nothing is registered" not in parent_note(result)
     assert "fastest candidate" in parent_note(replace(stay, best={"name": "all bf16", "step_time_ms": 9.0}))
+
+
+def test_every_row_of_a_table_has_as_many_cells(result: SearchResult) -> None:
+    rows = [line for line in parent_note(result).splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 7}
+
+
+def test_on_a_gpu_the_gain_over_the_16bit_run_is_the_first_column() -> None:
+    lines = parent_note(rehearsal()[0]).splitlines()
+    assert lines[0].startswith("| what | over 16-bit | over the script")
+    assert lines[2].startswith("| the policy | 1.31x | 14.29x |")
+
+
+def test_a_figure_that_is_not_finite_is_missing_not_printed(result: SearchResult) -> None:
+    note = parent_note(replace(result, best={**result.best, "divergence": float("nan"), "memory_bytes": None}))
+    assert " nan" not in note.lower()
 
 
 def test_limits_that_are_not_known_are_left_out(result: SearchResult) -> None:
