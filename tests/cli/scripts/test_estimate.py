@@ -48,7 +48,7 @@ def test_without_a_script_auto_is_the_gpu_of_this_machine_where_there_is_one(
     assert json.loads(run("--json", graph).stdout)["target"] == "cpu"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr("autoprec.cost.calibrate.calibration.kept_calibration", lambda _device: None)
+    monkeypatch.setattr("autoprec.cli.scripts.estimate.kept_calibration", lambda _device: None)
     assert json.loads(run("--json", graph).stdout)["target"] == "h100"
     assert json.loads(run("--json", "--target", "cpu", graph).stdout)["target"] == "cpu"
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.driver import script as trial_script
 from tests.cli.helpers import autoprec
 
 
@@ -18,7 +17,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         code = getattr(command, "args", ("0",))[0]
         return int(code) if code.lstrip("-").isdigit() else 0
 
-    monkeypatch.setattr(trial_script, "run_script", record)
+    monkeypatch.setattr("autoprec.cli.scripts.run.run_script", record)
     return calls
 
 

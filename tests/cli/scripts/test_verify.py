@@ -46,7 +46,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr("autoprec.tuning.verify.setup_of", lambda _policy, _pool, options: options)
         monkeypatch.setattr("autoprec.tuning.verify.contenders", lambda policy, *_: {"policy": policy.to_dict()})
         monkeypatch.setattr("autoprec.tuning.verify.verify", done)
-        monkeypatch.setattr("autoprec.tuning.workers.local.HostPool", Pool)
+        monkeypatch.setattr("autoprec.cli.scripts.verify.HostPool", Pool)
         (tmp_path / "train.py").touch()
         (tmp_path / "p.yaml").write_text("schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n")
         line = ["--policy", f"{tmp_path}/p.yaml", *words, f"{tmp_path}/train.py"]
