@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
@@ -33,7 +33,7 @@ class SearchInfo:
     folder: str = ""
 
 
-class Listener(Protocol):
+class Listener:
     """Receives the events of one search, in order, from one thread; must return quickly and never raise."""
 
     def phase(self, name: str, detail: str = "") -> None:
@@ -52,7 +52,7 @@ class Listener(Protocol):
         """The search ended."""
 
 
-class Listeners:
+class Listeners(Listener):
     """Forwards every event to several listeners; one that raises is dropped, and the search goes on."""
 
     def __init__(self, *members: Listener) -> None:
