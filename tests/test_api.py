@@ -38,7 +38,7 @@ class FakeEngine:
 class FakeTracker:
     closed = 0
 
-    def __init__(self, runs_dir: str) -> None:
+    def __init__(self, runs_dir: str, *, until: float | None) -> None:
         self.runs_dir = runs_dir
 
     def attach(self, result: Any, study_dir: Path) -> Any:
