@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from autoprec.support.files import read_document
 from autoprec.support.units import memory_text, speed_text
 from autoprec.tuning.study.run import LEAST_NOISE, noise_text
 
@@ -93,6 +91,13 @@ def _divergence_beyond(
         else f" ({least:.3%} to {most:.3%} of {seeds} seeds)"
     )
     return f"divergence {mean:.3%}{spread} is beyond {limit:.3%}"
+
+
+def _loss_flat() -> str:
+    return (
+        "the loss proves nothing, because the script's own does not fall over the steps that were compared "
+        "(a learning-rate warm-up, or too few steps: raise --steps)"
+    )
 
 
 def _judged_by_gradient(loss: Reason, error: float, limit: float, ratio: float | None = None) -> str:
@@ -207,17 +212,25 @@ def unmoved(layers: Sequence[str]) -> str:
     )
 
 
-#: Codes of reasons, and the sentence of each from its data: plain ones are in ``sentences.yaml``.
+#: Codes of reasons, and the sentence of each from its data.
 SENTENCES: dict[str, Callable[..., str]] = {
-    code: text.format for code, text in read_document(Path(__file__).with_name("sentences.yaml")).items()
-} | {
     # why the loss cannot judge, and what did
     "noise_beyond_budget": _noise_beyond_budget,
+    "loss_flat": _loss_flat,
     "judged_by_gradient": _judged_by_gradient,
     # why a policy is not acceptable, or not taken
+    "incomplete": lambda: "it was not measured to the end in every seed",
     "divergence": _divergence_beyond,
+    "beyond_benign": lambda mean, ratio: (
+        f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
+    ),
+    "worse_loss": lambda excess, limit: (
+        f"its loss is {excess:.3%} higher than under benign changes, surely more than {limit:.3%}"
+    ),
+    "gradient_unknown": lambda loss: f"{loss}, and its gradient error is unknown",
     "gradient_error": _gradient_beyond,
     "memory_bytes": lambda memory, limit: f"memory {memory_text(memory)} is beyond {memory_text(limit)}",
+    "few_seeds": lambda seeds, needed: f"it was measured under {seeds} of the {needed} paired seeds that it takes",
     "tied": _tied,
     # why the answer is what it is
     "none_acceptable": _none_acceptable,
@@ -232,5 +245,19 @@ SENTENCES: dict[str, Callable[..., str]] = {
     ),
     # what a verification found
     "holds": _holds,
+    "failed": lambda runs, first: f"the policy failed in {runs} runs, first: {first}",
+    "too_few_seeds": lambda why: f"{why}; so few seeds cannot tell that from chance: more --seeds can",
+    "slower_than_script": lambda speedup: (
+        f"it is slower than the script as written: {speedup:.2f}x, and saves no memory"
+    ),
+    "preset_faster": lambda name, speedup, own: f"preset '{name}' is faster ({speedup:.2f}x against {own:.2f}x)",
+    # why a search has no answer, or a narrower one
+    "none_measured": lambda: "no trial other than the script as written could be measured",
+    "cost_model": lambda text: text,
+    "interrupted": lambda: "interrupted before the finalists",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",
+    "only_sixteen_bit": lambda bound, cause: (
+        f"Only 16 bit was tried: by the cost model nothing else gains more than {bound:.2f}x over that: {cause}"
+    ),
+    "does_not_fit": lambda text: text,
 }

@@ -16,9 +16,19 @@ from autoprec.support.files import read_document
 from autoprec.trial.source import imported_sources, shown_from
 from autoprec.tuning.lint.facts import Setting
 
-_WORDS = read_document(Path(__file__).with_name("settings.yaml"))
-#: How scripts name dtypes; the last word of a call -> the kind of setting it is; arguments that choose a precision.
-_DTYPES, _CALLS, _FLAGS = (_WORDS[kind] for kind in ("dtypes", "calls", "arguments"))
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+#: Last word of a call -> the kind of setting it is.
+_CALLS = {
+    "autocast": "autocast",
+    "GradScaler": "scaler",
+    "compile": "compile",
+    "convert_to_float8_training": "torchao",
+    "fp8_autocast": "te",
+    "fp8_model_init": "te",
+    "set_float32_matmul_precision": "tf32",
+}
+#: Arguments of Accelerator and TrainingArguments that choose a precision.
+_FLAGS = ("bf16", "fp16", "mixed_precision")
 
 
 def settings_of(words: Sequence[str], folder: Path) -> list[Setting]:
