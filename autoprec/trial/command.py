@@ -12,13 +12,20 @@ from itertools import pairwise
 from pathlib import Path
 
 from autoprec.errors import UsageError, nearest
-from autoprec.support.files import read_document
 from autoprec.support.redact import redact_arguments, remember
 
-_LAUNCHERS = read_document(Path(__file__).with_name("launchers.yaml"))
-#: Programs and modules that start the processes in which the script runs; those that start one where nothing is said;
-#: and how they are told the number of processes of this machine.
-_STARTERS, _ONE_PROCESS, _PROCESS_FLAGS = (_LAUNCHERS[kind] for kind in ("starters", "one_process", "process_flags"))
+#: Programs and modules that start the processes in which the script runs.
+_STARTERS = frozenset(
+    (
+        *("torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun", "composer", "fabric"),
+        *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+        *("deepspeed.launcher.runner", "colossalai"),
+    )
+)
+#: How launchers are told the number of processes of this machine (torchrun, accelerate, deepspeed, mpirun, fabric).
+_PROCESS_FLAGS = frozenset(("nproc-per-node", "num-processes", "num-gpus", "np", "n", "nproc", "ntasks", "devices"))
+#: Starters that start one process where nothing is said; others take what they find, or what a file of theirs says.
+_ONE_PROCESS = frozenset(("torchrun", "torch.distributed.run", "torch.distributed.launch", "fabric"))
 _PYTHONS = ("python", "python3", "python3.11", "python3.12", "python3.13", "python3.14")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,22 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from autoprec.applying.units import tunable_units
-from autoprec.support.files import read_document
 from autoprec.support.living import living
 from autoprec.trial.inside.observe.hooks import parameters_of
 
-#: Modules whose classes only carry another one: the user's model is the child that owns the same parameters.
-_WRAPPERS = tuple(read_document(Path(__file__).with_name("wrappers.yaml")))
+#: Modules that only carry another one: the user's model is the child that owns the same parameters.
+_WRAPPERS = (
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.distributed",
+    "accelerate",
+    "lightning.fabric",
+    "lightning.pytorch.overrides",
+    "lightning.pytorch.strategies",
+    "pytorch_lightning.overrides",
+    "deepspeed",
+    "timm.task",
+)
 
 
 @dataclass(slots=True)
