@@ -6,16 +6,30 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from autoprec.support.files import read_document
-
 #: Names the JSON file that tells the hooks what to do; its absence makes the injected code inert.
 CONFIG_VARIABLE = "AUTOPREC_TRIAL"
 #: Carries the runner's mark into every descendant, so that all of them can be found and ended.
 MARK_VARIABLE = "AUTOPREC_TRIAL_MARK"
 INJECT = Path(__file__).parent / "inside" / "_inject"
 
-#: Variables of every trial, each with its reason.
-_QUIET: dict[str, str] = read_document(Path(__file__).with_name("environment.yaml"))
+_QUIET = {
+    # One spin-waiting OpenMP thread per core of a shared machine made steps 30 times slower.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",  # the tail of a process that dies is worth reading
+    "KINETO_LOG_LEVEL": "5",  # torch's profiler, which sees the memory of a step, prints each start and stop
+    "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ beside the user's modules
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONHASHSEED": "0",  # the order of a set of strings must be the same in every trial
+    "TOKENIZERS_PARALLELISM": "false",  # its thread pool does not survive a fork
+    "WANDB_MODE": "disabled",
+    "WANDB_SILENT": "true",
+    "NEPTUNE_MODE": "debug",
+    "COMET_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+}
 
 
 def run_environment(config: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
-from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit, is_own_fault, last_lines
 from autoprec.trial.protocol import TrialResult
@@ -27,7 +26,24 @@ _SESSION = (
 _BARE = "does `{command}` run to its first step? If it does, please report this with the output above"
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 #: What the hooks can tell about a loop, and what to do about it.
-_ADVICE: dict[str, dict[str, str]] = read_document(Path(__file__).with_name("advice.yaml"))
+_ADVICE = {
+    "functional": (
+        "its gradients come from torch.func.grad, whose transforms no layer hook can follow",
+        "take them with torch.autograd.grad(loss, params.values()) on the same functional_call: that is followed",
+    ),
+    "no_module": (
+        "what it trains are tensors that belong to no torch.nn.Module",
+        "a policy decides about layers: put the weights into a Module, and call it",
+    ),
+    "no_backward": (
+        "the script never called backward() or torch.autograd.grad",
+        _SESSION,
+    ),
+    "no_training_mode": (
+        "the script called backward(), but no model in training mode",
+        "call model.train() before the loop, or name the model: autoprec.register(model, optimizer)",
+    ),
+}
 
 
 def script_failed(command: ScriptCommand, code: int, tail: str) -> ScriptError:
@@ -82,11 +98,10 @@ def no_host(
 def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) -> ScriptError:
     """Return the error of a script that used torch but took no step that hooks could follow."""
     kind = str(seen.get("why") or ("no_backward" if not seen.get("backwards") else "no_training_mode"))
-    advice = _ADVICE.get(kind, _ADVICE["no_backward"])
+    what, fix = _ADVICE.get(kind, _ADVICE["no_backward"])
     counted = f"{seen.get('training_forwards', 0)} calls in training mode, {seen.get('backwards', 0)} backward passes"
     shown = f"\n{last_lines(tail)}" if tail.strip() else ""
-    what = f"no training step was seen: {advice['what']} ({counted}){shown}"
-    return ScriptError(what, where=command.label, fix=advice.get("fix", _SESSION))
+    return ScriptError(f"no training step was seen: {what} ({counted}){shown}", where=command.label, fix=fix)
 
 
 def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptError:

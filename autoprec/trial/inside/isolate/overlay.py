@@ -15,19 +15,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
-import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-#: What libraries and tools call their files, see ``savers`` for the first two tables.
-TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read_text(encoding="utf-8"))
 #: Caches of tools: the variable that names one; the directory in the home directory that is used without it; and the
 #: module without which nothing uses that.
-_CACHES: list[tuple[str, str, str]] = TABLES["caches"]
+_CACHES = (
+    ("XDG_CACHE_HOME", ".cache", ""),
+    ("HF_HOME", "", ""),
+    ("HF_DATASETS_CACHE", "", ""),
+    ("TORCH_HOME", "", ""),
+    ("TORCH_EXTENSIONS_DIR", "", ""),
+    ("TORCHINDUCTOR_CACHE_DIR", "", ""),
+    ("TRITON_CACHE_DIR", ".triton", "triton"),
+    ("CUDA_CACHE_PATH", ".nv", "triton"),
+    ("DG_JIT_CACHE_DIR", ".deep_gemm", "deep_gemm"),
+)
 #: Links that may follow one another in a path, as for the kernel.
 _MOST_LINKS = 40
 #: The system's own calls, by which layers are reached; those of ``os`` are replaced (see ``overlay_calls``).

@@ -16,14 +16,45 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, unquote
 
-from autoprec.trial.inside.isolate.overlay import TABLES, Overlay, real
+from autoprec.trial.inside.isolate.overlay import Overlay, real
 from autoprec.trial.inside.patching import Wanted, after_import
 
 #: What a trial does not do at all: uploads, and the event files of loggers.
-SILENT: list[tuple[str, str]] = TABLES["silent"]
+SILENT: tuple[tuple[str, str], ...] = (
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.add_event"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.flush"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.close"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.add_event"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.flush"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.close"),
+    ("transformers.utils.hub", "PushToHubMixin.push_to_hub"),
+    ("huggingface_hub", "upload_folder"),
+    ("huggingface_hub", "upload_file"),
+    ("huggingface_hub", "create_repo"),
+)
 #: ``module, attribute, position of the path, its keyword, mode``. Modes: ``r`` reads, ``w`` writes, ``a`` changes what
 #: is there, ``d`` is a directory to write into.
-PATHS: list[tuple[str, str, int, str, str]] = TABLES["paths"]
+PATHS: tuple[tuple[str, str, int, str, str], ...] = (
+    ("torch", "save", 1, "f", "w"),
+    ("torch", "load", 0, "f", "r"),
+    ("torch", "from_file", 0, "filename", "a"),
+    ("torch.jit", "save", 1, "f", "w"),
+    ("torch.jit", "load", 0, "f", "r"),
+    ("safetensors", "safe_open", 0, "filename", "r"),
+    ("safetensors.torch", "save_file", 1, "filename", "w"),
+    ("safetensors.torch", "load_file", 0, "filename", "r"),
+    ("safetensors.numpy", "save_file", 1, "filename", "w"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase.save_pretrained", 1, "save_directory", "d"),
+    ("sqlite3.dbapi2", "connect", 0, "database", "a"),
+    ("sqlite3", "connect", 0, "database", "a"),
+    ("h5py._hl.files", "File.__init__", 1, "name", "a"),
+    ("pyarrow.parquet", "write_table", 1, "where", "w"),
+    ("pyarrow.parquet", "read_table", 0, "source", "r"),
+    ("soundfile", "write", 0, "file", "w"),
+    ("soundfile", "read", 0, "file", "r"),
+    ("cv2", "imwrite", 0, "filename", "w"),
+    ("cv2", "imread", 0, "filename", "r"),
+)
 #: A trial may save this much; a checkpoint at every step would fill the disk, and nobody loads all of them again.
 MAX_SAVED_BYTES = 8 << 30
 MIN_FREE_BYTES = 2 << 30
