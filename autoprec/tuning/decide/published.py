@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError, PolicyMismatchError
@@ -19,16 +18,22 @@ from autoprec.graph.roles import Place, places, shown
 from autoprec.policy import Policy
 from autoprec.policy.library import PREFIX, SCALED, WITHIN, Published, published, published_names
 from autoprec.policy.space import Blocks, Choice
-from autoprec.support.files import read_document
 from autoprec.support.units import counted
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
 from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 
 #: Published policies that a search measures beside its other presets: each is a trial.
 MOST_PRESETS = 2
-_DATA = read_document(Path(__file__).with_name("published.yaml"))
-#: Which layers of a divided role are meant, and roles that only some architectures have, by the words of names.
-_PARTS, _WORDS = ({role: re.compile(text) for role, text in _DATA[kind].items()} for kind in ("parts", "words"))
+#: Which layers of a divided role are meant, by the last word of their name; a fused one (``c_attn``) is none of them.
+_PARTS: dict[str, re.Pattern[str]] = {
+    "attention.q": re.compile(r"(to_)?w?q(_proj|_lin|_a_proj|_b_proj)?|(\w+_)?query(_proj)?|queries"),
+    "attention.k": re.compile(r"(to_)?w?kv?(_proj|_lin)?|kv_[ab]_proj\w*|(\w+_)?key(_proj)?|keys"),
+    "attention.v": re.compile(r"(to_)?w?k?v(_proj|_lin)?|kv_[ab]_proj\w*|(\w+_)?value(_proj)?|values"),
+    "mlp.gate": re.compile(r"gate(_proj)?|w1|wi_0"),
+    "mlp.up": re.compile(r"up(_proj)?|w3|wi_1|c_?fc|fc_?(in|1)?|lin1|linear(1|_fc1)|dense_h_to_4h|mlp_in|ffn_in"),
+}
+#: Roles that only some architectures have, known by a word anywhere in a name.
+_WORDS: dict[str, re.Pattern[str]] = {"latent": re.compile(r"latent"), "mtp": re.compile(r"(^|\.)mtp")}
 
 
 @dataclass(frozen=True)
