@@ -67,7 +67,7 @@ def trial_environment(
 def own_threads(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what gives a copy of a one-thread process the thread settings that the user's own process would have."""
     env = os.environ if base is None else base
-    cores = str(len(os.sched_getaffinity(0)))
+    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     threads = env.get("OMP_NUM_THREADS", cores)
     return {
         "OMP_NUM_THREADS": threads,

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,11 @@ _AWAITED = _MEANT_FOR_THE_SCRIPT | {signal.SIGCHLD}
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[set[signal.Signals]]:
-    """Block those signals while the script runs; gives the mask before."""
+def _held_back() -> Iterator[set[signal.Signals] | None]:
+    """Block those signals while the script runs; gives the mask before, None where signals are not ours to block."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "sigtimedwait"):
+        yield None
+        return
     before = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)}
     try:
         yield before
@@ -136,15 +140,15 @@ def run_script(
 
             def begin() -> None:  # in the script's process, before its program
                 die_with_parent(signal.SIGTERM)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask or ())
 
             process = subprocess.Popen(
                 command.argv(),
                 env=run_environment(config),
                 cwd=command.cwd,
-                preexec_fn=begin,
+                preexec_fn=begin if mask is not None else None,
             )
-            code = _wait(process)
+            code = process.wait() if mask is None else _wait(process)
         return _with_notes(code, private, document, target)
     finally:
         shutil.rmtree(private, ignore_errors=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 from typing import Any
 
@@ -92,6 +93,8 @@ def fork_obstacle(found: Found) -> str:
     if others := _other_threads():
         count = f"{len(others)} other thread{'s' if len(others) > 1 else ''}"
         return f"the script has {count}, which a fork would not have: {', '.join(others[:4])}"
+    if sys.platform != "linux":
+        return "this system cannot fork"
     if shared := shared_state():
         return f"the script has {shared}, which forks would share"
     return "" if can_train_after_fork() else "autograd has started threads, which a fork would not have"

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -70,7 +71,8 @@ def isolate(config: dict[str, Any]) -> Overlay:
             _own_temporary_directory(folder, cache)
         overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
         writable = [*(free_prefixes(guarded) - set(crowded)), *beside, *ours]
-        landlock.restrict_writes(writable)
+        if sys.platform == "linux":
+            landlock.restrict_writes(writable)
     if not mounted:
         _watch_programs()
     _note_temporary_directories(os.path.join(folder, MADE))

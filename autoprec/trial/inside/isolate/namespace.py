@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -168,6 +169,8 @@ def enter(guarded: Iterable[str], writable: Sequence[str], folder: str) -> Mount
 
     Call it before there are other threads.
     """
+    if sys.platform != "linux":
+        return None
     paths = sorted({os.path.realpath(path) for path in guarded})
     top = [path for path in paths if not _below(path, [other for other in paths if other != path])]
     with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -19,6 +19,7 @@ from autoprec.trial.inside.isolate.overlay import Overlay, kind, real, remove_tr
 from autoprec.trial.inside.patching import wrapped
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _READING = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
 _CHANGING = ("chmod", "utime", "truncate", "chown", "lchown", "setxattr", "removexattr", "fchmod", "fchown")
 #: They mean a link itself, not what it leads to.
@@ -184,7 +185,7 @@ class _Calls:
             absolute, guarded = found
             if not guarded:
                 return self._os_open(absolute, flags, mode)
-            if flags & os.O_TMPFILE == os.O_TMPFILE:
+            if _TMPFILE and flags & _TMPFILE == _TMPFILE:
                 return self._os_open(overlay.folder(absolute), flags, mode)
             if not flags & _WRITING:
                 return self._os_open(overlay.seen(absolute), flags, mode)
