@@ -10,25 +10,64 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from autoprec.errors import UnknownNameError, UsageError
 from autoprec.graph.report import Layer
 from autoprec.policy import glob_matches
-from autoprec.support.files import read_document
 
-_DATA = read_document(Path(__file__).with_name("roles.yaml"))
 #: Every role that a layer can have, with what it is called in a table.
-ROLES: dict[str, str] = _DATA["roles"]
-#: Words of the path, of a whole word, and of anything in the path.
-_PATHS, _WORDS, _ANYWHERE = (
-    {name: re.compile(text) for name, text in _DATA[kind].items()} for kind in ("paths", "words", "anywhere")
-)
-_EXPERT, _STACK = _PATHS["expert"], _WORDS["stack"]
+ROLES: dict[str, str] = {
+    "embedding": "input projection (patches, features)",
+    "attention.qkv": "attention input (q, k, v)",
+    "attention.out": "attention output",
+    "cross_attention.qkv": "cross-attention input",
+    "cross_attention.out": "cross-attention output",
+    "mixer.in": "input of a state-space or linear-attention mixer",
+    "mixer.inner": "inner projections of a mixer",
+    "mixer.out": "output of a mixer",
+    "mlp.in": "MLP input (gate, up)",
+    "mlp.out": "MLP output (down)",
+    "router": "router of a mixture of experts",
+    "expert.in": "input of the experts (gate, up)",
+    "expert.out": "output of the experts (down)",
+    "shared_expert.in": "input of the shared experts",
+    "shared_expert.out": "output of the shared experts",
+    "conv": "convolution of a stage",
+    "conv.shortcut": "convolution on a shortcut",
+    "head": "output layer",
+}
 #: A whole component of a name: the 3 of ``h.3.fc1``.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+#: Words of the path that say which half of a block a layer is in.
+_ATTENTION = re.compile(r"attn|attention|\bmha\b|\bsa\b")
+_CROSS = re.compile(r"encoder_attn|cross_?att|encdecatt|multihead_attn|\bca\b|\bcross\b")
+_MIXER = re.compile(r"\b(mixer|ssm|mamba2?|linear_attn|delta_net)\b")
+_MLP = re.compile(r"\b(mlp|ffn?|feed_?forward|densereludense|intermediate|block_sparse_moe|moe)\b")
+_EXPERT, _SHARED = re.compile(r"\bexperts?\b"), re.compile(r"\bshared_experts?\b")
+#: Last words of a name.
+_QKV = re.compile(
+    r"(q|k|v|kv|qkv|qk|query|key|value|queries|keys|values|c_attn|wq|wk|wv|wqkv|receptance|query_key_value|"
+    r"(to_)?(q|k|v|kv|qkv)(_proj|_lin|_a_proj|_b_proj)?|kv_a_proj_with_mqa|(\w+_)?(query|key|value)_proj|in_proj\w*|"
+    r"[qkv]_proj_weight)"
+)
+_MLP_IN = re.compile(
+    r"(fc1?|c_fc|fc_in|gate|up|gate_proj|up_proj|gate_up(_proj)?|w1|w3|w12|wi(_\d)?|lin1|linear1|dense_h_to_4h|"
+    r"intermediate|in_proj|mlp_in|ffn_in|key|receptance|expand|c_fc_\d)"
+)
+_MLP_OUT = re.compile(
+    r"(fc2|c_proj|proj|fc_out|down|down_proj|w2|wo|lin2|linear2|dense_4h_to_h|out_proj|mlp_out|ffn_out|value|reduce|"
+    r"output)"
+)
+_HEAD = re.compile(
+    r"(lm_head|head|heads|classifier|proj_out|score|embed_out|cls|predictions|lm_predictions|pooler|qa_outputs|"
+    r"(visual|text)_projection|generator|output(_layer)?|logits)"
+)
+_EMBEDDING = re.compile(r"\b(patch_?embed\w*|embed\w*|wte|stem|conv_in|to_patch\w*|input_proj\w*|feature_proj\w*)\b")
+_STACK = re.compile(
+    r"(encoder|decoder|vision|visual|text|language|audio|image)(_?(model|tower|backbone|encoder|decoder))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +236,30 @@ def _role(layer: Layer, words: Sequence[str], names: Sequence[str]) -> str:
     flat = " ".join(word.lower() for word in above)
     if "router" in layer.flags or _is_router(layer.name, leaf, flat, names):
         return "router"
-    if layer.kind == "conv" and not _PATHS["mixer"].search(path):
+    if layer.kind == "conv" and not _MIXER.search(path):
         return _conv_role(layer, leaf, flat)
     inside = any(part.isdigit() for part in layer.name.split(".")[:-1])
-    if "head" in layer.flags or (not inside and any(_WORDS["head"].fullmatch(word.lower()) for word in words)):
+    if "head" in layer.flags or (not inside and any(_HEAD.fullmatch(word.lower()) for word in words)):
         return "head"
-    for role, tells in _PATHS.items():
+    for role, tells in _BY_PATH:
         if tells.search(path) or tells.search(flat):
             half = _half(role, leaf, layer.name, names)
             if half:
                 return f"{role}.{half}"
-    if not inside and ("first" in layer.flags or _embeds(flat, leaf)):
+    if not inside and (_EMBEDDING.search(flat) or _EMBEDDING.search(leaf) or "first" in layer.flags):
         return "embedding"
     return _bare(leaf, layer.name) if inside else ""
+
+
+#: Word in the path -> half of a block, in order: the experts of an MLP are in an MLP too.
+_BY_PATH = (
+    ("shared_expert", _SHARED),
+    ("expert", _EXPERT),
+    ("mixer", _MIXER),
+    ("cross_attention", _CROSS),
+    ("attention", _ATTENTION),
+    ("mlp", _MLP),
+)
 
 
 def _is_router(name: str, leaf: str, path: str, names: Sequence[str]) -> bool:
@@ -219,15 +269,11 @@ def _is_router(name: str, leaf: str, path: str, names: Sequence[str]) -> bool:
     return leaf == "gate" and any(other.startswith(f"{beside}.") and ".experts" in other for other in names)
 
 
-def _embeds(path: str, leaf: str) -> bool:
-    return any(map(_ANYWHERE["embedding"].search, (path, leaf)))
-
-
 def _conv_role(layer: Layer, leaf: str, path: str) -> str:
-    if _ANYWHERE["shortcut"].search(f"{path} {leaf}"):
+    if re.search(r"shortcut|downsample|skip|residual", f"{path} {leaf}"):
         return "conv.shortcut"
     inside = any(part.isdigit() for part in layer.name.split(".")[:-1])
-    if not inside and ("first" in layer.flags or _embeds(path, leaf)):
+    if not inside and ("first" in layer.flags or _EMBEDDING.search(path) or _EMBEDDING.search(leaf)):
         return "embedding"
     return "conv"
 
@@ -235,9 +281,10 @@ def _conv_role(layer: Layer, leaf: str, path: str) -> str:
 def _half(role: str, leaf: str, name: str, names: Sequence[str]) -> str:
     """Return ``in``/``qkv`` or ``out`` (a mixer has ``inner``); empty where the last word tells neither."""
     if role in ("attention", "cross_attention"):
-        if _WORDS["qkv"].fullmatch(leaf):
+        if _QKV.fullmatch(leaf):
             return "qkv"
-        return "out" if _WORDS["attention_out"].fullmatch(leaf) else ""
+        known = re.fullmatch(r"(\w+_)?(o|out|output|dense|proj|wo|projection)(_proj|_lin)?|to_out|c_proj", leaf)
+        return "out" if known else ""
     if role == "mixer":
         if leaf.startswith("in_proj"):
             return "in"
@@ -251,18 +298,22 @@ def _mlp_half(leaf: str, name: str, names: Sequence[str]) -> str:
         return "in" if name == beside[0] and len(beside) > 1 else "out" if name == beside[-1] else ""
     if leaf == "dense":  # BERT: intermediate.dense, output.dense
         return "in" if re.search(r"\bintermediate\b", name) else "out"
-    if _WORDS["mlp_out"].fullmatch(leaf):
+    if _MLP_OUT.fullmatch(leaf):
         return "out"
-    return "in" if _WORDS["mlp_in"].fullmatch(leaf) else ""
+    return "in" if _MLP_IN.fullmatch(leaf) else ""
 
 
 def _bare(leaf: str, name: str) -> str:
     """Return the role of a layer that lies in its block directly: ``h.3.fc``, ``layer.3.output.dense``."""
     if re.search(r"\boutput\.dense$", name):
         return "mlp.out"
-    halves = {"bare_mlp_in": "mlp.in", "bare_mlp_out": "mlp.out", "qkv": "attention.qkv"}
-    halves["bare_attention_out"] = "attention.out"
-    return next((role for name, role in halves.items() if _WORDS[name].fullmatch(leaf)), "")
+    first: tuple[tuple[str, Callable[[str], object]], ...] = (
+        ("mlp.in", re.compile(r"fc1?|c_fc|gate|up|gate_proj|up_proj|w1|w3|lin1|linear1|fc_in|wi(_\d)?").fullmatch),
+        ("mlp.out", re.compile(r"fc2|proj|down|down_proj|w2|lin2|linear2|fc_out").fullmatch),
+        ("attention.qkv", _QKV.fullmatch),
+        ("attention.out", re.compile(r"(to_)?(o|out)(_proj)?|wo|c_proj").fullmatch),
+    )
+    return next((role for role, tells in first if tells(leaf)), "")
 
 
 def _by_shape(layer: Layer) -> str:
