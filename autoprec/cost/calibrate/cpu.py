@@ -29,7 +29,7 @@ from autoprec.graph.report import Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
-from autoprec.support.files import cache_folder, read_document, write_json
+from autoprec.support.files import cache_folder, write_json
 
 _SCHEMA = 13
 #: Limits of the instructions that the libraries use: rates under one are not those under another.
@@ -45,8 +45,39 @@ _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
 GEMM_BYTES = {"fp32": (4, 4), "bf16": (2, 2), "int8": (1, 4)}
 
 UNCALIBRATED = "modelled, uncalibrated (the CPU micro-benchmark could not run)"
-#: Used when the micro-benchmark cannot run; every key has to be in what it returns.
-FALLBACK: dict[str, Any] = read_document(Path(__file__).with_name("cpu_fallback.yaml"))
+#: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
+FALLBACK: dict[str, Any] = {
+    "gemm": {
+        "fp32": {role: [1.5e-11, 5e-11, 2e-5] for role in ("fprop", "dgrad", "wgrad")},
+        "bf16": {role: [1.5e-11, 5e-11, 3e-5] for role in ("fprop", "dgrad", "wgrad")},
+        "int8": {role: [1e-11, 5e-11, 3e-5] for role in ("fprop", "dgrad", "wgrad")},
+    },
+    "operators": {
+        name: {form: {phase: [1e-10, 5e-6] for phase in ("forward", "backward")} for form in ("fp32", "bf16")}
+        for name in ("pointwise", "activation", "norm", "softmax")
+    },
+    "reduction": {"fp32": [5e-11, 5e-6], "bf16": [1e-10, 5e-6]},
+    "casts": {"down": [8e-10, 4e-6], "up": [8e-10, 4e-6]},
+    "emulated": {name: [8e-9, 5e-5] for name in ("fp8_row", "mxfp8", "nvfp4")},
+    "integer": {"row": [1e-9, 3e-5], "tensor": [1e-9, 3e-5]},
+    "convolution": {"fp32": 1.5, "bf16": 1.5},
+    "recurrent": {"fp32": 1.0, "bf16": 1.0},
+    "handling": {"cast": 1e-4, "autocast": 1e-4, "mixed": 1e-4},
+    "attention": {
+        form: {
+            regime: {"forward": [2e-11, 1e-9, 1e-8], "backward": [5e-11, 3e-9, 1e-7]} for regime in ("short", "long")
+        }
+        for form in ("fp32", "bf16")
+    },
+    "optimizer": [5e-9, 7e-5],
+    "fused_optimizer": [1e-9, 1e-5],
+    "dispatch": 3e-6,
+    "weights": {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0},
+    "in_situ": {"fp32": 1.0, "rest": 1.0, "bf16": 1.0, "int8": 1.0, "emulated": 1.0, "optimizer": 1.0},
+    "torch": "",
+    "spread": 0.0,
+    "pace": 0.0,
+}
 
 
 def cpu_model() -> str:
