@@ -91,8 +91,14 @@ def test_a_head_on_a_cpu_has_int8_with_a_scale_a_row_alone() -> None:
     # one scale a tensor there ended up to 94 % above the reference (benchmarks/results/2026-11-23_long_run_int8.md)
     space = load_space("cpu")
     head, other = ({choice.name for choice in space.rule_for("x", flags)} for flags in (("head",), ()))
-    assert other - head == {"int8_tensor"}
+    assert other - head == {"int8_tensor/wgrad=keep", "int8_tensor/wgrad=bf16"}
     assert "int8" in head
+
+
+def test_one_scale_a_tensor_on_a_cpu_leaves_the_weight_gradient_in_high_precision() -> None:
+    # in INT8 a ViT of width 128 ended 1.1 % above the reference (benchmarks/results/2026-11-27_long_run_int8.md)
+    names = {choice.name for flags in ((), ("head",)) for choice in load_space("cpu").rule_for("x", flags)}
+    assert "int8_tensor" not in names
 
 
 @pytest.mark.parametrize(

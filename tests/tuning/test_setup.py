@@ -90,10 +90,10 @@ SDPA = Operator(
 
 
 def test_a_cpu_without_bf16_instructions_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    having, offered = setup(target="cpu", space=""), {"bf16", "int8", "int8_tensor"}
+    having, offered = setup(target="cpu", space=""), {"bf16", "int8", "int8_tensor/wgrad=keep"}
     if having.target.can_run(BUILTIN_RECIPES["bf16"]):
         assert offered <= set(having.problem.choice_names)
     monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", tuple)
     without = setup(target="cpu", space="")
     assert without.space.activations == ("keep",)
-    assert offered & set(without.problem.choice_names) == {"int8", "int8_tensor"}
+    assert offered & set(without.problem.choice_names) == {"int8", "int8_tensor/wgrad=keep"}
