@@ -103,7 +103,8 @@ def _on_the_cpu(rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, 
         if cpu_bf16_units() == ():
             times = f"{slower['bf16']:.1f} times slower than fp32 here"
             return f"this CPU has no bf16 instructions (bf16 GEMMs are {times}); {rehearse}"
-        return f"bf16 GEMMs are {slower['bf16']:.1f} times slower than fp32 on this CPU, casts included; {rehearse}"
+        times = f"{slower['bf16']:.1f} times slower in bf16 than in fp32 on this CPU, casts included"
+        return f"the GEMMs {_largest(rows)} are {times}; {rehearse}"
     if slower and set(slower) == set(choices):
         nearest = min(slower, key=lambda choice: slower[choice])
         return f"no choice is faster on a CPU: {nearest} takes {slower[nearest]:.2f}x; {rehearse}"

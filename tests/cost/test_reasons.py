@@ -55,8 +55,8 @@ def test_small_gemms_are_shown_without_those_that_have_no_quantised_choice() -> 
     ("units", "says"),
     [
         ((), "this CPU has no bf16 instructions (bf16 GEMMs are 19.1 times slower than fp32 here)"),
-        (("AMX",), "bf16 GEMMs are 19.1 times slower than fp32 on this CPU"),
-        (None, "bf16 GEMMs are 19.1 times slower than fp32 on this CPU"),
+        (("AMX",), "the GEMMs (the largest: M 512, K 256, N 256) are 19.1 times slower in bf16"),
+        (None, "the GEMMs (the largest: M 512, K 256, N 256) are 19.1 times slower in bf16"),
     ],
 )
 def test_a_cpu_without_fast_bf16(monkeypatch: pytest.MonkeyPatch, units: tuple[str, ...] | None, says: str) -> None:
