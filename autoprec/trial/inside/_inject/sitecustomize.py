@@ -62,7 +62,8 @@ def _when_torch_comes() -> None:
 
 
 _chain()
-if os.environ.get("AUTOPREC_TRIAL"):
+# A script may start an older Python, to which AutoPrec's files are not Python.
+if os.environ.get("AUTOPREC_TRIAL") and sys.version_info >= (3, 11):
     _find_autoprec()
     _isolate()
     _when_torch_comes()
