@@ -21,8 +21,13 @@ from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
 from autoprec.optim.tensor import decoded
 
-#: What a healthy run stays below (measured: docs/state.md).
-LIMITS = {"lost_updates": 0.10, "lost_state_updates": 0.25, "flushed_state": 1e-3, "skipped_share": 0.05}
+#: What a healthy run stays below (measured: docs/state.md), and what is wrong beyond it.
+LIMITS: dict[str, tuple[float, str]] = {
+    "lost_updates": (0.10, "of the weight updates are lost in rounding"),
+    "lost_state_updates": (0.25, "of the second moment's updates are lost: it stalls"),
+    "flushed_state": (1e-3, "of the second moments are flushed to zero"),
+    "skipped_share": (0.05, "of the steps were skipped"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,26 @@ class StateReport:
         """Return the JSON form."""
         return asdict(self)
 
+    @property
+    def _shares(self) -> dict[str, float]:
+        return asdict(self) | {"skipped_share": self.skipped_steps / max(self.steps, 1)}
+
+    def problems(self) -> list[str]:
+        """Return what is wrong, each in a sentence; empty for a healthy run."""
+        found = self._shares
+        return [
+            f"{found[name]:.1%} {text} (limit {limit:.1%})"
+            for name, (limit, text) in LIMITS.items()
+            if found[name] > limit
+        ]
+
     def penalty(self) -> float:
         """Return what a trial's divergence must be increased by: 0 for a healthy run, else the worst excess.
 
         It has the unit of divergence (relative), so that a stalled or flushed state cannot win by a lower loss.
         """
-        shares: dict[str, float] = asdict(self) | {"skipped_share": self.skipped_steps / max(self.steps, 1)}
-        return max(0.0, *(shares[name] - limit for name, limit in LIMITS.items()))
+        found = self._shares
+        return max(0.0, *(found[name] - limit for name, (limit, _) in LIMITS.items()))
 
 
 class StateMonitor:
