@@ -55,7 +55,7 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
 
 
 def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, Any]:
-    """Return what was seen of weights and state: penalty (added to the divergence), skipped steps, audit, hints."""
+    """Return what was seen of weights and state: penalty (added to divergence) and why, skipped steps, audit, hints."""
     from autoprec.optim.audit import audit_optimizer, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps
 
@@ -66,6 +66,7 @@ def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, 
             if part not in audit or not row["ok"]:
                 audit[part] = row
     return {
+        "problems": [problem for report in reports for problem in report.problems()],
         "penalty": max((report.penalty() for report in reports), default=0.0),
         "skipped_steps": sum(skipped_steps(optimizer) for optimizer in found.optimizers),
         "audit": audit,

@@ -165,6 +165,8 @@ def scored(
     if found.ok and setup.measured and not result.memory_bytes and plan.params:
         peak = float(setup.steps.of(plan.params).memory_bytes)
         found = found.with_metrics({"memory_bytes": Metric(peak, MODELLED)})
+    for problem in result.payload.get("state", {}).get("problems", ()):
+        ledger.note(f"{plan.name}, seed {plan.seed}: {problem}; its divergence is raised by what is beyond the limit")
     done = replace(
         found,
         reason=found.reason or doubt,

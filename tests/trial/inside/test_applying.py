@@ -34,7 +34,7 @@ def test_a_level_is_applied_to_model_and_optimizer_watched_and_audited() -> None
     train(item, 12)
     assert isinstance(item.root[0].weight, StoredTensor)
     document = state_document(policy, item, monitors)
-    assert document["penalty"] == 0
+    assert (document["penalty"], document["problems"]) == (0, [])
     assert monitors[0].report().watched == 6
     assert all(row["ok"] for row in document["audit"].values())
 

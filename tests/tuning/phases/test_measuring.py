@@ -60,6 +60,20 @@ def test_a_record_says_that_its_trial_compiled_blocks() -> None:
         assert (BY_BLOCK in record.tags) is bool(payload)
 
 
+def test_a_divergence_that_a_stalled_state_raises_is_told_with_its_reason() -> None:
+    made = plain_search().made
+    setup, ledger = made.setup, made.ledger
+    assert setup is not None
+    assert ledger is not None
+    plan, reference = replace(made.records[0], name="levelled"), ledger.reference
+    ran = TrialResult("ok", losses=tuple(reference.losses), step_ms=(1.0,) * len(reference.losses), memory_bytes=1)
+    why = "30.0% of the second moment's updates are lost: it stalls (limit 25.0%)"
+    stalled = replace(ran, payload={"state": {"penalty": 0.05, "problems": [why]}})
+    record = scored(setup, ledger, plan, stalled, reference, 0.01, (0.0, 0.0))
+    assert record["divergence"] >= 0.05
+    assert any("levelled" in note and why in note for note in ledger.notes)
+
+
 def test_memory_that_could_not_be_measured_is_modelled_and_called_so() -> None:
     made = plain_search().made
     assert made.setup is not None
