@@ -63,6 +63,7 @@ class Standing:
         final: no further seed can change the rejection: it breaks a limit that is not that of the loss.
         by_loss: the rejection is what the loss says, whatever else there is.
         low, high: 95 % interval of the speed-up, where it was timed in a duel; the model's bounds where ``modelled``.
+        slowest: the least speed-up of its paired runs; infinity where none was timed.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Standing:
     low: float | None = None
     high: float | None = None
     modelled: bool = False
+    slowest: float = math.inf
 
     @classmethod
     def of(cls, name: str, runs: Sequence[Run], gradient_error: float | None) -> Standing:
@@ -102,6 +104,7 @@ class Standing:
             low=speedup.low,
             high=speedup.high,
             modelled=speedup.source == MODELLED,
+            slowest=min((run["speedup"] for run in paired if run.ok), default=math.inf),
         )
 
     @property
@@ -362,10 +365,10 @@ def _bounds_over_16bit(one: Standing) -> list[float | None] | None:
 
 
 def _span(one: Standing, merit: float, noise: float, *, timed: bool) -> tuple[float, float]:
-    """Return bounds of a policy's merit: the interval of a duel, or what the timing noise leaves of its trials'."""
+    """Return bounds of a policy's merit: the interval of a duel, or what timing noise and the slowest trial leave."""
     if timed and one.timed and one.low is not None and one.high is not None:
         return one.low, one.high
-    return merit / (1.0 + noise), merit
+    return min(merit / (1.0 + noise), one.slowest if timed else math.inf), merit
 
 
 def _merit(one: Standing, objective: str, reference_memory: float) -> float:
@@ -378,6 +381,8 @@ def _merit(one: Standing, objective: str, reference_memory: float) -> float:
 def _no_gain(one: Standing, merit: float, timing_noise: float) -> Reason:
     """Say why the best acceptable policy is not adopted: it is slower, or its gain cannot be told from noise."""
     data: dict[str, Any] = {"name": one.name, "merit": merit, "noise": timing_noise}
+    if not one.timed and one.slowest <= 1.0 < merit:
+        data["slowest"] = one.slowest
     return Reason("no_gain", data | ({"low": one.low, "high": one.high} if one.timed else {}))
 
 

@@ -165,12 +165,21 @@ def _adopted(
     )
 
 
-def _no_gain(name: str, merit: float, noise: float, low: float | None = None, high: float | None = None) -> str:
+def _no_gain(
+    name: str,
+    merit: float,
+    noise: float,
+    low: float | None = None,
+    high: float | None = None,
+    slowest: float | None = None,
+) -> str:
     """Say how little a policy gains: timed beside the script, or as far as the noise of its own runs allows."""
     best = f"the best acceptable policy ({name})"
     if low is not None and high is not None:
         sure = "" if high < 1.01 else "surely "
         return f"{best} is not {sure}faster than the script as written, timed beside it: {speed_text(merit, low, high)}"
+    if slowest is not None:
+        return f"{best} gains {merit - 1.0:+.1%}, but one of its runs is not faster than the script: {slowest:.2f}x"
     if merit < 1.0 - noise:
         return f"{best} is not better than the script as written: {merit:.2f}x"
     if noise < LEAST_NOISE:

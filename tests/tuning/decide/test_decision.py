@@ -169,6 +169,16 @@ def test_the_models_bounds_are_told_and_are_not_taken_for_a_duel() -> None:
     assert str(no_gain.reasons[0]).endswith("changes nothing that counts: +0.00% modelled")
 
 
+def test_a_gain_that_one_of_its_runs_did_not_have_is_not_adopted_before_it_is_timed() -> None:
+    """A policy with seeds of 1.73x and 0.85x was adopted as 1.29x, "timing noise, taken as 10 %"."""
+    one = Standing("a", 1.29, (0.0001, 0.0002), gradient_error=0.01, upper=0.0004, slowest=0.85)
+    found = choose([SCRIPT, one], timing_noise=0.1)
+    assert (found.verdict, found.reasons[0].code, found.rests_on) == ("stay", "no_gain", (1,))
+    assert "0.85x" in str(found.reasons[0])
+    assert choose([SCRIPT, replace(one, low=1.2, high=1.4)], timing_noise=0.1).verdict == "adopt"
+    assert choose([SCRIPT, replace(one, slowest=1.15)], timing_noise=0.1).verdict == "adopt"
+
+
 def test_no_bound_is_told_that_a_seed_of_its_own_lies_beyond() -> None:
     """Two seeds of 0.53 and 0.29 % were said to be up to 0.410 % at 95 % confidence."""
     rules, seeds = Rules(), (0.0053, 0.0029)
