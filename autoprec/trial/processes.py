@@ -159,7 +159,8 @@ def _is_own_folder(path: Path) -> bool:
 def _remove_unheld(folder: Path) -> None:
     """Remove a folder of :func:`private_folder` that no process holds; one without a lock may just be being made."""
     if not (folder / _LOCK).exists():
-        if time.time() - folder.lstat().st_mtime > _BEING_MADE_S:
+        owner = folder.name.split("-")[1][1:]  # of an earlier version, which locked nothing; else it is another's
+        if time.time() - folder.lstat().st_mtime > _BEING_MADE_S and owner.isdigit() and not start_ticks(int(owner)):
             remove_folder(folder)
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

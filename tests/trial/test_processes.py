@@ -39,10 +39,13 @@ def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypa
         (folder / "overlay").mkdir(parents=True)
         os.utime(folder, (time.time() - age,) * 2)
     (tmp_path / f"autoprec-p{gone.pid}-killed" / "lock").touch()
-    (tmp_path / "autoprec-other").mkdir()
+    others = [tmp_path / name for name in ("autoprec-other", "autoprec-policies-old")]
+    for folder in others:
+        folder.mkdir()
+        os.utime(folder, (time.time() - 1000.0,) * 2)
     mine, one = private_folder()
     again, two = private_folder()
-    kept = [tmp_path / "autoprec-other", tmp_path / f"autoprec-p{gone.pid}-new", mine, again]
+    kept = [*others, tmp_path / f"autoprec-p{gone.pid}-new", mine, again]
     assert sorted(tmp_path.iterdir()) == sorted(kept)
     os.close(one)
     os.close(two)
