@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cli.phases import Phases
-from autoprec.cost.transformer import PRESETS, config_report, is_mixture
 from autoprec.errors import NothingAcceptableError, ScriptError, UsageError
 from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
 from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import HostInfo, Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import PATIENCE_S, HostInfo, Probe, TrialResult, TrialSpec
 
 #: Sequences on a device and tokens in each, where a configuration is given and they are not.
 SIZE = (1, 8192)
@@ -30,7 +29,7 @@ SIZE = (1, 8192)
 
 @contextmanager
 def running(
-    script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0, weights: str = ""
+    script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = ""
 ) -> Iterator[tuple[TrialRunner, HostInfo, str]]:
     """Start a script and hold it at its first training step; yield its runner, what it is, and its label.
 
@@ -50,7 +49,7 @@ def running(
 
 
 def record_step(
-    script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0, weights: str = ""
+    script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = ""
 ) -> tuple[GraphReport, HostInfo]:
     """Record one step of a script; return it and what the script was found to be.
 
@@ -63,6 +62,8 @@ def record_step(
 
 def is_description(text: str) -> bool:
     """Say whether a word names a model that is described: a preset (or nearly one), a configuration, a saved step."""
+    from autoprec.cost.transformer import PRESETS
+
     return text.endswith(".json") or (bool(get_close_matches(text, PRESETS)) and not Path(text).exists())
 
 
@@ -74,7 +75,7 @@ def step_of(
     seq: int = SIZE[1],
     recompute: str = "",
     weights: str = "",
-    timeout_s: float = 600.0,
+    timeout_s: float = PATIENCE_S,
 ) -> tuple[GraphReport, HostInfo | None]:
     """Return one step of what a command line ends with; what its script was found to be, where it is one.
 
@@ -97,6 +98,8 @@ def step_of(
             what = "--batch, --seq and --recompute have no effect on a saved step"
             raise UsageError(what, where=words[0], fix="leave them out")
         return load_report(words[0]), None
+    from autoprec.cost.transformer import config_report, is_mixture
+
     if is_mixture(words[0]):
         phases.begin("building the mixture of experts without weights, and recording one step of it")
     return config_report(words[0], batch=batch, seq=seq, recompute=recompute), None
@@ -108,13 +111,15 @@ def is_saved_step(text: str) -> bool:
     Raises:
         FileError: it is not a file of JSON.
     """
+    from autoprec.cost.transformer import PRESETS
+
     if not text.endswith(".json") or text in PRESETS:
         return False
     found = read_document(text, most_bytes=MAX_GRAPH_BYTES)
     return "operators" in found and "schema" not in found  # a policy has both
 
 
-def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:
+def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = PATIENCE_S) -> GraphReport:
     """Record one step of a script that is held at it."""
     phases.begin("recording one training step, operator by operator")
     result = runner.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))

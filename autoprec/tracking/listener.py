@@ -76,7 +76,7 @@ def tracked(options: SearchOptions, *listeners: Listener, started: float) -> Ite
         AutoPrecError: as :meth:`autoprec.tuning.engine.Search.run`.
     """
     command = ScriptCommand.parse(options.command)
-    until = None if options.budget_s is None else started + OVERRUN * options.budget_s
+    until = math.inf if options.budget_s is None else started + OVERRUN * options.budget_s
     tracker = TrackingListener(RUNS, until=until) if options.track else None
     heard = Listeners(*listeners, *([tracker] if tracker is not None else []))
     engine = Search(options, command, heard, started=started)
@@ -100,7 +100,7 @@ class TrackingListener(Listener):
         runs_dir: ``autoprec-runs``; the default store is ``mlflow.db`` in it.
         tracking_uri: MLflow store; else ``MLFLOW_TRACKING_URI``; else the default store.
         experiment: MLflow experiment; else ``MLFLOW_EXPERIMENT_NAME``; else ``autoprec``.
-        until: ``time.monotonic()`` at which a time budget has nothing waited for any more; None for no such budget.
+        until: ``time.monotonic()`` at which a time budget has nothing waited for any more.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class TrackingListener(Listener):
         *,
         tracking_uri: str | None = None,
         experiment: str | None = None,
-        until: float | None = None,
+        until: float = math.inf,
     ) -> None:
         self._named = named_uri(tracking_uri)  # refused before anything is run
         self._uri = self._named or default_uri(Path(runs_dir))
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "autoprec"
         remote = urlsplit(self._uri).scheme in ("http", "https", "databricks", "postgresql", "mysql", "mssql")
         self._patience_s = _REMOTE_PATIENCE_S if remote else _LOCAL_PATIENCE_S
-        self._until = math.inf if until is None else until
+        self._until = until
         self._study: TrackedStudy | None = None
         self._storage = ""
         self._news, self._over = threading.Event(), threading.Event()
@@ -161,8 +161,8 @@ class TrackingListener(Listener):
         """Return where the study is in MLflow, as far as known; ``pending`` is the command that sends the rest."""
         logged = self._logged
         ids = {"experiment_id": logged.experiment_id or None, "run_id": logged.run_id or None}
-        late = "" if logged.run_id else "not written within the time"
-        rest = {"pending": "autoprec ui --sync", "reason": logged.reason or late} if logged.reason or late else {}
+        reason = logged.reason or ("" if logged.run_id else "not written within the time")
+        rest = {"pending": "autoprec ui --sync", "reason": reason} if reason else {}
         return {"tracking_uri": redact_uri(self._uri), **ids, **rest}
 
     def close(self, timeout_s: float | None = None) -> None:

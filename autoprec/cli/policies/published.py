@@ -13,7 +13,6 @@ from autoprec.cli.recording import record_step
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy
 from autoprec.policy.library import PREFIX, is_published, published, published_names
-from autoprec.tuning.decide.published import resolve_published
 
 
 def print_published(name: str, *, as_json: bool) -> None:
@@ -63,6 +62,7 @@ def bound(policy: Path | str, step: Callable[[], GraphReport]) -> Policy:
         loaded: Policy = load_policy(text)
         return loaded
     published(text)  # an unknown name is refused before the script is started
+    from autoprec.tuning.decide.published import resolve_published
 
     found = resolve_published(text, step())
     for line in found.notes:

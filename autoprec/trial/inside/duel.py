@@ -166,7 +166,7 @@ def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: f
         if name not in known:
             return True
         middle, low, high = known[name]
-        return high - low > 2 * precision * middle and not high < best
+        return high - low > 2 * precision * middle and high >= best
 
     return [name for name in ratios if is_open(name)]
 

@@ -20,7 +20,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.support.units import percent_text, speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
@@ -34,8 +34,8 @@ _CLOSE = 1.03
 _STEPS, _WARMUP, _ROUNDS = 6, 2, 2 * FEWEST
 #: Half the width of a speed-up's interval that ends the rounds.
 _PRECISE = 0.03
-#: Seconds of its own without a step after which a variant hangs, and before its first step: it may compile.
-_HUNG_S, _START_S = 300.0, 600.0
+#: Seconds of its own without a step after which a variant hangs.
+_HUNG_S = 300.0
 #: Losses apart by less are float32 rounding of another order of sums.
 _ROUNDING = 1e-6
 
@@ -64,7 +64,7 @@ def choose(
     """
     spec = TrialSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S)
     rows: list[Row] = []
-    with HostPool(hosts(command, _START_S), folder / "as-given") as given:
+    with HostPool(hosts(command, PATIENCE_S), folder / "as-given") as given:
         info = given.info()
         spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
         runs = [spec, spec, replace(spec, perturb="bf16")] if left() > 0 else []
@@ -81,7 +81,7 @@ def choose(
                 continue
             first, second, *benign = results
             limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
-            with HostPool(hosts(command.under(variant), min(_START_S, left())), folder / variant.name) as pool:
+            with HostPool(hosts(command.under(variant), min(PATIENCE_S, left())), folder / variant.name) as pool:
                 try:
                     now = pool.info()
                     within = max(1.0, left())
