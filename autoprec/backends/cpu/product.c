@@ -13,36 +13,81 @@
 
 enum { ROWS = 6, WIDE = 16, DEEP = 512, BAND = 96 };
 
+/* Eight lines of eight pairs of int16 to eight columns. */
+static inline void turn(__m256i x[8]) {
+    __m256i y[8];
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            __m256i low = _mm256_unpacklo_epi32(x[i], x[i + 1]), next = _mm256_unpacklo_epi32(x[i + 2], x[i + 3]);
+            if (j) low = _mm256_unpackhi_epi32(x[i], x[i + 1]), next = _mm256_unpackhi_epi32(x[i + 2], x[i + 3]);
+            y[i + 2 * j] = _mm256_unpacklo_epi64(low, next);
+            y[i + 2 * j + 1] = _mm256_unpackhi_epi64(low, next);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2x128_si256(y[i], y[i + 4], 0x20);
+        x[i + 4] = _mm256_permute2x128_si256(y[i], y[i + 4], 0x31);
+    }
+}
+
 /* Rows of the left operand as int16 [lines][padded]; from `known` rows and `depth` columns on they are zeros. */
 static void widen(const int8_t *restrict x, int64_t row, int64_t inner, int64_t known, int64_t lines, int64_t depth,
                   int64_t padded, int16_t *restrict out) {
-    if (inner == 1)
-        for (int64_t i = 0; i < known; i++)
-            for (int64_t k = 0; k < depth; k++) out[i * padded + k] = x[i * row + k];
-    else /* a transpose: read as it lies */
-        for (int64_t k = 0; k < depth; k++)
-            for (int64_t i = 0; i < known; i++) out[i * padded + k] = x[i * row + k * inner];
+    /* of a transpose, which is read as it lies: what is turned in blocks of 8 rows and 16 of the sum */
+    int64_t rows = row == 1 ? known / 8 * 8 : 0, turned = row == 1 ? depth / 16 * 16 : 0;
+    for (int64_t k = 0; k < turned; k += 16)
+        for (int64_t i = 0; i < rows; i += 8) {
+            __m256i pairs[8];
+#pragma GCC unroll 8
+            for (int p = 0; p < 8; p++) {
+                const int8_t *from = x + i + (k + 2 * p) * inner;
+                __m128i first = _mm_loadl_epi64((const __m128i *)from);
+                __m128i second = _mm_loadl_epi64((const __m128i *)(from + inner));
+                pairs[p] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second));
+            }
+            turn(pairs);
+#pragma GCC unroll 8
+            for (int p = 0; p < 8; p++) _mm256_storeu_si256((__m256i *)(out + (i + p) * padded + k), pairs[p]);
+        }
     for (int64_t i = 0; i < lines; i++) {
-        int64_t from = i < known ? depth : 0;
-        memset(out + i * padded + from, 0, 2 * (padded - from));
+        int64_t to = i < known ? depth : 0, from = i < rows ? turned : 0;
+        if (inner == 1)
+            for (int64_t k = from; k < to; k++) out[i * padded + k] = x[i * row + k];
+        else
+            for (int64_t k = from; k < to; k++) out[i * padded + k] = x[i * row + k * inner];
+        memset(out + i * padded + to, 0, 2 * (padded - to));
     }
 }
 
 /* WIDE columns of the right operand as pairs of int16 along the sum: [depth / 2][WIDE][2]. */
 static void pair_columns(const int8_t *restrict x, int64_t stride, int64_t column_stride, int64_t columns,
                          int64_t depth, int64_t padded, int16_t *restrict out) {
-    if (columns == WIDE && column_stride == 1) {
-        for (int64_t k = 0; k < padded; k += 2) {
-            __m128i first = _mm_setzero_si128(), second = first;
-            if (k < depth) first = _mm_loadu_si128((const __m128i *)(x + k * stride));
-            if (k + 1 < depth) second = _mm_loadu_si128((const __m128i *)(x + (k + 1) * stride));
-            __m256i *to = (__m256i *)(out + k * WIDE);
+    int64_t done = 0;
+    if (columns == WIDE && column_stride == 1)
+        for (; done < depth / 2 * 2; done += 2) {
+            __m128i first = _mm_loadu_si128((const __m128i *)(x + done * stride));
+            __m128i second = _mm_loadu_si128((const __m128i *)(x + (done + 1) * stride));
+            __m256i *to = (__m256i *)(out + done * WIDE);
             to[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second));
             to[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second));
         }
-        return;
-    }
-    for (int64_t k = 0; k < padded; k += 2)
+    if (columns == WIDE && stride == 1 && column_stride != 1)
+        for (; done < depth / 16 * 16; done += 16)
+            for (int64_t j = 0; j < WIDE; j += 8) {
+                __m256i lines[8];
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; i++) {
+                    const int8_t *from = x + (j + i) * column_stride + done;
+                    lines[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+                }
+                turn(lines);
+                __m256i *to = (__m256i *)(out + done * WIDE + 2 * j);
+#pragma GCC unroll 8
+                for (int p = 0; p < 8; p++) to[2 * p] = lines[p];
+            }
+    for (int64_t k = done; k < padded; k += 2)
         for (int64_t j = 0; j < WIDE; j++) {
             int inside = j < columns;
             out[k * WIDE + 2 * j] = inside && k < depth ? x[k * stride + j * column_stride] : 0;
