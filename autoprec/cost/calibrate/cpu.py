@@ -31,7 +31,7 @@ from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
 from autoprec.support.files import cache_folder, write_json
 
-_SCHEMA = 13
+_SCHEMA = 14
 #: Limits of the instructions that the libraries use: rates under one are not those under another.
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 _PROBE_TIMEOUT_S = 120.0

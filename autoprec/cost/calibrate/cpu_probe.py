@@ -26,6 +26,7 @@ from autoprec.cost.calibrate.cpu import GEMM_BYTES, ISA_VARIABLES
 from autoprec.cost.calibrate.cpu_clock import best, fit, in_passes
 from autoprec.cost.calibrate.cpu_steps import Stage, in_situ, stages
 from autoprec.policy.schema import LayerPlan
+from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 _SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (256, 512, 512), (768, 384, 384))
@@ -34,6 +35,9 @@ _TENSORS, _COPIES = ((32, 128), (512, 256), (768, 1024)), 10
 _FAMILIES = {"fp8_row": "fp8_rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 _INTEGER = {"row": "int8", "tensor": "int8_tensor"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Without units bf16 products are up to a hundred times slower than fp32 ones: no policy gains by them, and the time of
+#: their probes would be most of all. One shape says how slow they are.
+_HAS_BF16 = cpu_bf16_units() != ()
 
 
 def _apart(runs: Sequence[Callable[[], Any]]) -> float:
@@ -57,7 +61,7 @@ def _gemms() -> dict[str, dict[str, list[float]]]:
         read, written = GEMM_BYTES[name]
         rows: list[list[float]] = []
         times: dict[str, list[float]] = {"fprop": [], "dgrad": [], "wgrad": []}
-        for m, k, n in _SHAPES:
+        for m, k, n in _SHAPES if _HAS_BF16 or name != "bf16" else _SHAPES[:1]:
             x, w, g = (torch.randn(*shape).mul_(16.0).to(dtype) for shape in ((m, k), (n, k), (m, n)))
             rows.append([2.0 * m * k * n, float(read * (m * k + k * n) + written * m * n), 1.0])
             for role, a, b in (("fprop", x, w.t()), ("dgrad", g, w), ("wgrad", g.t(), x)):
@@ -216,7 +220,8 @@ def _recurrent(gemms: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     """Return format -> how much longer a recurrent layer takes than the products of its inputs and of its states."""
     steps, batch, width = 8, 32, 384
     out = {}
-    for form, dtype in _DTYPES.items():
+    for form in _DTYPES if _HAS_BF16 else ("fp32",):
+        dtype = _DTYPES[form]
         layer = nn.LSTM(width, width).to(dtype)
         x, grad = (torch.randn(steps, batch, width).to(dtype) for _ in range(2))
         x.requires_grad_()
@@ -227,7 +232,7 @@ def _recurrent(gemms: dict[str, dict[str, list[float]]]) -> dict[str, float]:
         shapes = ((steps * batch, width, 4 * width), (batch, width, 4 * width))
         plain = [_products(gemms, [form] * 3, shape) for shape in shapes]
         out[form] = max(0.5, min(20.0, best(run) / (plain[0] + steps * plain[1])))
-    return out
+    return {"bf16": out["fp32"]} | out
 
 
 def _convolution(gemms: dict[str, dict[str, list[float]]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from autoprec.cost.model import CostModel
 from autoprec.graph.recorder import StepRecorder
 from autoprec.policy.matching import resolve
 from autoprec.policy.schema import Policy
-from autoprec.precision.hardware import target
+from autoprec.precision.hardware import cpu_bf16_units, target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
@@ -107,11 +107,15 @@ def in_situ(rates: dict[str, Any], models: list[Stage]) -> dict[str, Any]:
     """Return how much longer whole steps take than their operators in a hot loop, and what weights cost beside them.
 
     Three models give three unknowns under fp32: a factor on layers, one on the rest (in every precision), and seconds
-    per weight value (casts, gradients in fresh memory); each of the other policies has its own first and last.
+    per weight value (casts, gradients in fresh memory); each of the other policies has its own first and last. Those
+    that multiply in bf16 are not run without units for it: a step would take seconds.
     """
     updates = []
     factors, weights = dict(_NOTHING), dict(_NOTHING)
     for name, recipe, activations in _IN_SITU:
+        if activations == "bf16" and cpu_bf16_units() == ():
+            factors[name] = factors["fp32"]
+            continue
         recipes = {} if recipe == "keep" else {recipe: BUILTIN_RECIPES[recipe]}
         policy = Policy(recipes=recipes, default=recipe, activations=activations)
         wanted = [name, "rest"] if name == "fp32" else [name]

@@ -8,18 +8,31 @@ import pytest
 
 from autoprec.cost.calibrate import cpu_clock, cpu_probe, cpu_steps
 from autoprec.cost.calibrate.cpu import FALLBACK
+from autoprec.policy import Policy
 
 
-def test_the_output_has_every_rate_the_model_reads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("units", [("AVX512_BF16",), ()])
+def test_the_output_has_every_rate_the_model_reads_whatever_the_cpu_multiplies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], units: tuple[str, ...]
 ) -> None:
+    ran: list[str] = []
+
     def once(run: Callable[[], Any], _calls: int) -> float:
         run()
         return 1e-4
 
+    def measured(stage: cpu_steps.Stage, policy: Policy) -> tuple[float, float]:
+        ran.append(policy.activations)
+        return timed(stage, policy)
+
+    timed = cpu_steps.Stage.measured
     for module in (cpu_clock, cpu_steps):
         monkeypatch.setattr(module, "elapsed", once)
+    monkeypatch.setattr(cpu_steps.Stage, "measured", measured)
+    monkeypatch.setattr(cpu_steps, "cpu_bf16_units", lambda: units)
+    monkeypatch.setattr(cpu_probe, "_HAS_BF16", bool(units))
     assert cpu_probe.main() == 0
+    assert ("bf16" in ran) is bool(units)  # a step of bf16 products without units takes seconds
     document = json.loads(capsys.readouterr().out)
     assert set(FALLBACK) <= set(document)
     for name, rates in FALLBACK.items():
