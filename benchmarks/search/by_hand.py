@@ -76,8 +76,9 @@ SCRIPTS |= {
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast by hand", "all bf16"
 ADOPTED = "adopted"
 ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
-#: A block has so many steps at least, takes so long at least (s), and so many steps go by before it.
-BLOCK, BLOCK_S, SETTLING = 3, 0.3, 1
+#: A block has so many steps at least, takes so long at least (s), and so many steps go by before it; before the first
+#: block of a process so many: until then each step still asks the system for memory, a narrow policy's more often.
+BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST = 3, 0.5, 1, 10
 #: Processes that each contender has, one after the other.
 PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
@@ -172,7 +173,7 @@ def serve(step: Step) -> None:
     os.dup2(2, 1)  # what a model prints is not an answer
     steps = 0
     for _ in sys.stdin:
-        for _ in range(SETTLING if steps else 2):
+        for _ in range(SETTLING if steps else SETTLING_FIRST):
             began = time.process_time()
             step()
         steps = steps or max(BLOCK, math.ceil(BLOCK_S / max(time.process_time() - began, 1e-4)))

@@ -2,14 +2,15 @@
 
     python benchmarks/search/regret.py conv tab lstm unet gpt moe --options "--budget 150s" --out FILE.md
 
-The policies are the presets of the space ``cpu``, random ones, and small changes of the fastest of both. Each trains in
-a process of its own, timed as `by_hand.py` times (CPU time of one thread, blocks in random order, ratios to the script
-of the same round). Those that seem as fast as the answer, or faster, are trained beside the script over three data
-orders; a policy is acceptable whose mean absolute loss gap (in units of the loss, as a search has it) is within the
-budget of a search (0.25 %), or no larger than the answer's own, where short losses are chaotic. The fastest three of
-them are then timed again beside the answer, in new processes: the best of forty timings is the best partly by chance.
-The regret is what the fastest of the three gains over the answer there, 0 where none does. A search also refuses
-policies for their gradient error; here none is, so this is the regret against a laxer rule.
+The policies are the presets of the space ``cpu``, random ones, and small changes of the fastest of both. They are first
+timed in blocks in random order, each block in a fork that makes the script's model anew, as ratios to the script's own
+block of the same round; the slower half of them after :data:`SCREENED` rounds only. Those that seem as fast as the
+answer, or faster, are trained beside the script over three data orders; a policy is acceptable whose mean absolute loss
+gap (in units of the loss, as a search has it) is within the budget of a search (0.25 %), or no larger than the answer's
+own, where short losses are chaotic. The fastest three of them are then timed beside the answer as `by_hand.py` times,
+in processes of their own: the best of forty timings is the best partly by chance. The regret is what the fastest of the
+three gains over the answer there, 0 where none does. A search also refuses policies for their gradient error; here none
+is, so this is the regret against a laxer rule.
 
 Answers that ``--work`` holds are not searched again (`by_hand.py --search` leaves them there).
 """
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -49,8 +52,8 @@ sys.path.insert(0, str(FOLDER))
 
 BUDGET = 0.0025
 PRESETS, DRAWN, CHANGED = 12, 18, 10
-#: Policies that are timed beside each other: each holds a model in memory.
-BATCH = 8
+#: Rounds after which the slower half is timed no more; steps that go by before a block, and its length.
+SCREENED, SETTLING, BLOCK, BLOCK_S = 2, 4, 3, 0.3
 #: Policies whose losses are taken and that are timed again, fastest first.
 TRAINED, FINAL = 12, 3
 #: A policy is worth training that seems so fast, as a share of the answer's speed.
@@ -72,20 +75,14 @@ class Row:
     gap: float
 
 
-def losses(name: str, kind: str) -> list[list[float]]:
-    """Return the losses of the first steps under each data order, from the same weights."""
-    done = subprocess.run(
-        [sys.executable, __file__, name, "--losses", kind],
-        stdout=subprocess.PIPE,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a fork of this process: it leaves no memory behind."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def trained(name: str, kind: str) -> list[list[float]]:
-    """Train in this process: the same weights, another order of batches for each seed."""
+    """Return the losses of the first steps under each data order, from the same weights."""
     found = []
     for seed in range(SEEDS):
         step = served(name, kind)
@@ -124,14 +121,31 @@ def pool(problem: Problem, count: int, rng: random.Random, known: dict[str, Poin
             count -= 1
 
 
+def block(name: str, kind: str) -> float:
+    """Return milliseconds of CPU time per step of a block, once the process has the pages that a step needs."""
+    step = served(name, kind)
+    spans: list[float] = []
+    while len(spans) < SETTLING + BLOCK or sum(spans[SETTLING:]) < BLOCK_S:
+        began = time.process_time()
+        step()
+        spans.append(time.process_time() - began)
+    return statistics.fmean(spans[SETTLING:]) * 1e3
+
+
 def speeds(name: str, files: dict[str, Path], rounds: int) -> dict[str, float]:
-    """Return each policy's speed over the script as written."""
+    """Return each policy's speed over the script as written; of the slower half, after few rounds."""
+    ratios: dict[str, list[float]] = {key: [] for key in files}
     found: dict[str, float] = {}
-    names = list(files)
-    for first in range(0, len(names), BATCH):
-        kinds = {WRITTEN: WRITTEN} | {key: str(files[key]) for key in names[first : first + BATCH]}
-        times = race(name, kinds, rounds)
-        found |= {key: over(ms, times[WRITTEN])[0] for key, ms in times.items() if key != WRITTEN}
+    open_ = list(files)
+    for turn in range(rounds):
+        if turn == SCREENED:
+            open_ = sorted(open_, key=found.__getitem__, reverse=True)[: math.ceil(len(open_) / 2)]
+        kinds = {WRITTEN: WRITTEN} | {key: str(files[key]) for key in open_}
+        order = random.Random(turn).sample(list(kinds), len(kinds))
+        times = {key: forked(block, name, kinds[key]) for key in order}
+        for key in open_:
+            ratios[key].append(times[WRITTEN] / times[key])
+            found[key] = statistics.median(ratios[key])
     return found
 
 
@@ -156,15 +170,14 @@ def measured(name: str, folder: Path, rounds: int) -> Row:
     near: dict[str, Point] = dict(points)
     pool(problem, CHANGED, rng, near, [points[key] for key in leading])
     fresh = {key: point for key, point in near.items() if key not in points}
-    found |= speeds(name, written(problem, fresh, folder / "changed"), FEWEST)
+    found |= speeds(name, {"answer": Path(answer)} | written(problem, fresh, folder / "changed"), FEWEST)
     files = written(problem, near, folder / "all")
 
-    first = race(name, {WRITTEN: WRITTEN, "answer": answer}, FEWEST)
-    least = AS_FAST * over(first["answer"], first[WRITTEN])[0]
+    least = AS_FAST * found.pop("answer")
     ranked = sorted((key for key in found if found[key] >= least), key=found.__getitem__, reverse=True)[:TRAINED]
-    reference = losses(name, WRITTEN)
-    gaps = {key: gap(losses(name, str(files[key])), reference) for key in ranked}
-    own_gap = gap(losses(name, answer), reference)
+    reference = forked(trained, name, WRITTEN)
+    gaps = {key: gap(forked(trained, name, str(files[key])), reference) for key in ranked}
+    own_gap = gap(forked(trained, name, answer), reference)
     limit = max(BUDGET, own_gap)
     final = [key for key in ranked if gaps[key] <= limit][:FINAL]
     times = race(name, {WRITTEN: WRITTEN, "answer": answer} | {key: str(files[key]) for key in final}, rounds)
@@ -200,13 +213,9 @@ def main() -> None:
     parser.add_argument("--options", default="", help="options of the searches, e.g. '--budget 150s'")
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
     parser.add_argument("--rounds", type=int, default=15, help="of the last timing")
-    parser.add_argument("--losses", metavar="CONTENDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.losses:
-        print(json.dumps(trained(args.scripts[0], args.losses)))
-        return
     rows = []
     for name in args.scripts:
         folder = args.work / name / "0"

@@ -30,11 +30,12 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 
 #: Half the width of an interval that is enough, relative to the speed-up.
-_PRECISE = 0.02
+PRECISE = 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
 _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
-#: Seconds of its own that a second duel takes at most, of what was picked.
-_AGAIN_S = 16.0
+#: Seconds of its own that a second duel takes at most, of what was picked: page faults make two processes of one
+#: program differ by 6 % (standard deviation), so that six rounds leave a speed-up uncertain by 5 %.
+_AGAIN_S = 30.0
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
@@ -107,11 +108,10 @@ class Duels:
     def time_again(self, run: Run) -> bool:
         """Time a policy once more alone, where a time budget leaves the time; returns whether anything was learnt.
 
-        The fastest of several that were timed is on average slower than it seemed. Its rounds of both duels count
-        together.
+        The fastest of several that were timed is on average slower than it seemed. Rounds of both duels count.
         """
         known = self.known().get(run.name)
-        if not self._are_timed() or known is None or half_width(known) <= _PRECISE:
+        if not self._are_timed() or known is None or half_width(known) <= PRECISE:
             return False
         if run.name in self._again or not self._can_fork([run]):
             return False
@@ -240,7 +240,7 @@ def timed_together(
     for _ in range(_PROCESSES if probes else 0):
         left = max(1.0, within_s - (time.monotonic() - began))
         asked = replace(spec, kind="duel", probes=probes, within_s=left, on_the_clock=on_the_clock)
-        result = run(replace(asked, precision=_PRECISE, by_block=False))
+        result = run(replace(asked, precision=PRECISE, by_block=False))
         if not result.ok:
             return rounds, f"{result.status}: {result.reason}"
         found = result.payload["duel"]["rounds"]
@@ -276,6 +276,19 @@ def interval_text(run: Run) -> str:
     if metric is None or metric.low is None or metric.high is None:
         return ""
     return f"[{metric.low:.3g}, {metric.high:.3g}]"
+
+
+def drift(speedups: Sequence[tuple[float, float]]) -> float:
+    """Return by what factor the speed-ups of trials are off on a machine that has changed since the reference ran.
+
+    The reference of all trials ran minutes before them: its time divides every one of their speed-ups. Where policies
+    were in a duel as well, their ratios (standard deviation 3 %, that of the reference's time 6 %) say how it is now.
+
+    Args:
+        speedups: (by its trial, by its duel) of each policy that has both.
+    """
+    logs = [math.log(duel / trial) for trial, duel in speedups if trial > 0.0]
+    return math.exp(sum(logs) / (len(logs) + 0.25)) if logs else 1.0
 
 
 def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:

@@ -22,7 +22,7 @@ from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.ledger import rank as rank_of
 from autoprec.tuning.paired import OVERRUN, PairedRunner
-from autoprec.tuning.phases.duels import Duels, timing_noise
+from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
 from autoprec.tuning.phases.preset_gain import best_preset, over_preset
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
@@ -30,7 +30,7 @@ from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, sixteen_bit_speedup
-from autoprec.tuning.study.run import Run
+from autoprec.tuning.study.run import Metric, Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
@@ -57,6 +57,7 @@ class Race:
         self._seeds = PairedSeeds(setup, runner, ledger)
         self._asked_errors: set[str] = set()
         self._known: dict[str, Run] = {}  # duels
+        self._drift = 1.0
         self._eased: set[str] = set()
         self._is_over = self._is_timed = False  # a run was ended for want of time; what is near was timed
         self.by_hand: frozenset[tuple[Any, ...]] = frozenset()
@@ -80,14 +81,20 @@ class Race:
         return len(self._seeds.unusable) >= UNUSABLE_SEEDS
 
     def runs(self) -> list[Run]:
-        """Return every run, of policies that were in a duel with its step time."""
+        """Return every run, with the times that duels show."""
         return [self._corrected(run) for runs in self._rows.values() for run in runs]
 
     def _corrected(self, run: Run) -> Run:
+        """Return a run with the step time of its policy's duel, or with what duels say of the script's own time."""
         duel = self._known.get(run.name)
-        if duel is None or "step_time_ms" not in run.metrics:
+        if "step_time_ms" not in run.metrics or not self._known:
             return run
-        return run.with_metrics({"step_time_ms": duel.metrics["step_time_ms"]})
+        if duel is not None:
+            return run.with_metrics({"step_time_ms": duel.metrics["step_time_ms"]})
+        if run.seed:  # its reference ran beside it
+            return run
+        changed = {"step_time_ms": 1.0 / self._drift, "speedup": self._drift}
+        return run.with_metrics({name: Metric(run[name] * factor) for name, factor in changed.items()})
 
     def update(self) -> Ranking:
         """Take in what was measured since, refit, and rank anew."""
@@ -102,6 +109,7 @@ class Race:
             rows = sorted(further.get(record.name, ()), key=lambda r: r.seed)
             whole = [row for row in rows if row.seed == record.seed]  # says more of that seed than blocks did
             self._rows[record.number] = [*(whole[-1:] or [record]), *(row for row in rows if row.seed != record.seed)]
+        self._drift = drift([(record["speedup"], self._known[record.name]["speedup"]) for record in self._duelled()])
         rules = self._rules()
         self.expectation.goals = replace(self.expectation.goals, uninformative=rules.uninformative is not None)
         self.expectation.fit(self.runs())
@@ -111,6 +119,10 @@ class Race:
         self._ledger.accepted = frozenset(self.now.standings[i].name for i in self.now.accepted)
         self._ledger.refused = frozenset(one.name for one in self.now.standings if rules.breaks(one))
         return self.now
+
+    def _duelled(self) -> list[Run]:
+        """Return the first trials, under the script's own seed, of policies that were in a duel."""
+        return [run for run in self._tried if run.ok and run.seed == 0 and run.name in self._known]
 
     def run(self, elsewhere: Callable[[], float]) -> None:
         """Give seeds to policies that may still change the answer, until none can or a new policy has more value.
@@ -237,7 +249,7 @@ class Race:
         return self._ledger.rules(self._seeds.baseline)
 
     def _standing(self, record: Run) -> Standing:
-        runs, duel = self._rows[record.number], self._known.get(record.name)
+        runs, duel = [self._corrected(run) for run in self._rows[record.number]], self._known.get(record.name)
         one = Standing.of(record.name, [*runs, *([duel] if duel is not None else [])], self._error(record))
         memory, preset = one.memory_bytes or record["memory_bytes"], record.kind == "preset"
         return replace(one, memory_bytes=memory, preset=preset, run=record)
@@ -411,8 +423,14 @@ class Race:
         return True
 
     def _time_again(self, decision: Decision) -> bool:
-        """Time what would be adopted once more: it was picked as the fastest of those that were timed."""
-        if decision.run is None or not self.duels.time_again(decision.run):
+        """Time once more what would be adopted, which was picked as the fastest, or what an answer to stay refuses.
+
+        Of what people write by hand that is whatever may still be faster than the script.
+        """
+        hand = self._by_hand()
+        near = [_run(one) for one in self._fit() if one.timed and (one.high or 0.0) > 1.0 + PRECISE]
+        wanted = [run for run in near if run in hand] if decision.run is None else [decision.run]
+        if not any(self.duels.time_again(run) for run in wanted):
             return False
         self.update()
         return True

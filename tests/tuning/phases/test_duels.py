@@ -167,3 +167,22 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
 def test_what_is_known_well_is_not_timed_again(here: Path) -> None:  # noqa: F811
     made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
     assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) == 1
+
+
+def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By hand is as fast as the script in the middle, and up to 10 % faster or slower: that is timed once more."""
+    spread = [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1]
+
+    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+        names = ["", *(probe.id for probe in spec.probes)]
+        rounds = [{who: 10.0 * (scale if who else 1.0) for who in names} for scale in spread]
+        return TrialResult("ok", payload={"duel": {"rounds": rounds, "steps": 8, "refused": {}}})
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", duel)
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    assert result.verdict == "stay"
+    known = [run.name for run in made.records if run.kind == DUEL]
+    assert any(known.count(name) == 2 for name in ("bf16 autocast", "all bf16"))

@@ -19,7 +19,7 @@ from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases import finalists
-from autoprec.tuning.phases.duels import MODEL_RESOLUTION, MOST_AT_ONCE, timing_noise
+from autoprec.tuning.phases.duels import MODEL_RESOLUTION, MOST_AT_ONCE, drift, timing_noise
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.study.run import BY_BLOCK, LEAST_NOISE, MOST_NOISE, Run, metrics_of
@@ -316,6 +316,24 @@ def test_the_noise_of_times_is_known_after_the_run_of_the_whole_model_as_before(
     further = [row(1, 1.31, by_block=False), row(2, 1.32, by_block=False)]  # a study of an earlier version
     race._rows = {first.number: [first, *further]}
     assert race._comparable(first) == [1.31, 1.32]
+
+
+def test_trials_are_compared_with_what_a_duel_says_of_the_script_now() -> None:
+    """The script's time was taken while the machine was slow: all of its trials look 15 % faster than they are."""
+    race: Any = object.__new__(Race)
+    runs = [
+        Run(n, "search", name, {}, {}, "ok", metrics=metrics_of({"speedup": speedup, "step_time_ms": 100 / speedup}))
+        for n, (name, speedup) in enumerate([("all bf16", 1.725), ("trial 1", 1.84), ("trial 2", 1.61)])
+    ]
+    duel = Run(9, "duel", "all bf16", {}, {}, "ok", metrics=metrics_of({"speedup": 1.5, "step_time_ms": 100 / 1.5}))
+    race._tried, race._known, race._rows = runs, {"all bf16": duel}, {run.number: [run] for run in runs}
+    race._drift = drift([(run["speedup"], race._known[run.name]["speedup"]) for run in race._duelled()])
+    timed, *others = race.runs()
+    assert timed["step_time_ms"] == pytest.approx(100 / 1.5)
+    assert [run["speedup"] for run in others] == pytest.approx([1.84 / 1.15, 1.61 / 1.15], rel=0.03)
+    assert [run["speedup"] * run["step_time_ms"] for run in others] == pytest.approx([100, 100])
+    further = replace(runs[1], seed=1)
+    assert race._corrected(further) is further, "the script ran beside it"
 
 
 def test_a_run_by_block_that_died_early_does_not_pass_for_one_of_the_whole_model() -> None:
