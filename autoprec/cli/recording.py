@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cli.phases import Phases
-from autoprec.errors import NothingAcceptableError, ScriptError, UsageError
+from autoprec.errors import UsageError
 from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
 from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import PATIENCE_S, HostInfo, Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import PATIENCE_S, HostInfo, Probe, TrialSpec
+from autoprec.tuning.phases import record as recorded
+from autoprec.tuning.phases.record import payload_of
 
 #: Sequences on a device and tokens in each, where a configuration is given and they are not.
 SIZE = (1, 8192)
@@ -122,24 +124,7 @@ def is_saved_step(text: str) -> bool:
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = PATIENCE_S) -> GraphReport:
     """Record one step of a script that is held at it."""
     phases.begin("recording one training step, operator by operator")
-    result = runner.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
-    return GraphReport.from_json(payload_of(result, label, "recorded")["graph"])
-
-
-def payload_of(result: TrialResult, label: str, done: str = "measured") -> dict[str, Any]:
-    """Return what a trial was asked for.
-
-    Raises:
-        ScriptError: it failed; the message carries the script's own output.
-    """
-    if result.ok and result.payload:
-        return result.payload
-    short = result.status == "too_short"
-    raise ScriptError(
-        f"the step could not be {done}: {result.reason or result.status}",
-        where=label,
-        fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
-    )
+    return recorded.record_step(runner, label, timeout_s=timeout_s)
 
 
 def gradient_errors(
@@ -181,16 +166,3 @@ def gradient_errors(
         before += moment + 1 + len(probes)
         tell(before)
     return payloads
-
-
-def tunable(report: GraphReport) -> GraphReport:
-    """Return the report of a step that has something to tune.
-
-    Raises:
-        NothingAcceptableError: no trained linear layer or convolution ran in it.
-    """
-    if not report.tunable:
-        raise NothingAcceptableError(
-            "this script has no trainable GEMM to tune", fix="`autoprec inspect` lists every operator and why"
-        )
-    return report

@@ -41,8 +41,8 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import emitted_policy, save_front, search_result, settled, with_size
-from autoprec.tuning.phases.record import record_step
-from autoprec.tuning.phases.reference import expected, measure_reference
+from autoprec.tuning.phases.record import record_step, tunable
+from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import SHARE, choose
@@ -198,7 +198,7 @@ class Search:
         if self._unnamed and is_numbered(self.options.study):
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
         pool.prepare(0)
-        probe = self._probe_cpu()
+        began, probe = time.monotonic(), self._probe_cpu()
         if self.options.calibration:  # refused before the study is begun; else that overlaps with the script's start
             self._calibration = calibration_of(self.options, pool.info(0).device)
         store = self._store or self._open_store(stack)
@@ -207,11 +207,14 @@ class Search:
         except ScriptError:
             store.discard_empty()
             raise
+        start_s = time.monotonic() - began
+        self._check_time(store, host, start_s, starts=2)  # for the recorded step, and for the reference
         self.listener.phase("graph")
         self._calibration = self._calibration or self._kept_calibration(store, host)
-        graph = self.graph = record_step(pool, self.command.label)
+        graph = self.graph = tunable(record_step(pool, self.command.label), self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
+        self._check_time(store, host, start_s, starts=1)
         setup = Setup.of(self.options, host, graph, self._calibration)
         verdict = setup.verdict()
         beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
@@ -252,6 +255,11 @@ class Search:
             answer = answer.with_reasons(Reason("under_variant", self._chosen))
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
+
+    def _check_time(self, store: StudyStore, host: HostInfo, start_s: float, *, starts: int) -> None:
+        """End a search that cannot know anything within its time budget; one that goes on knows what it had found."""
+        if not store.records:
+            check_time(self.options, host, time.monotonic() - self._started, start_s, starts=starts)
 
     def _measured(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> Decision:
         """Decide by runs: the reference, the sensitivity scan, then trials and their further paired seeds."""

@@ -39,7 +39,7 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.phases.measuring import PairedSeeds
-from autoprec.tuning.phases.record import record_step
+from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import errors_of, probe_policies
 from autoprec.tuning.setup import Setup
@@ -219,10 +219,12 @@ def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
     """Return what a search for the policy's target would be of, where all that it says is measured on this device.
 
     Raises:
-        NothingAcceptableError: the script's training step could not be recorded.
+        ScriptError: the script's training step could not be recorded.
+        NothingAcceptableError: it has nothing that can be tuned.
         AutoPrecError: it is neither on a device, nor for one, that is known.
     """
-    graph, asked = record_step(pool, shlex.join(options.command)), policy.evidence.get("target", options.target)
+    script = shlex.join(options.command)
+    graph, asked = tunable(record_step(pool, script), script), policy.evidence.get("target", options.target)
     for target in (str(asked), options.target, _ANY_GPU):
         try:
             return replace(Setup.of(replace(options, target=target), pool.info(), graph), measured=True)

@@ -25,11 +25,12 @@ from autoprec.policy.solver import IntVector, solve
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import SAMPLERS as OFFERED
 from autoprec.tuning.decide.sampler.sampler import Presets
 from autoprec.tuning.decide.sampler.sampler import make_sampler as make_offered
+from autoprec.tuning.options import OPTIONS
 
 #: What can be compared: what ``--sampler`` offers, and the samplers here.
+OFFERED = OPTIONS["sampler"].choices
 SAMPLERS = (*OFFERED, "nsga2", "gp", "ilp", "greedy")
 #: Random trials that the GP starts with.
 _STARTUP = 10

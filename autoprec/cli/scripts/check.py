@@ -12,7 +12,7 @@ from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.policies.published import policy_of
-from autoprec.cli.recording import payload_of, record, running
+from autoprec.cli.recording import record, running
 from autoprec.cli.script import script_command
 from autoprec.cli.scripts.spot import ask, print_spot, settle
 from autoprec.errors import (
@@ -32,6 +32,7 @@ from autoprec.support.units import counted
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import SENSITIVE, findings, new_layers, other_instructions, other_model
+from autoprec.tuning.phases.record import payload_of
 from autoprec.tuning.transfer.spot import SpotCheck
 
 _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}

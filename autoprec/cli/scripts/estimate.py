@@ -14,7 +14,7 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.policies.published import bound
-from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of, tunable
+from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
 from autoprec.cli.script import script_command
 from autoprec.cost import CostModel, judge
 from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
@@ -27,6 +27,7 @@ from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 from autoprec.tuning.checks import check_scale
 from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.phases.record import tunable
 from autoprec.tuning.target import resolve_target
 
 

@@ -14,7 +14,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import gradient_errors, record, running, step_of, tunable
+from autoprec.cli.recording import gradient_errors, record, running, step_of
 from autoprec.cli.script import script_command
 from autoprec.cost import CostModel
 from autoprec.graph.report import GraphReport, Layer
@@ -24,6 +24,7 @@ from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.phases.record import tunable
 from autoprec.tuning.target import resolve_target
 
 #: Layers that are printed.

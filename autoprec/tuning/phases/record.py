@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from autoprec.errors import NothingAcceptableError
+from typing import TYPE_CHECKING, Any
+
+from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
-from autoprec.trial.protocol import TrialSpec
-from autoprec.tuning.workers.local import HostPool
+from autoprec.trial.protocol import PATIENCE_S, TrialResult, TrialSpec
 
-#: A recorded step is slower than a plain one by the operators it looks at, and may compile: minutes, never hours.
-RECORD_TIMEOUT_S = 600.0
+if TYPE_CHECKING:
+    from autoprec.trial.driver.runner import TrialRunner
+    from autoprec.tuning.workers.local import HostPool
 
 
-def record_step(pool: HostPool, label: str) -> GraphReport:
-    """Record one training step of the script.
+def record_step(host: HostPool | TrialRunner, label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
+    """Record one training step of a script that is held at its first.
 
     Raises:
-        NothingAcceptableError: the step could not be recorded, or has nothing in it that can be tuned.
+        ScriptError: the step could not be recorded.
     """
-    result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=RECORD_TIMEOUT_S))
-    if not result.ok:
-        raise NothingAcceptableError(
-            f"the training step could not be recorded: {result.reason}",
-            where=label,
-            fix=f"the trial printed:\n{result.tail}" if result.tail else "run it with -v",
-        )
-    graph = GraphReport.from_json(result.payload["graph"])
-    if not graph.tunable:
-        reasons = "; ".join(sorted({layer.reason for layer in graph.layers})[:3]) or "no linear or conv layer ran"
+    result = host.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
+    return GraphReport.from_json(payload_of(result, label, "recorded")["graph"])
+
+
+def payload_of(result: TrialResult, label: str, done: str = "measured") -> dict[str, Any]:
+    """Return what a trial was asked for.
+
+    Raises:
+        ScriptError: it failed; the message carries the script's own output.
+    """
+    if result.ok and result.payload:
+        return result.payload
+    short = result.status == "too_short"
+    raise ScriptError(
+        f"the step could not be {done}: {result.reason or result.status}",
+        where=label,
+        fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
+    )
+
+
+def tunable(report: GraphReport, label: str = "") -> GraphReport:
+    """Return the report of a step that has something to tune.
+
+    Raises:
+        NothingAcceptableError: no trained linear layer or convolution ran in it.
+    """
+    if not report.tunable:
+        reasons = "; ".join(sorted({layer.reason for layer in report.layers})[:3]) or "no linear or conv layer ran"
         raise NothingAcceptableError(
             f"this script has no trainable GEMM to tune: {reasons}",
             where=label,
             fix="`autoprec inspect` lists every operator and why it is not tunable",
         )
-    return graph
+    return report

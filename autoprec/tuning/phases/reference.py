@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 
 from autoprec.errors import NothingAcceptableError, ScriptError
-from autoprec.trial.protocol import OUT_OF_TIME, TrialResult
+from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import uninformative
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.options import fewer_steps
-from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
+from autoprec.tuning.options import SearchOptions, fewer_steps
+from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run
@@ -137,15 +137,8 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
         return result
     where = str(setup.host.model.get("class", "the script"))
     if result.status == OUT_OF_TIME:
-        budget, needed = setup.options.budget_s or 0.0, float(result.payload.get("needed_s", 0.0))
-        # the reference runs three times, what people write by hand as often, and each gets a further seed; the rest is
-        # gradient errors and the answer
-        whole = runner.elapsed() + (REFERENCE_RUNS + 2 * FEWEST_RUNS) * needed
-        raise NothingAcceptableError(
-            f"a time budget of {budget:.0f} s is too short: {result.reason}",
-            where=where,
-            fix=f"--budget {setup.options.with_budget_for(whole).budget_s:.0f}s, or fewer --steps",
-        )
+        needed_s = float(result.payload.get("needed_s", 0.0))
+        raise _too_short(setup.options, result.reason, where, runner.elapsed(), needed_s)
     if moved_on := result.payload.get("passed_over"):
         fix = "search it without the first (a test of learning rates?), or have the script name the model that counts: "
         raise NothingAcceptableError(str(moved_on), where=where, fix=f"{fix}autoprec.register(model, optimizer)")
@@ -164,6 +157,40 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
         where=where,
         fix="this run had no policy, and worked on a copy of its files; does the script train by itself? "
         "If it does, please report this with the output above",
+    )
+
+
+def check_time(options: SearchOptions, host: HostInfo, elapsed_s: float, start_s: float, *, starts: int) -> None:
+    """End a search whose time budget would be used up before two steps of the reference are known.
+
+    Args:
+        elapsed_s: since the search began.
+        start_s: what the script took until its first steps were seen, beside whatever else was done.
+        starts: how often a script whose trials are processes of their own is started anew until then.
+
+    Raises:
+        NothingAcceptableError: the time budget is too short.
+    """
+    if options.budget_s is None:
+        return
+    if host.launch == "process":
+        each_s = host.setup_s
+        next_s, why = starts * each_s, f"the script takes {each_s:.0f} s to start, as every trial of it does"
+    else:  # what the first fork compiles, torch's cache holds for the others
+        next_s = each_s = start_s - host.setup_s if host.compiled else 0.0
+        why = f"the script takes {start_s:.0f} s until its first step is done"
+    if next_s > OVERRUN * options.budget_s - elapsed_s:
+        raise _too_short(options, why, str(host.model.get("class", "the script")), elapsed_s, each_s)
+
+
+def _too_short(options: SearchOptions, why: str, where: str, elapsed_s: float, run_s: float) -> NothingAcceptableError:
+    # the reference runs three times, what people write by hand as often, and each gets a further seed; the rest is
+    # gradient errors and the answer
+    enough = options.with_budget_for(elapsed_s + (REFERENCE_RUNS + 2 * FEWEST_RUNS) * run_s)
+    return NothingAcceptableError(
+        f"a time budget of {options.budget_s or 0.0:.0f} s is too short: {why}",
+        where=where,
+        fix=f"--budget {enough.budget_s or 0.0:.0f}s, or fewer --steps",
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from tests.simulated import SimulatedRunner, SimulatedScript
@@ -67,6 +68,46 @@ def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
     with pytest.raises(NothingAcceptableError, match=r"a time budget of 60 s is too short") as caught:
         made.run()
     assert caught.value.fix.startswith("--budget 240s"), "7 runs of 20 s, and half as much again"
+
+
+@pytest.mark.parametrize(
+    ("launch", "setup_s", "compiled", "began_before_s", "ran"),
+    [
+        ("process", 40.0, False, 40.0, []),  # one start for the recorded step, one for the reference
+        ("process", 10.0, False, 60.0, []),
+        ("fork", 1.0, False, 80.0, []),
+        ("fork", -59.0, True, 20.0, []),  # 59 s to compile, as the next trial may
+        ("process", 10.0, False, 40.0, ["record", "train"]),
+        ("fork", 40.0, False, 40.0, ["record", "train"]),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_budget_that_the_start_alone_uses_up_ends_the_search_then(
+    launch: str, setup_s: float, compiled: bool, began_before_s: float, ran: list[str]
+) -> None:
+    """DDP and torch.compile scripts were given 60 s, and ended without an answer after 140 and 193 s."""
+    simulated = script()
+
+    class Slow(SimulatedRunner):
+        def start(self) -> HostInfo:
+            return replace(super().start(), launch=launch, setup_s=setup_s, compiled=compiled)
+
+        def run(self, spec: TrialSpec) -> TrialResult:
+            late = {"status": "out_of_time", "payload": {"needed_s": 80.0}} if spec.kind == "train" else {}
+            return replace(super().run(spec), **late)
+
+    asked = replace(options(), budget_s=60.0)
+    made = Search(
+        asked,
+        ScriptCommand.parse(asked.command),
+        Listeners(),
+        lambda seed, _folder: Slow(simulated, seed),
+        started=time.monotonic() - began_before_s,
+    )
+    with pytest.raises(NothingAcceptableError, match=r"a time budget of 60 s is too short") as caught:
+        made.run()
+    assert [spec.kind for _, spec in simulated.calls] == ran
+    assert "--budget" in caught.value.fix
 
 
 def test_the_noise_floor_is_what_one_rounding_of_the_weights_does() -> None:

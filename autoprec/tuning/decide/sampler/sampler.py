@@ -17,15 +17,12 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.errors import UnknownNameError
 from autoprec.policy.solver import solve
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import LAST_VALUE, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
 from autoprec.tuning.study.run import Run
 
-#: Names that ``--sampler`` accepts; Optuna's own are offered for comparison.
-SAMPLERS = ("ours", "tpe", "random")
 #: (name, params) of policies that people run today.
 Presets = Sequence[tuple[str, dict[str, Any]]]
 #: Why a search ends that has asked for everything.
@@ -224,19 +221,14 @@ def _params_of(trial: FrozenTrial) -> dict[str, Any] | None:
 def make_sampler(
     name: str, problem: Problem, prior: Prior, goals: Goals, *, presets: Presets = (), seed: int = 0
 ) -> optuna.samplers.BaseSampler:
-    """Return a sampler of :data:`SAMPLERS`.
+    """Return a sampler of ``--sampler``: ours, ``tpe`` or ``random``.
 
     Args:
         problem, prior, goals, presets: see :class:`PrecisionSampler`; Optuna's own samplers use none of them.
         seed: of Optuna's own samplers; ours draws nothing at random.
-
-    Raises:
-        UnknownNameError: with the nearest valid name.
     """
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed)
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)
-    if name != "ours":
-        raise UnknownNameError("sampler", name, SAMPLERS)
     return PrecisionSampler(problem, prior, goals, presets)

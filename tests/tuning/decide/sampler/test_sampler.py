@@ -8,7 +8,6 @@ import numpy as np
 import optuna
 import pytest
 
-from autoprec.errors import UnknownNameError
 from autoprec.policy.solver import solve
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets
@@ -278,9 +277,3 @@ def test_a_run_far_off_tells_nothing_of_the_seed_noise_of_others() -> None:
     assert bounded(None, "diverged") == bounded(5.0, "pruned") == 8 * BUDGET
     assert bounded(0.001, "ok") == 0.001
     assert bounded(None, "oom") is None
-
-
-def test_an_unknown_sampler_is_answered_with_the_nearest() -> None:
-    found = synthetic(blocks=2)
-    with pytest.raises(UnknownNameError, match="did you mean 'tpe'"):
-        make_sampler("tp", found.problem, found.prior, Goals(BUDGET))
