@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,34 +22,31 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def after_import(wanted: Wanted) -> None:
-    """Call functions with each module: now where it is loaded, else right after it has been executed."""
+    """Call functions with each module: now where it is loaded, and right after each time it is executed, reloads too."""
     for name in [name for name in wanted if name in sys.modules]:
-        for action in wanted.pop(name):
+        for action in wanted[name]:
             action(sys.modules[name])
     sys.meta_path.insert(0, _Finder(wanted))
 
 
 class _Finder:
-    """A meta-path finder. A spec may be looked for without an import following: only what was executed is forgotten."""
+    """A meta-path finder: what those behind it find calls the actions when it is executed, not when it is looked for."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self._wanted, self._busy = wanted, set[str]()
+        self._wanted = wanted
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name not in self._wanted or name in self._busy:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self._wanted:
             return None
-        self._busy.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy.discard(name)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in behind)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
-            for action in self._wanted.pop(name, ()):
+            for action in self._wanted[name]:
                 action(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Actions run right after a module was executed: once, and not when its spec is only looked for."""
+"""Actions run right after a module was executed, each time, and not when its spec is only looked for."""
 
 from __future__ import annotations
 
@@ -28,8 +28,28 @@ def test_an_action_runs_when_the_module_was_executed(module: str) -> None:
     assert not seen
     assert importlib.import_module(module).value == 2
     assert seen == [1]
-    importlib.reload(sys.modules[module])
-    assert seen == [1]
+
+
+def test_a_module_that_is_reloaded_or_imported_anew_is_changed_again(module: str) -> None:
+    for before in (True, False):  # loaded by the script before, and after
+        if before:
+            importlib.import_module(module)
+        after_import({module: [lambda found: setattr(found, "value", found.value + 1)]})
+        found = importlib.import_module(module)
+        assert found.value == 2
+        assert importlib.reload(found).value == 2
+        assert importlib.reload(found).value == 2
+        del sys.modules[module]
+        assert importlib.import_module(module).value == 2
+        del sys.modules[module], sys.meta_path[0]
+
+
+def test_two_that_wait_for_one_module_both_hear_of_it(module: str) -> None:
+    seen: list[str] = []
+    after_import({module: [lambda _: seen.append("first")]})
+    after_import({module: [lambda _: seen.append("second")]})
+    importlib.import_module(module)
+    assert seen == ["first", "second"]
 
 
 def test_a_loaded_module_is_not_waited_for(module: str) -> None:
