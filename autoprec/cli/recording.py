@@ -7,7 +7,6 @@ the script is ended again. Nothing it would write is kept.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,8 +42,7 @@ def running(
     """
     command = ScriptCommand.parse(list(script))
     with (
-        tempfile.TemporaryDirectory(prefix="autoprec-") as directory,
-        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s, weights=weights) as runner,
+        TrialRunner(command, setup_timeout_s=timeout_s, weights=weights) as runner,
     ):
         phases.begin(f"running {command.label} to its first training step")
         yield runner, runner.start(), command.label

@@ -171,4 +171,6 @@ def _write(study: TrackedStudy, uri: str, experiment: str, storage: str, running
     runs = trial_runs(records, result, about.info, about.study)
     written = sum([store.write_trial(record, run, found_at) for record, run in zip(records, runs, strict=True)])
     written += store.write_study(result, records, study.files(), study.status(running=running), found_at)
+    if not running:
+        (study.own / "told").write_text(begun.tracking_uri, encoding="utf-8")
     return replace(begun, written=written, run_id=store.run_id, experiment_id=store.experiment_id)

@@ -112,6 +112,14 @@ class TrackedStudy:
         answered = outcome is not None and outcome[1] >= self.about().started
         return "RUNNING" if running else "FINISHED" if answered else "KILLED"
 
+    def told(self) -> str:
+        """Return the store that has heard of the study's end, and of all that was written to it; empty where none."""
+        with contextlib.suppress(OSError):
+            note = self.own / "told"
+            if note.stat().st_mtime >= self.changed:
+                return note.read_text(encoding="utf-8")
+        return ""
+
     def files(self) -> list[Path]:
         """Return the artifacts of the study's own run: policy, reports.
 

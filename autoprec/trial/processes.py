@@ -125,6 +125,17 @@ def private_folder() -> tuple[Path, int]:
     return folder, lock
 
 
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Lend a :func:`private_folder`, which a later command of ours removes where this one is killed."""
+    folder, lock = private_folder()
+    try:
+        yield folder
+    finally:
+        remove_folder(folder)
+        os.close(lock)
+
+
 def remove_folder(path: Path) -> None:
     """Remove a directory of ours as far as possible; the kernel's overlay leaves folders that cannot be entered."""
     shutil.rmtree(path, ignore_errors=True)

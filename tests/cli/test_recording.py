@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record_step
+from autoprec.cli.recording import record_step, running
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -32,3 +34,18 @@ def test_a_step_is_recorded_and_every_phase_is_told(tmp_path: Path, capsys: pyte
     assert "running train.py to its first training step" in told
     assert "recording one training step" in told
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_all_that_a_command_keeps_lies_where_the_next_one_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a command that was killed left behind is removed by its name and its lock (trial/processes.py)."""
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        with Phases() as phases, running([str(tmp_path / "train.py")], phases) as (runner, _, _):
+            (own,) = Path(folder).iterdir()
+            assert own.name.startswith(f"autoprec-p{os.getpid()}-")
+            assert runner.run_dir.parent == own
+            assert list(runner.run_dir.iterdir())
+        assert list(Path(folder).iterdir()) == []

@@ -193,6 +193,7 @@ def test_a_search_that_is_killed_loses_nothing(tmp_path: Path, tracked: dict[str
     child.wait()
     done = log_study(folder, uri)
     assert done.ok, done.reason
+    assert TrackedStudy(folder).told() == done.tracking_uri, "and the one after that has nothing to log"
     run = tracked["client"].get_run(done.run_id)
     assert run.info.status == "KILLED"
     mine = f"tags.`mlflow.parentRunId` = '{done.run_id}'"

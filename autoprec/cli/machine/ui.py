@@ -12,6 +12,7 @@ import click
 
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
+from autoprec.support.redact import redact_uri
 
 
 def _has_browser() -> bool:
@@ -50,7 +51,9 @@ def ui(runs: Path, port: int, sync: bool) -> int:
         if not logged.ok:
             echo(f"MLflow may lack trials of this study: {logged.reason}", err=True)
         for other in studies(runs):  # MLflow would show one whose search was killed as running for ever
-            if other.path != chosen.path and other.status(running=is_at_work(other.path)) == "KILLED":
+            if other.path == chosen.path or other.told() == redact_uri(store_of(other)):
+                continue
+            if other.status(running=is_at_work(other.path)) == "KILLED":
                 log_study(other.path)
         phases.begin(f"starting MLflow on {chosen.path.name}")
         with serve(uri, free_port(port)) as base:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +16,7 @@ from autoprec.errors import NothingAcceptableError
 from autoprec.support.units import counted, memory_text
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.processes import scratch
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.run import error_text
 from autoprec.tuning.workers.local import HostPool
@@ -66,8 +65,8 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
     asked = SearchOptions(command=script, **(values | limits))
     with (
         Phases() as phases,
-        tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch,
-        HostPool(lambda n, folder: TrialRunner(command, run_dir=folder, seed_offset=first + n), Path(scratch)) as pool,
+        scratch() as folder,
+        HostPool(lambda n, own: TrialRunner(command, run_dir=own, seed_offset=first + n), folder) as pool,
     ):
         phases.begin(f"running {command.label} to its first training step")
         host = pool.info()
@@ -83,7 +82,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
             phases.advance(len(finished))
 
         timed = is_timed(policy, host.device)
-        result = run_verification(pool, setup, policies, Path(scratch), first_seed=first, timed=timed, tell=tell)
+        result = run_verification(pool, setup, policies, folder, first_seed=first, timed=timed, tell=tell)
     if as_json:
         print_json(result.to_json(), indent=1)
     else:

@@ -9,7 +9,6 @@ shared but the script and its data.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -52,19 +51,13 @@ def execute(document: Mapping[str, Any]) -> TrialResult:
     """Run one request on this machine; a failure of the script comes back as a crashed trial, never as an error."""
     command = command_from_json(document["command"])
     spec = TrialSpec.from_json(dict(document["spec"]))
-    with tempfile.TemporaryDirectory(prefix="autoprec-trial-") as folder:
-        runner = TrialRunner(
-            command,
-            run_dir=Path(folder),
-            seed_offset=int(document.get("seed_offset", 0)),
-            launch=str(document.get("launch", "auto")),
-        )
-        with runner:
-            try:
-                runner.start()
-            except AutoPrecError as error:
-                return TrialResult("crashed", error.what)
-            return runner.run(spec)
+    offset, launch = int(document.get("seed_offset", 0)), str(document.get("launch", "auto"))
+    with TrialRunner(command, seed_offset=offset, launch=launch) as runner:
+        try:
+            runner.start()
+        except AutoPrecError as error:
+            return TrialResult("crashed", error.what)
+        return runner.run(spec)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -54,8 +54,8 @@ class TrialRunner(Runner):
 
     Args:
         command: what to run.
-        run_dir: where the host's output goes (``host-<seed_offset>.log``); results and sockets live in a private
-            temporary directory that :meth:`close` removes.
+        run_dir: where the host's output goes (``host-<seed_offset>.log``); default: the private temporary directory of
+            results and sockets, which is removed by :meth:`close`, or by a later command of ours.
         seed_offset: added to every seed the script sets: a further paired seed is a further runner.
         launch: ``auto`` takes the cheapest launch mode that is safe; ``fork``, ``zygote`` or ``process`` asks for one.
         setup_timeout_s: how long the script may take to reach its first training forward.
@@ -67,19 +67,20 @@ class TrialRunner(Runner):
         self,
         command: ScriptCommand,
         *,
-        run_dir: Path,
+        run_dir: Path | None = None,
         seed_offset: int = 0,
         launch: str = "auto",
         setup_timeout_s: float = PATIENCE_S,
         environment: Mapping[str, str] | None = None,
         weights: str = "",
     ) -> None:
-        self.command, self.run_dir = command, Path(run_dir)
+        self.command = command
         self._environment, self._weights = dict(environment or {}), weights
         self._seed_offset, self._launch = seed_offset, launch
         self._setup_timeout = setup_timeout_s
-        self._log = self.run_dir / f"host-{seed_offset}.log"
         self._launcher = Launcher.join(command)
+        self.run_dir = self._launcher.new_folder() if run_dir is None else Path(run_dir)
+        self._log = self.run_dir / f"host-{seed_offset}.log"
         self._mark = self._launcher.new_mark()
         self._private: Path | None = None
         self._host: ProcessTree | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from autoprec.policy import Policy, boundaries
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit
 from autoprec.trial.environment import run_environment
-from autoprec.trial.processes import die_with_parent, private_folder
+from autoprec.trial.processes import die_with_parent, scratch
 
 #: What a job scheduler, a shell or a person sends to the command is meant for the script.
 _MEANT_FOR_THE_SCRIPT = frozenset(
@@ -123,9 +122,7 @@ def run_script(
     if isinstance(policy, Policy):
         boundaries(policy, run_steps)
     document = policy.to_dict() if isinstance(policy, Policy) else policy
-    private, lock = private_folder()
     target = command.cwd / "audit.json" if audit is True else (Path(audit).absolute() if audit else None)
-    config = private / "run.json"
     settings: dict[str, Any] = {
         "run_steps": run_steps,
         "mode": "run",
@@ -134,25 +131,22 @@ def run_script(
         "backend": backend,
         "audit": str(target) if target else "",
     }
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    try:
-        with _held_back() as mask:
+    with scratch() as private, _held_back() as mask:
+        config = private / "run.json"
+        config.write_text(json.dumps(settings), encoding="utf-8")
 
-            def begin() -> None:  # in the script's process, before its program
-                die_with_parent(signal.SIGTERM)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask or ())
+        def begin() -> None:  # in the script's process, before its program
+            die_with_parent(signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask or ())
 
-            process = subprocess.Popen(
-                command.argv(),
-                env=run_environment(config),
-                cwd=command.cwd,
-                preexec_fn=begin if mask is not None else None,
-            )
-            code = process.wait() if mask is None else _wait(process)
+        process = subprocess.Popen(
+            command.argv(),
+            env=run_environment(config),
+            cwd=command.cwd,
+            preexec_fn=begin if mask is not None else None,
+        )
+        code = process.wait() if mask is None else _wait(process)
         return _with_notes(code, private, document, target)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
-        os.close(lock)
 
 
 def _with_notes(code: int, private: Path, document: dict[str, Any] | None, audit: Path | None) -> int:

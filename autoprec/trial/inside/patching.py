@@ -22,7 +22,7 @@ def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def after_import(wanted: Wanted) -> None:
-    """Call functions with each module: now where it is loaded, and right after each time it is executed, reloads too."""
+    """Call functions with each module: now where it is loaded, and right after each time it is executed."""
     for name in [name for name in wanted if name in sys.modules]:
         for action in wanted[name]:
             action(sys.modules[name])
@@ -30,7 +30,7 @@ def after_import(wanted: Wanted) -> None:
 
 
 class _Finder:
-    """A meta-path finder: what those behind it find calls the actions when it is executed, not when it is looked for."""
+    """A meta-path finder: what others find calls the actions when it is executed, not when it is looked for."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted

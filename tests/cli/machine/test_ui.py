@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from autoprec.cli.machine.ui import ui
 from autoprec.errors import FileError
 from autoprec.tracking.log import Logged
+from autoprec.tracking.study import TrackedStudy, store_of
 from tests.cli.helpers import autoprec
 from tests.tracking.conftest import make_records, make_result, make_study
 
@@ -57,6 +59,13 @@ def test_the_address_is_printed_and_opened(
     assert done.exception is None
     assert done.stdout.startswith("http://127.0.0.1:1/#/experiments/3/")
     assert logged == [tmp_path / "demo", tmp_path / "killed"], "and a search that was killed does not run for ever"
+    killed = TrackedStudy(tmp_path / "killed")
+    (killed.own / "told").write_text(store_of(killed))
+    CliRunner().invoke(ui, [str(tmp_path)])
+    assert logged[2:] == [tmp_path / "demo"], "which is told once"
+    os.utime(killed.own / "told", (0, 0))  # it went on since
+    CliRunner().invoke(ui, [str(tmp_path)])
+    assert logged[3:] == [tmp_path / "demo", tmp_path / "killed"]
     assert "its server is away" in done.stderr
     assert "starting MLflow on demo" in done.stderr
     assert bool(opened) is (browser and bool(display))
