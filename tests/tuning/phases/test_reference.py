@@ -75,7 +75,7 @@ def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
     [
         ("process", 40.0, False, 40.0, []),  # one start for the recorded step, one for the reference
         ("process", 10.0, False, 60.0, []),
-        ("fork", 1.0, False, 80.0, []),
+        ("fork", 1.0, False, 80.0, ["record", "train"]),  # which costs a step
         ("fork", -59.0, True, 20.0, []),  # 59 s to compile, as the next trial may
         ("process", 10.0, False, 40.0, ["record", "train"]),
         ("fork", 40.0, False, 40.0, ["record", "train"]),
