@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -29,6 +29,11 @@ class StepEstimate:
     def spread(self) -> float:
         """Half the width of its bounds, as a fraction of the estimate."""
         return (self.high_ms - self.low_ms) / (2 * self.time_ms) if self.time_ms else 0.0
+
+    def times(self, time: float, memory: float) -> StepEstimate:
+        """Return the step of a script that takes so many times as long, and as much memory."""
+        ms = self.time_ms * time, self.low_ms * time, self.high_ms * time
+        return replace(self, time_ms=ms[0], low_ms=ms[1], high_ms=ms[2], memory_bytes=round(self.memory_bytes * memory))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -91,6 +91,11 @@ class Lifetimes:
                 if number == 0 and _is_view(row):
                     base[index] = at
                     detached[index] = detached[source] + (row.op == "aten::detach" and row.phase != "forward")
+            if row.op == "aten::mul" and row.phase == "backward":  # what pow.s backward reads and makes lives as long
+                for power in _before(rows, "aten::pow", _before(rows, "aten::mul", [index])):
+                    direct[power, 0] = index
+                    for at in (base[source] for source in rows[power].sources if source >= 0):
+                        unpacked[at] += [index] * (at in unpacked)
         begin = next((i for i, row in enumerate(rows) if row.phase == "backward"), len(rows))
         stopped = _stopped(report, base)
         return cls(report, base, direct, dict(unpacked), frozenset(lasting), last_of, begin, stopped)
@@ -144,6 +149,11 @@ def _stopped(report: GraphReport, base: list[Place]) -> dict[int, Operator]:
                     product = products[row.weight]
                     out[at] = replace(product, sources=(place,), shapes=(shape,), dtypes=rows[source].out_dtypes)
     return out
+
+
+def _before(rows: Sequence[Operator], name: str, indices: Sequence[int]) -> list[int]:
+    """Return the operators of a name that make what some others read."""
+    return [source for index in indices for source in rows[index].sources if source >= 0 and rows[source].op == name]
 
 
 def _alike(made: Operator, shape: tuple[int, ...], dtype: str) -> list[int]:
@@ -212,9 +222,13 @@ def timeline(
                 result.saved = _bytes(row, 0)
         elif row.phase != "forward" and lifetimes.base[index] != _OUTSIDE:
             walk.made[index] = gradient(walk, lifetimes, index, row)
-        if (layer := walk.layer(row)) is not None and index in walk.made:
-            for kind, size in zip(("backward", "weight_casts"), _workspace(walk, index, row, layer), strict=True):
-                events.add(kind, size, index, index)
+        needed = (0.0, 0.0)
+        if "mkldnn_rnn_layer" in row.op:
+            needed = _recurrent_workspace(walk, row)
+        elif (layer := walk.layer(row)) is not None and index in walk.made:
+            needed = _workspace(walk, index, row, layer)
+        for kind, size in zip(("backward", "weight_casts"), needed, strict=True):
+            events.add(kind, size, index, index)
     for index, row in enumerate(report.operators):  # what is kept of a result, its last reader says
         if lifetimes.base[index] == (index, 0) and row.module != "<accumulate>":
             for slot in range(len(row.out_shapes)):
@@ -223,6 +237,7 @@ def timeline(
         events.add("weight_casts" if copy.cast else "saved", copy.size, copy.at, lifetimes.copy_released(copy))
     if held:
         events.add("saved", held, lifetimes.begin - 1, lifetimes.end)
+    events.add("gradients", report.memory.get("gradients_in_forward", 0), 0, lifetimes.begin - 1)
     made = sum(_bytes(report.operators[index], slot) for index, slot in lifetimes.lasting)
     events.add("gradients", max(0.0, report.memory.get("gradients", 0) - made), 0, lifetimes.end)
     return events.timeline()
@@ -294,6 +309,20 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> tuple[flo
     both = 1 if recipe.scaling is not None and recipe.scaling.granularity == "tensor" else 2
     codes = both * codes_bytes(recipe, outputs, tokens)
     return (codes, sums) if role == "wgrad" else (sums + codes, codes_bytes(recipe, weights, 128.0))
+
+
+def _recurrent_workspace(walk: Walk, row: Operator) -> tuple[float, float]:
+    """Return what oneDNN needs while an LSTM or GRU runs: what grows with the batch, and what has the weights' size.
+
+    In float32 the sums of all gates of all time steps; in the backward pass also the gradient of the output as it is
+    stored, and both weights in another order.
+    """
+    x, inputs, states = row.shapes[:3]
+    gates = 0.0 if walk.low else 4.0 * prod(x[:-1]) * inputs[0]
+    if row.phase != "backward":
+        return gates, 0.0
+    width = walk.low or 4.0
+    return gates + width * prod(row.out_shapes[0]), width * (prod(inputs) + prod(states))
 
 
 def _conv_workspace(walk: Walk, row: Operator, width: float) -> float:

@@ -219,6 +219,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(_is_wrapper, types)):
             return NotImplemented  # the subclass takes it apart; its inner operators come back here
         namespace = getattr(func, "namespace", "")
+        if namespace == "profiler" and args and str(args[0]).startswith("Optimizer.zero_grad"):
+            self.trace.zeroed_late |= bool(self.trace.calls) and not self.trace.backwards
         if namespace in _SKIPPED or (not self._all_fake and any(issubclass(one, FakeTensor) for one in types)):
             return func(*args, **kwargs)  # DTensor asks shapes of whole tensors of fake ones: nothing is computed
         before = self._recorded(func, self._before, args, kwargs)

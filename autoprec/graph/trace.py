@@ -103,7 +103,7 @@ class Trace:
 
     ``parents`` maps a nested autograd graph task (reentrant checkpointing) to the task it ran in; ``calls_of`` counts
     forward calls of each module; ``saved_bytes`` and ``live_bytes`` are what the backward pass found alive, ``saved``
-    the bytes of each storage among them.
+    the bytes of each storage among them; ``zeroed_late`` says that ``zero_grad`` ran between forward and backward.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -114,6 +114,7 @@ class Trace:
     saved_bytes: int = 0
     saved: dict[int, int] = field(default_factory=dict)
     live_bytes: int = 0
+    zeroed_late: bool = False
     notes: list[str] = field(default_factory=list)
     guesses: int = 0
     source: str = "real"

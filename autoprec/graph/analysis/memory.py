@@ -78,7 +78,8 @@ def step_memory(trace: Trace, names: ModelNames, optimizers: Iterable[torch.opti
     """Return bytes by purpose; a purpose that could not be counted is left out.
 
     ``saved_for_backward`` counts each storage once, without parameters and the batch; ``live_at_backward`` is all
-    that was alive when backward began, which also sees the inputs that checkpointing keeps.
+    that was alive when backward began, which also sees the inputs that checkpointing keeps. ``gradients_in_forward``
+    are those of the step before, where a script releases them between forward and backward.
     """
     unique = [p for name, p in names.parameters.items() if names.aliases[name] == name]
     out = {
@@ -88,6 +89,8 @@ def step_memory(trace: Trace, names: ModelNames, optimizers: Iterable[torch.opti
         "live_at_backward": trace.live_bytes,
         "buffers": _bytes(names.root.buffers()),
     }
+    if trace.zeroed_late:  # from the second step on
+        out["gradients_in_forward"] = out["gradients"]
     counted = [optimizer_bytes(optimizer) for optimizer in optimizers]
     known = [size for size in counted if size is not None]
     if counted and len(known) == len(counted):
