@@ -12,7 +12,7 @@ import click
 from autoprec.cli.echo import echo
 from autoprec.cost.calibrate.calibration import calibrate as measure
 from autoprec.cost.calibrate.calibration import kept_file
-from autoprec.cost.calibrate.cpu import cache_file, cpu_rates
+from autoprec.cost.calibrate.cpu import CpuCost, cache_file, cpu_rates
 from autoprec.cost.calibrate.linears import Linears
 from autoprec.errors import FileError, UnsupportedError, UsageError
 from autoprec.precision.hardware import by_device_name, target
@@ -21,9 +21,7 @@ from autoprec.support.files import check_kind, holds_keys, write_json
 
 def _cpu() -> int:
     rates, label = cpu_rates(refresh=True)
-    fast, slow = (1e-9 / rates["gemm"][form]["fprop"][0] for form in ("bf16", "fp32"))
-    echo(f"{label}; cached in {cache_file()}")
-    echo(f"large GEMMs on one thread: fp32 {slow:.0f} GFLOP/s, bf16 {fast:.0f} GFLOP/s ({fast / slow:.1f}x)")
+    echo(f"{label}; cached in {cache_file()}\non one thread {CpuCost(rates).gain_of_int8()}")
     return 0
 
 

@@ -17,7 +17,7 @@ from autoprec._version import __version__
 from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
-from autoprec.cost.calibrate.cpu import cpu_model
+from autoprec.cost.calibrate.cpu import CpuCost, cpu_model, kept_rates
 from autoprec.errors import AutoPrecError, UsageError
 from autoprec.policy import dump_yaml
 from autoprec.precision.hardware import TARGETS, Target, by_device_name, cpu_instructions, load_targets, target
@@ -32,8 +32,15 @@ PROBE_SIZE = 1024
 _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
 
 
+def _gain() -> str:
+    kept = kept_rates()
+    return (
+        "`autoprec calibrate --target cpu` measures what int8 gains" if kept is None else CpuCost(kept).gain_of_int8()
+    )
+
+
 def _devices(torch: Any) -> list[dict[str, Any]]:
-    note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions())))
+    note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions(), _gain())))
     rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": note}]
     if not torch.cuda.is_available():
         built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"

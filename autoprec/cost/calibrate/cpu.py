@@ -28,7 +28,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.graph.report import Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import recipe_family
-from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm
 from autoprec.support.files import cache_folder, write_json
 
 _SCHEMA = 14
@@ -145,6 +145,15 @@ def _better(kept: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     return {**better, "tries": kept.get("tries", 1) + 1, "load": min(kept.get("load", 0.0), new["load"])}
 
 
+def kept_rates() -> dict[str, Any] | None:
+    """Return the rates of this machine as they were measured earlier, or None: nothing is measured."""
+    try:
+        cached = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cached if _valid(cached) else None
+
+
 def _label(rates: Mapping[str, Any], when: str = "") -> str:
     apart = f", whose repeats differ by {rates['spread']:.0%}" if rates["spread"] > AGREES else ""
     return f"modelled, rates of this CPU{when}{apart}"
@@ -152,13 +161,7 @@ def _label(rates: Mapping[str, Any], when: str = "") -> str:
 
 @lru_cache(maxsize=4)
 def _load(path: str, refresh: bool) -> tuple[dict[str, Any], str]:
-    file, kept, load = Path(path), None, _load_average()
-    if not refresh:
-        try:
-            cached = json.loads(file.read_text(encoding="utf-8"))
-            kept = cached if _valid(cached) else None
-        except (OSError, ValueError):
-            pass
+    file, kept, load = Path(path), None if refresh else kept_rates(), _load_average()
     measured = _probe() if kept is None or _again(kept, load) else None
     if measured is None and kept is not None:
         return kept, _label(kept, f" (measured {kept.get('date', 'earlier')})")
@@ -375,6 +378,16 @@ class CpuCost:
         seq, rows, scores, width = fused
         per_flop, per_score, per_row = self.rates["attention"][form]["short" if seq < _LONG_ROWS else "long"][phase]
         return float(more * (4.0 * scores * width * per_flop + scores * per_score + rows * per_row))
+
+    def gain_of_int8(self) -> str:
+        """Return what INT8 gains in a linear layer of 1024 x 1024 x 1024, both ways, its casts included."""
+        work = GemmWork(1024, 1024, 1024, batch=1, copies=1.0, roles=GEMMS)
+        spent = {}
+        for name in ("fp32", "bf16", "int8"):
+            plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+            spent[name] = self.layer_cost(work, plan, activations="keep", script="fp32").seconds
+        other = min("fp32", "bf16", key=spent.__getitem__)
+        return f"int8 gains {spent[other] / spent['int8']:.1f}x over {other} in a layer of 1024^3 (modelled)"
 
     def update_seconds(self, parameters: float, tensors: float, *, fused: bool) -> float:
         per_value, per_tensor = self.rates["fused_optimizer" if fused else "optimizer"]
