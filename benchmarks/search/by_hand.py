@@ -10,7 +10,7 @@ its caches and its heap, and by where that lies one process differs from the nex
 few steps in random order, in CPU time on one thread (which trials have as well). What a process took is divided by
 what another's process took beside it; the median of these ratios, one for each of eight processes, has a 95 % interval
 (blocks of one process are alike, and would make it too narrow). Nothing of the product takes part but
-``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes.
+``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes; the loop is the script's own.
 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script (answers that are in ``--work``
 already are not searched again), and the gain of each answer over the fastest by hand is said. A row is wrong where the
@@ -32,13 +32,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autoprec
 from autoprec.applying.policy import TorchPolicy
@@ -83,8 +85,6 @@ BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST = 3, 0.5, 1, 10
 PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
 CLOSE = 0.03
-#: Makes one training step and returns its loss.
-Step = Callable[[], torch.Tensor]
 Interval = tuple[float, float, float]
 
 
@@ -135,52 +135,81 @@ def make(name: str) -> tuple[Any, ...]:
     return model, optimizer, batch, lambda model, window: model(window[:, :-1], window[:, 1:]), 1.0
 
 
-def contender(
-    name: str,
-    policy: Path | TorchPolicy | None = None,
-    *,
-    autocast: bool = False,
-    micro_batches: int = 1,
-    compiled: bool = False,
-) -> Step:
-    """Return one training step of a script of its own, under a policy or the autocast that a person adds."""
-    model, optimizer, batch, loss_of, clip = make(name)
-    autocast = autocast or "--autocast" in SCRIPTS[name]
-    if policy is not None:
-        loaded = autoprec.load(policy) if isinstance(policy, Path) else policy
-        loaded.apply(model)
-        optimizer = loaded.wrap_optimizer(optimizer, model)
-    run = torch.compile(model) if compiled else model
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        parts = import_module("task").parts_of(batch(), micro_batches) if micro_batches > 1 else [batch()]
-        for part in parts:
-            with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-                loss: torch.Tensor = loss_of(run, part)
-            (loss / micro_batches).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        return loss.detach()
-
-    return step
+class Ended(BaseException):
+    """Ends a script's loop; what a script catches does not end it."""
 
 
-def serve(step: Step) -> None:
-    """Run a block of steps for each line of standard input, and answer with its CPU milliseconds per step."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a model prints is not an answer
-    steps = 0
-    for _ in sys.stdin:
-        for _ in range(SETTLING if steps else SETTLING_FIRST):
-            began = time.process_time()
-            step()
-        steps = steps or max(BLOCK, math.ceil(BLOCK_S / max(time.process_time() - began, 1e-4)))
-        began = time.process_time()
-        for _ in range(steps):
-            step()
-        print((time.process_time() - began) / steps * 1e3, file=answers, flush=True)
+def train(name: str, kind: str, stepped: Callable[[float], None], seed: int | None = None) -> None:
+    """Run a script's own loop as a contender, until ``stepped`` raises :class:`Ended`.
+
+    What a loop holds on to from step to step, its loss and its batch, decides where the heap ends and so which pages
+    the C library gives back and asks for again: up to a tenth of a step. So it is the script's loop that is timed.
+
+    Args:
+        kind: one of :data:`BY_HAND` or a policy's file, and behind it the script's options.
+        stepped: is called after each step of the optimizer, with the step's last loss.
+        seed: of what is drawn once the model is made, the order of the data; None: as the script has it.
+    """
+    kind, *options = kind.split(" --")
+    policy = ALL_BF16 if kind == BF16 else None if kind in BY_HAND else autoprec.load(Path(kind))
+    own = name in ("gpt", "gpt-768")
+    script = import_module("examples.train_gpt" if own else "train")
+    made, losses, backward = script.GPT if own else script.make, [math.nan], torch.Tensor.backward
+
+    def build(*arguments: Any) -> Any:
+        built = made(*arguments)
+        model = built if own else built.model
+        if policy is not None:
+            policy.apply(model)
+            built = built if own else replace(built, optimizer=policy.wrap_optimizer(built.optimizer, model))
+        if own and kind == AUTOCAST:
+            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        if seed is not None:
+            torch.manual_seed(seed)
+        return built
+
+    def kept(loss: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        losses[0] = float(loss.detach())
+        backward(loss, *arguments, **named)
+
+    hook = register_optimizer_step_post_hook(lambda *_: stepped(losses[0]))
+    words = [word for option in options for word in ("--" + option).split()]
+    words += ["--autocast"] * (kind == AUTOCAST and not own)
+    sys.argv = [*SCRIPTS[name], "--steps", str(10**6), *words]
+    try:
+        with (
+            mock.patch.object(script, "GPT" if own else "make", build),
+            mock.patch.object(torch.Tensor, "backward", kept),
+            contextlib.redirect_stdout(sys.stderr),
+        ):
+            script.main()
+    except Ended:
+        pass
+    finally:
+        hook.remove()
+
+
+def serve(name: str, kind: str) -> None:
+    """Train, a block of steps for each line of standard input, and answer with a block's CPU milliseconds per step."""
+    answers, count, steps, began = os.fdopen(os.dup(1), "w"), 0, 0, 0.0
+    settling = SETTLING_FIRST
+
+    def stepped(_loss: float) -> None:
+        nonlocal count, steps, settling, began
+        now, count = time.process_time(), count + 1
+        if count < settling + steps or not steps:
+            if count == settling:
+                steps = steps or max(BLOCK, math.ceil(BLOCK_S / max(now - began, 1e-4)))
+            if count <= settling:
+                began = now
+            return
+        print((now - began) / steps * 1e3, file=answers, flush=True)
+        if not sys.stdin.readline():
+            raise Ended
+        count, settling, began = 0, SETTLING, time.process_time()
+
+    sys.stdin.readline()
+    train(name, kind, stepped)
 
 
 def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
@@ -251,14 +280,6 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
     write_json(folder / "result.json", found | {"seconds": time.monotonic() - began})
 
 
-def served(name: str, kind: str) -> Step:
-    """Return the step of a contender: one of :data:`BY_HAND` or a policy's file, and behind it the script's options."""
-    kind, *options = kind.split(" --")
-    policy = ALL_BF16 if kind == BF16 else None if kind in BY_HAND else Path(kind)
-    parts = next((int(option.split()[1]) for option in options if option.startswith("micro-batches")), 1)
-    return contender(name, policy, autocast=kind == AUTOCAST, micro_batches=parts, compiled="compile" in options)
-
-
 def judged(name: str, folder: Path, rounds: int) -> Row:
     """Time what a search adopted against the script and autocast by hand."""
     result = json.loads((folder / "result.json").read_text())
@@ -315,7 +336,7 @@ def main() -> None:
     if args.serve:
         sys.path[:0] = [str(ROOT), str(FOLDER)]
         torch.set_num_threads(1)
-        serve(served(args.scripts[0], args.serve))
+        serve(args.scripts[0], args.serve)
         return
     args.scripts = list(SCRIPTS) if "all" in args.scripts else args.scripts
     if not args.search:

@@ -46,7 +46,7 @@ from autoprec.trial.losses import loss_units
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
 from benchmarks.cost.random_policies import Script, drawn
-from benchmarks.search.by_hand import FOLDER, SCRIPTS, WRITTEN, Interval, over, race, search, served, text
+from benchmarks.search.by_hand import FOLDER, SCRIPTS, WRITTEN, Ended, Interval, over, race, search, text, train
 
 sys.path.insert(0, str(FOLDER))
 
@@ -83,12 +83,17 @@ def forked(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def trained(name: str, kind: str) -> list[list[float]]:
     """Return the losses of the first steps under each data order, from the same weights."""
-    found = []
-    for seed in range(SEEDS):
-        step = served(name, kind)
-        torch.manual_seed(1000 + seed)
-        found.append([float(step()) for _ in range(STEPS)])
+    found: list[list[float]] = [[] for _ in range(SEEDS)]
+    for seed, losses in enumerate(found):
+        train(name, kind, lambda loss, losses=losses: ended_after(STEPS, losses, loss), seed=1000 + seed)
     return found
+
+
+def ended_after(steps: int, seen: list[float], one: float) -> None:
+    """Keep a step's figure; end the script after so many."""
+    seen.append(one)
+    if len(seen) == steps:
+        raise Ended
 
 
 def gap(own: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float:
@@ -123,13 +128,15 @@ def pool(problem: Problem, count: int, rng: random.Random, known: dict[str, Poin
 
 def block(name: str, kind: str) -> float:
     """Return milliseconds of CPU time per step of a block, once the process has the pages that a step needs."""
-    step = served(name, kind)
-    spans: list[float] = []
-    while len(spans) < SETTLING + BLOCK or sum(spans[SETTLING:]) < BLOCK_S:
-        began = time.process_time()
-        step()
-        spans.append(time.process_time() - began)
-    return statistics.fmean(spans[SETTLING:]) * 1e3
+    ends: list[float] = []
+
+    def stepped(_loss: float) -> None:
+        ends.append(time.process_time())
+        if len(ends) > SETTLING + BLOCK and ends[-1] - ends[SETTLING] > BLOCK_S:
+            raise Ended
+
+    train(name, kind, stepped)
+    return (ends[-1] - ends[SETTLING]) / (len(ends) - 1 - SETTLING) * 1e3
 
 
 def speeds(name: str, files: dict[str, Path], rounds: int) -> dict[str, float]:
