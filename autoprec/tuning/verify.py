@@ -235,7 +235,7 @@ def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
 
 def is_timed(policy: Policy, device: str) -> bool:
     """Say whether step times on a device tell anything of a policy: not if it is emulated there, or for a GPU."""
-    emulated = any(recipe.scaled for recipe in policy.recipes.values())
+    emulated = any(recipe.scaled and recipe.format != "int8" for recipe in policy.recipes.values())  # CPUs multiply it
     return device != "cpu" or (not emulated and policy.evidence.get("target", "cpu") in ("cpu", "auto"))
 
 

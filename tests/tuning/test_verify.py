@@ -96,6 +96,8 @@ def test_speeds_are_those_of_a_duel_with_its_interval_where_they_are_judged(tmp_
         ("bf16", "h100", "cpu", False),  # found in a rehearsal: a CPU tells nothing of its speed
         ("bf16", "cpu", "cpu", True),
         ("bf16", None, "cpu", True),
+        ("int8", "cpu", "cpu", True),  # the integer units of the CPU: nothing is emulated
+        ("int8", "h100", "cpu", False),
         ("fp8_rowwise", None, "cpu", False),
         ("fp8_rowwise", "h100", "NVIDIA H100 80GB HBM3", True),
     ],

@@ -208,7 +208,7 @@ def _over_preset(
 def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: float | None = None) -> str:
     text = f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {limit:.3%}")
     if speedup is None:
-        return f"{text}; speed not judged: this is not the policy's target"
+        return f"{text}; speed not judged: step times here say nothing of the policy's target"
     return f"{speedup:.2f}x at {text}"
 
 
@@ -263,7 +263,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     # why a search has no answer, or a narrower one
     "none_measured": lambda: "no trial other than the script as written could be measured",
     "cost_model": lambda text: text,
-    "interrupted": lambda: "interrupted before the finalists",
+    "interrupted": lambda: "interrupted before the search had ended",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",
     "only_sixteen_bit": lambda bound, cause: (
         f"Only 16 bit was tried: by the cost model nothing else gains more than {bound:.2f}x over that: {cause}"
