@@ -2,9 +2,9 @@
 
 A search runs the script, records one step, and asks the cost model whether anything can be gained at all. If so it
 measures the reference and its noise floor, then the gradient error of every layer under every recipe (the sensitivity
-scan), then short trials that a sampler proposes from both; the best few are measured again over paired seeds, and the
-decision is made on those. The engine decides nothing about precision: it calls the phases in order, keeps every result
-durable, and leaves a policy behind however it ends.
+scan), then short trials that a sampler proposes from both, and further paired seeds of what may be adopted; what the
+decision rests on is timed in duels. The engine decides nothing about precision: it calls the phases in order and keeps
+every result durable.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Commands about files: show, validate, export, import; none of them runs a script."""
+"""Commands about files: show, validate, export, lint."""

@@ -1,1 +1,1 @@
-"""Commands that run a training script: search, inspect, estimate, run, check, verify, demo."""
+"""Commands that run a training script: search, inspect, estimate, run, check, verify, transfer, demo."""

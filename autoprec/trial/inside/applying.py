@@ -43,7 +43,7 @@ def apply_document(
 def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
     """Watch about six steps of every optimizer from the inside, where a policy stores weights or state low.
 
-    Short losses flatter a broken second moment, and gradient errors do not see it: see numerics/monitors.py.
+    Short losses flatter a broken second moment, and gradient errors do not see it: see :mod:`autoprec.optim.monitors`.
     """
     from autoprec.policy import OptimizerPolicy
 

@@ -1,8 +1,9 @@
-"""Presets: the policies that every study measures first, so that its answer is at least as good as the best of them.
+"""Presets: policies that people run today, which an answer is compared with.
 
-They are what people run today: the script as written, bf16 everywhere, one FP8 recipe everywhere, and that recipe with
-the usual exceptions (first and last block, attention or the output layer in bf16, the MLPs only, torchao's filter by
-layer size), and what was published for the family of the model. A study that ends early has compared these at least.
+They are the script as written, bf16 everywhere, one FP8 recipe everywhere, and that recipe with the usual exceptions
+(first and last block, attention or the output layer in bf16, the MLPs only, torchao's filter by layer size), and what
+was published for the family of the model. What a person writes without a search is always measured, and first
+(:func:`autoprec.tuning.sixteen_bit.by_hand`); the sampler asks for the others where a run of them pays.
 """
 
 from __future__ import annotations
