@@ -42,12 +42,11 @@ RANDOM = 40
 #: Two steps run under the policies that a target can express on this model; the last is the one of the table.
 _CASES = {"bf16": "bf16", "fp8": "fp8_tensorwise", "fp8 rows": "fp8_rowwise"}
 _PLAIN = "def converters():\n    return []\n"
-_NEEDS_GPU = {"transformer-engine", "megatron", "dlfw-inspect", "torchao-fqn"}
+_NEEDS_GPU = {"transformer-engine", "megatron", "dlfw-inspect", "torchao-fqn", "bionemo"}
 #: Targets whose own code is not asked: version or commit, and why.
 _NOT_ASKED = {
     "msamp": ("0.4.0", "does not install outside its container"),
     "automodel": ("36044ad", "read from its source, not installed"),
-    "bionemo": ("3a9d005", "read from its source, not installed"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def read_automodel(done: Export, request: Request) -> Reading:
 def read_bionemo(done: Export, request: Request) -> Reading:
     """Read as NVLlamaConfig, NVLlamaModel.get_autocast_context and the recipe's train_fsdp2.py do."""
     document = yaml.safe_load(done.files["bionemo_precision.yaml"])
-    precision = document.get("config_kwargs", {}).get("layer_precision")
+    precision = json.loads(done.files.get("bionemo_config.json", "{}")).get("layer_precision")
+    for word in ("fp8", "fp4"):  # resolve_layer_precision of ESM-2 and CodonFM
+        listed = [at for at, found in enumerate(precision or (), 1) if found == word]
+        assert document.get(f"{word}_layers", []) == listed
     runs = {None: uniform("high")}
     for word in {*(precision or ())} - {None}:
         config = document[f"{word}_config"]

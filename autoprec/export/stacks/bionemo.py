@@ -1,13 +1,16 @@
 """``--to bionemo``: BioNeMo's ``layer_precision``, a word for each block, and the recipes that the words stand for.
 
-``config_kwargs.layer_precision`` has ``fp8``, ``fp4`` or null (bf16) for every Transformer Engine block; one FP8 and
-one FP4 recipe serve the whole run (``fp8_config``, ``fp4_config``), and what is outside of the blocks, the head too,
-is bf16. The ESM-2 and CodonFM recipes name the same blocks, counted from 1, by ``fp8_layers`` and ``fp4_layers``.
+``layer_precision`` of a model's config has ``fp8``, ``fp4`` or null (bf16) for every Transformer Engine block; one FP8
+and one FP4 recipe serve the whole run (``fp8_config``, ``fp4_config``), and what is outside of the blocks, the head
+too, is bf16. The ESM-2 and CodonFM recipes name the same blocks, counted from 1, by ``fp8_layers`` and ``fp4_layers``.
+The list cannot be in the Hydra configuration of the Llama recipe: transformers prints the config as JSON, and Hydra's
+own list under ``config_kwargs`` is not JSON.
 (bionemo-framework 3a9d005: models/llama3/modeling_llama_te.py, recipes/codonfm_native_te/quantization.py)
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -60,7 +63,7 @@ def _config(word: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def write(request: Request, losses: Losses) -> Written:
-    """Return ``bionemo_precision.yaml``: keys to merge into a recipe's Hydra configuration."""
+    """Return ``bionemo_precision.yaml`` (Hydra configuration) and ``bionemo_config.json`` (the model's)."""
     asked, plans = request.policy.activations, request.plans()
     table = _words(plans)
     blocks: dict[int, list[str]] = {}
@@ -75,16 +78,22 @@ def write(request: Request, losses: Losses) -> Written:
     used = set(words.values())
     document: dict[str, Any] = {f"{word}_config": _config(word, table.plans[word].scaled[0])
                                 for word in table.plans if word in used}  # fmt: skip
+    document |= {f"{word}_layers": [block + 1 for block in sorted(words) if words[block] == word]
+                 for word in table.plans if word in used}  # fmt: skip
+    document["use_fp32_master_weights"] = True
+    files = {"bionemo_precision.yaml": header(request, "BioNeMo") + dump_yaml(document)}
+    notes = [
+        "bionemo_precision.yaml: merge into the recipe's hydra_config",
+        "llama3_native_te has no use_fp32_master_weights: it stores weights and optimizer state in bf16",
+    ]
     if used - {""}:
         precision = [words.get(block) or None for block in range(max(words) + 1)]
-        document["config_kwargs"] = {"layer_precision": precision}
-    document["use_fp32_master_weights"] = True
-    notes = [
-        "merge into the recipe's hydra_config; the ESM-2 and CodonFM recipes have fp8_layers and fp4_layers, counted "
-        "from 1, in the place of config_kwargs.layer_precision",
-        "the Llama recipe without use_fp32_master_weights stores weights and optimizer state in bf16",
-    ]
-    return {"bionemo_precision.yaml": header(request, "BioNeMo") + dump_yaml(document)}, notes
+        files["bionemo_config.json"] = json.dumps({"layer_precision": precision}) + "\n"
+        notes.append(
+            "bionemo_config.json: merge into the model's config.json; ESM-2 and CodonFM recipes need fp8_layers and "
+            "fp4_layers alone, and opengenome2_llama_native_te gives its model no recipe"
+        )
+    return files, notes
 
 
 def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
@@ -108,7 +117,8 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
     for word in {*words.values(), rest} - {"", *plans}:
         raise FileError(f"blocks are {word}, and nothing says by which recipe", fix=f"{word}_config with enabled: true")
     recipes: dict[str, Any] = {}
-    rules = [as_rule(f"*layers.{block}.*", plans.get(word, LayerPlan()), recipes) for block, word in words.items()]
+    named = {block: word for block, word in words.items() if word or rest}
+    rules = [as_rule(f"*layers.{block}.*", plans.get(word, LayerPlan()), recipes) for block, word in named.items()]
     rules += [as_rule("*layers.*", plans[rest], recipes)] if rest else []
     return {"recipes": recipes, "layers": rules, "default": "keep", "activations": "bf16"}
 
@@ -123,15 +133,19 @@ def _by_block(document: Mapping[str, Any], plans: Mapping[str, Any], notes: list
         return {block: word or "" for block, word in enumerate(listed)}, ""
     words: dict[int, str] = {}
     for word in ("fp8", "fp4"):
-        numbers = document.get(f"{word}_layers")
-        if numbers and word not in plans:
-            notes.append(f"{word}_layers: BioNeMo reads them where {word}_config is enabled only; left out")
-            continue
-        for number in numbers or ():
+        numbers = document.get(f"{word}_layers") or ()
+        for number in numbers:
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise FileError(f"{word}_layers has {number!r}", fix="blocks are counted from 1")
-            if words.setdefault(number - 1, word) != word:
+            if word in plans and words.setdefault(number - 1, word) != word:
                 raise FileError(f"block {number} is in fp8_layers and in fp4_layers")
+        if numbers and word not in plans:
+            notes.append(
+                f"{word}_layers without {word}_config: these blocks are bf16, unless they are listed as others"
+            )
+            # resolve_layer_precision keeps them from the format that is on, where that has no list of its own
+            other = "fp4" if word == "fp8" else "fp8"
+            words |= {number - 1: "" for number in numbers if document.get(f"{other}_layers") is None}
     free = [word for word in plans if document.get(f"{word}_layers") is None]
     if len(free) > 1:
         raise FileError("fp8_config and fp4_config are enabled, and nothing says which blocks run which",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
 import yaml
 
-from autoprec.errors import FileError, PolicyError, UnknownNameError
+from autoprec.errors import FileError, MissingDependencyError, PolicyError, UnknownNameError
 from autoprec.export import Request, export, exporter
 from autoprec.export.importers import import_policy
 from autoprec.policy import resolve
-from tests.conformance.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES, random_policy
+from tests.export import bionemo, real
+from tests.export.recipe_readers import read_bionemo
 
 LAYERS = tuple(f"model.layers.{i}.{leaf}" for i in range(4) for leaf in ("self_attention.proj", "layernorm_mlp.fc1"))
 LAYERS = (*LAYERS, "lm_head")
@@ -51,8 +55,10 @@ def test_it_comes_back_as_it_went_out_and_nothing_is_lost(config: dict[str, Any]
     first = import_policy(config, layers=LAYERS).policy
     done = exporter("bionemo").export(Request(first, LAYERS))
     document = yaml.safe_load(done.files["bionemo_precision.yaml"])
+    listed = json.loads(done.files["bionemo_config.json"])
     assert [loss for loss in done.losses if loss.match] == []
-    assert {key: document[key] for key in config} == config
+    assert {key: document[key] for key in config if key != "config_kwargs"} | {"config_kwargs": listed} == config
+    assert import_policy(document, layers=LAYERS).policy == import_policy(document | listed, layers=LAYERS).policy
     assert import_policy(document, layers=LAYERS).policy == first
 
 
@@ -72,7 +78,7 @@ def test_a_block_has_one_precision_and_the_rest_is_lost() -> None:
     ]
     unnamed = export(policy, "bionemo", allow_lossy=True)
     assert all("pass --layers" in loss.instead for loss in unnamed.losses if loss.match)
-    assert "config_kwargs" not in yaml.safe_load(unnamed.files["bionemo_precision.yaml"])
+    assert [*unnamed.files] == ["bionemo_precision.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +109,50 @@ def test_a_recipe_that_does_not_exist_and_a_value_that_it_does_not_take() -> Non
         import_policy({"fp8_config": fp8("DelayedScaling", margin=99), **words("fp8")})
 
 
-def test_lists_of_a_format_that_is_off_are_named() -> None:
-    done = import_policy({"fp8_config": fp8("MXFP8BlockScaling"), "fp4_layers": [1]})
+def test_blocks_of_a_format_that_is_off_are_not_those_of_the_other() -> None:
+    done = import_policy({"fp8_config": fp8("MXFP8BlockScaling"), "fp4_layers": [1]}, layers=LAYERS)
     assert "fp4_layers" in done.notes[0]
+    plans = resolve(done.policy, LAYERS)
+    assert plans["model.layers.0.self_attention.proj"].keeps
+    assert not plans["model.layers.1.self_attention.proj"].keeps
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers and Transformer Engine warn of their own
+def test_bionemos_own_script_and_model_run_what_was_exported() -> None:
+    """Runs where BIONEMO_FRAMEWORK names a checkout, and Hydra, transformers and transformer-engine are installed."""
+    policies = {**POLICIES, **{f"random {seed}": random_policy(seed) for seed in range(40)}}
+    four = {"fp8_config": fp8("MXFP8BlockScaling", "E4M3"), "fp4_config": fp4(disable_rht=True)}
+    policies["both"] = import_policy({**four, **words("fp4", "fp8", None, "fp4")}).policy
+    for name, policy in policies.items():
+        request = Request(policy, bionemo.layer_names(), name)
+        done = exporter("bionemo").export(request)
+        try:
+            assert real.load_bionemo(done, request) == read_bionemo(done, request), name
+        except MissingDependencyError as error:
+            pytest.skip(str(error))
+
+
+def test_bionemos_own_reading_of_its_lists_of_blocks() -> None:
+    """Runs where BIONEMO_FRAMEWORK names a checkout (and nvidia-dlfw-inspect is installed, which it imports)."""
+    try:
+        text = bionemo.source("esm2_native_te/quantization.py").read_text(encoding="utf-8")
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    theirs: dict[str, Any] = {}
+    exec(text, theirs)
+    draw, both = random.Random(0), {"fp8": fp8("MXFP8BlockScaling", "E4M3"), "fp4": fp4()}
+    for _ in range(300):
+        on = {word: draw.random() < 0.7 for word in both}
+        listed = {word: draw.choice([None, sorted(draw.sample([1, 2, 3, 4], draw.randint(0, 3)))]) for word in both}
+        document = {f"{word}_config": config | {"enabled": on[word]} for word, config in both.items()}
+        document |= {f"{word}_layers": blocks for word, blocks in listed.items()}
+        try:
+            found = theirs["resolve_layer_precision"](4, *on.values(), *listed.values())
+        except ValueError:
+            with pytest.raises(FileError):
+                import_policy(document, layers=LAYERS)
+            continue
+        plans = resolve(import_policy(document, layers=LAYERS).policy, LAYERS)
+        formats = {"mxfp8": "fp8", "nvfp4": "fp4"}
+        ours = [plans[f"model.layers.{block}.self_attention.proj"].scaled for block in range(4)]
+        assert [formats[found[0].format] if found else None for found in ours] == found, document
