@@ -11,6 +11,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -23,9 +24,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoprec.graph.analysis.memory import muon_matrices, stand_in, step_of_twin
 from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.analysis.rules import builtin_rules
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
@@ -158,7 +160,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Interpret the record: classes, layers, groups, FLOPs and memory."""
         from autoprec.graph.analysis.interpret import interpret
 
-        return interpret(self.trace, self.names, builtin_rules(), self.optimizers)
+        made = interpret(self.trace, self.names, builtin_rules(), self.optimizers)
+        return replace(made, updating=muon_operators(self.optimizers, self.names, len(made.operators)))
 
     def graph(self) -> torch.fx.Graph:
         """Return the step as a ``torch.fx.Graph`` (see :mod:`autoprec.graph.fxgraph`)."""
@@ -342,6 +345,51 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         saved = self._saved.take()
         if sum(saved.values()) > self.trace.saved_bytes:
             self.trace.saved, self.trace.saved_bytes = saved, sum(saved.values())
+
+
+_MUON = (
+    "of Muon's step: it iterates in bf16 of its own, and no policy changes more than its momentum (optimizer.exp_avg)"
+)
+
+
+def muon_operators(
+    optimizers: Sequence[torch.optim.Optimizer], names: ModelNames, before: int = 0
+) -> tuple[Operator, ...]:
+    """Return the operators of Muon's step, matrix by matrix, numbered from ``before`` on.
+
+    A twin of the optimizer is recorded on stand-ins without data, once for each shape. Of another Muon than torch's
+    whose step cannot run on one there are none.
+    """
+    rules, rows, recorded = builtin_rules(), list[Operator](), dict[tuple[Any, ...], tuple[Operator, ...]]()
+    for optimizer, group, matrix in muon_matrices(optimizers):
+        key = (id(group), matrix.shape, matrix.dtype)
+        if key not in recorded:
+            shadow = stand_in(matrix.shape, matrix.dtype)
+            holder = nn.ParameterList([shadow])
+            try:
+                with StepRecorder(holder) as recorder:
+                    step_of_twin(optimizer, group, shadow)
+            except Exception:  # someone else's optimizer may need anything at all
+                return ()
+            recorded[key] = recorder.report().operators
+        name, first = names.name_of_parameter(matrix), before + len(rows)
+        rows += (
+            replace(
+                row,
+                name=f"{row.name.rpartition('_')[0]}_{first + index}",
+                module=name.rpartition(".")[0],
+                phase="optimizer",
+                cls=rules.class_of(row.op) or row.cls,  # a product of two activations it is not
+                precision="keep",
+                reason=_MUON,
+                weight=name,
+                role="",
+                inputs=tuple(first + maker for maker in row.inputs),
+                sources=tuple(first + maker if maker >= 0 else maker for maker in row.sources),
+            )
+            for index, row in enumerate(recorded[key])
+        )
+    return tuple(rows)
 
 
 def record_step(

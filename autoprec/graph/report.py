@@ -158,7 +158,7 @@ class GraphReport:
     backward. ``root_called`` is False where the script calls the model's parts, and never the model: what surrounds
     its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
     is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``.
-    ``newton_schulz`` is what Muon multiplies after that.
+    ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, matrix by matrix.
     """
 
     model: dict[str, Any]
@@ -175,6 +175,7 @@ class GraphReport:
     held: float = 1.0
     fused_update: bool = False
     newton_schulz: tuple[NewtonSchulz, ...] = ()
+    updating: tuple[Operator, ...] = ()
 
     @property
     def tunable(self) -> tuple[Layer, ...]:
@@ -199,7 +200,7 @@ class GraphReport:
         """Return the document of ``autoprec inspect --json`` (normative keys first, more beside them)."""
         return {
             "model": dict(self.model),
-            "operators": [operator.to_json() for operator in self.operators],
+            "operators": [operator.to_json() for operator in (*self.operators, *self.updating)],
             "layers": [shallow(layer) | {"gemms": [shallow(g) for g in layer.gemms]} for layer in self.layers],
             "groups": {name: list(members) for name, members in self.groups.items()},
             "coverage": {"tunable_flops_share": self.tunable_flops_share, "total_flops": self.total_flops},
@@ -232,7 +233,8 @@ class GraphReport:
             operators.append(Operator(**fields))
         made = {
             "layers": layers,
-            "operators": operators,
+            "operators": [operator for operator in operators if operator.phase != "optimizer"],
+            "updating": [operator for operator in operators if operator.phase == "optimizer"],
             "groups": {name: tuple(members) for name, members in document["groups"].items()},
             "newton_schulz": [NewtonSchulz(**row) for row in document.get("newton_schulz", ())],
         }

@@ -15,13 +15,17 @@ _MULTIPLES = (128, 32, 16, 8)
 
 
 def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
-    """Return name, precision, calls, FLOPs and bytes moved of every class of the step, most FLOPs first, then bytes."""
+    """Return name, precision, calls, FLOPs and bytes moved of every class of the step, most FLOPs first, then bytes.
+
+    Classes of Muon's step, which comes after it, have names of their own.
+    """
     rows: dict[str, list[int]] = {}
     precisions: dict[str, str] = {}
     attends = {o.module for o in report.operators if o.attends}
-    for operator in report.operators:
+    for operator in (*report.operators, *report.updating):
         # a product without a weight of this model has the class of attention's, whatever it is
         name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
+        name = f"optimizer: {name}" if operator.phase == "optimizer" else name
         row = rows.setdefault(name, [0, 0, 0])
         precisions[name] = operator.precision
         for index, value in enumerate((1, operator.flops, operator.bytes)):

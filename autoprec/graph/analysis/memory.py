@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
                 yield value
 
 
-def _step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadow: torch.nn.Parameter) -> int:
-    """Run one step of a copy of the optimizer on a stand-in for a group's parameters; return the state it makes."""
+def step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadow: torch.nn.Parameter) -> int:
+    """Run one step of a copy of the optimizer on a stand-in for a group's parameters; return the bytes of its state."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.state = defaultdict(dict)
@@ -41,7 +41,8 @@ def _step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shado
     return _bytes(_state_tensors(twin.state))
 
 
-def _shadow(shape: torch.Size, dtype: torch.dtype, device: str) -> torch.nn.Parameter:
+def stand_in(shape: torch.Size, dtype: torch.dtype, device: str = "meta") -> torch.nn.Parameter:
+    """Return a parameter of zeros with a gradient, without data on the meta device."""
     shadow = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     shadow.grad = torch.zeros_like(shadow)
     return shadow
@@ -54,11 +55,11 @@ def _predicted(optimizer: torch.optim.Optimizer) -> int:
         shapes = Counter((on_this_rank(p).shape, p.dtype) for p in group["params"] if p.requires_grad)
         for (shape, dtype), count in shapes.items():
             try:
-                size = _step_of_twin(optimizer, group, _shadow(shape, dtype, "meta"))
+                size = step_of_twin(optimizer, group, stand_in(shape, dtype))
             except RuntimeError:  # NotImplementedError is one of them
                 if shape.numel() > _MOST_VALUES:
                     raise
-                size = _step_of_twin(optimizer, group, _shadow(shape, dtype, "cpu"))
+                size = step_of_twin(optimizer, group, stand_in(shape, dtype, "cpu"))
             total += count * size
     return total
 
@@ -98,16 +99,23 @@ def step_memory(trace: Trace, names: ModelNames, optimizers: Iterable[torch.opti
     return out
 
 
-def newton_schulz(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[NewtonSchulz, ...]:
-    """Return what Muon makes orthogonal in a step: torch's, or another optimizer of that name.
+def muon_matrices(
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.nn.Parameter]]:
+    """Yield what Muon makes orthogonal in a step: torch's, or another optimizer of that name.
 
     Keller Jordan's optimizers mark the groups that are Adam's with ``use_muon: False``, and flatten convolutions.
     """
-    found: Counter[tuple[int, int, int]] = Counter()
     for optimizer in optimizers:
         groups = optimizer.param_groups if "muon" in type(optimizer).__name__.lower() else []
         for group in (one for one in groups if one.get("use_muon", True)):
-            for p in (p for p in group["params"] if p.requires_grad and p.dim() >= 2):
-                sides = sorted((p.shape[0], p.numel() // max(1, p.shape[0])))
-                found[(sides[0], sides[1], int(group.get("ns_steps", 5)))] += 1
+            yield from ((optimizer, group, p) for p in group["params"] if p.requires_grad and p.dim() >= 2)
+
+
+def newton_schulz(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[NewtonSchulz, ...]:
+    """Return the shapes of what Muon makes orthogonal in a step."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for _, group, p in muon_matrices(optimizers):
+        sides = sorted((p.shape[0], p.numel() // max(1, p.shape[0])))
+        found[(sides[0], sides[1], int(group.get("ns_steps", 5)))] += 1
     return tuple(NewtonSchulz(*shape, count) for shape, count in found.items())

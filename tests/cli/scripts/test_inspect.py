@@ -44,7 +44,13 @@ def test_json_has_the_documented_keys(saved):
     assert document["model"]["class"] == "Sequential"
     keys = {"name", "module", "op", "phase", "class", "precision", "reason", "shapes", "flops", "bytes"}
     assert all(keys <= set(row) for row in document["operators"])
-    assert {row["phase"] for row in document["operators"]} <= {"forward", "backward", "recompute", "update"}
+    assert {row["phase"] for row in document["operators"]} <= {
+        "forward",
+        "backward",
+        "recompute",
+        "update",
+        "optimizer",
+    }
     assert [row["name"] for row in document["layers"]] == ["0", "3"]
     assert document["coverage"]["tunable_flops_share"] == 1.0
     assert document["memory"]["optimizer"] == 2 * document["memory"]["parameters"] + 4 * 6  # and a step count each

@@ -1,9 +1,12 @@
 """Memory of a step: parameters, gradients and saved tensors exact; optimizer state exact before it exists."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.graph.analysis.memory import newton_schulz, optimizer_bytes
 from autoprec.graph.recorder import record_step
@@ -57,6 +60,55 @@ def test_a_step_that_muon_ends_says_what_it_multiplies():
     report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward(), optimizers=[muon])
     assert any(note.startswith("Muon makes the updates of 2 matrices orthogonal") for note in report.notes)
     assert GraphReport.from_json(report.to_json()).newton_schulz == report.newton_schulz != ()
+
+
+def test_operators_of_muons_step_are_listed_matrix_by_matrix_and_are_those_that_run():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8), nn.Linear(8, 8, bias=False))
+    plain = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward())
+    model.zero_grad()
+    muon = torch.optim.Muon([model[0].weight, model[1].weight], ns_steps=3)
+    report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward(), optimizers=[muon])
+    assert (report.operators, report.total_flops) == (plain.operators, plain.total_flops)
+    assert not muon.state
+    rows = report.updating
+    assert {(row.weight, row.module) for row in rows} == {("0.weight", "0"), ("1.weight", "1")}
+    assert {(row.phase, row.precision) for row in rows} == {("optimizer", "keep")}
+    assert all("bf16 of its own" in row.reason for row in rows)
+    products = [row for row in rows if row.cls == "gemm"]
+    assert len(products) == 2 * 3 * 3
+    assert {dtype for row in products for dtype in row.dtypes} == {"bf16"}
+    assert products[0].shapes == ((16, 32), (32, 16))
+    assert sum(row.flops for row in rows) == sum(shape.flops for shape in report.newton_schulz)
+    listed = report.to_json()["operators"]
+    assert [listed[maker]["op"] for maker in products[0].inputs] == ["aten::div_", "aten::permute"]
+    assert GraphReport.from_json(report.to_json()) == report
+    with Ran() as ran:
+        muon.step()
+    assert Counter(row.op for row in rows) == Counter(op for op in ran.ops if not op.startswith("profiler::"))
+
+
+class Ran(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_another_muon_whose_step_needs_data_has_no_operators_and_its_products_are_counted():
+    class Muon(torch.optim.SGD):
+        def step(self, closure=None):
+            assert self.param_groups[0]["params"][0].grad.sum().item() >= 0
+
+    model = nn.Linear(8, 8)
+    report = record_step(
+        model, lambda: model(torch.ones(2, 8)).sum().backward(), optimizers=[Muon([model.weight], 0.1)]
+    )
+    assert (report.updating, len(report.newton_schulz)) == ((), 1)
 
 
 def test_an_optimizer_nobody_can_predict_is_left_out():
