@@ -12,23 +12,6 @@ from torch import fx
 from autoprec.graph.report import GraphReport
 from autoprec.graph.trace import Call, Ref, Trace
 
-#: What every call node carries in ``meta``.
-META_KEYS = (
-    "module",
-    "weight",
-    "phase",
-    "role",
-    "class",
-    "precision",
-    "pattern",
-    "seq_nr",
-    "shapes",
-    "dtypes",
-    "out_shapes",
-    "out_dtypes",
-    "flops",
-    "bytes",
-)
 _PLAIN = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 _PREFIX = {"parameter": "p_", "buffer": "b_", "input": "in_"}
 
@@ -62,9 +45,7 @@ class _Builder:
         args = tuple(self._argument(argument) for argument in call.args)
         kwargs = {key: self._argument(value) for key, value in call.kwargs.items()}
         node = self.graph.call_function(call.func, args, kwargs)
-        facts = (row.module, row.weight, row.phase, row.role, row.cls, row.precision, row.pattern, call.seq)
-        sizes = (row.shapes, row.dtypes, row.out_shapes, row.out_dtypes, row.flops, row.bytes)
-        node.meta.update(zip(META_KEYS, (*facts, *sizes), strict=True))
+        node.meta.update(row.to_json() | {"seq_nr": call.seq})
         single = len(call.outs) == 1 and not _returns_several(call)
         for index in call.outs:
             self.nodes[index] = node if single else self._item(node, index)
@@ -98,6 +79,7 @@ def to_fx(trace: Trace, report: GraphReport) -> fx.Graph:
     """Return the step as a ``torch.fx.Graph``.
 
     Parameters, buffers and the batch are placeholders; operators are ``call_function`` nodes on the very operator
-    overloads that ran. Every call node's ``meta`` holds :data:`META_KEYS`; ``seq_nr`` is autograd's sequence number.
+    overloads that ran. Every call node's ``meta`` is the row of its operator (:meth:`Operator.to_json`) and ``seq_nr``,
+    autograd's sequence number.
     """
     return _Builder(trace, report).build()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import fx
 
-from autoprec.graph.fxgraph import META_KEYS
 from autoprec.graph.recorder import StepRecorder
 from tests.graph.models import Decoder, RMSNorm, decoder_step
 
@@ -23,7 +22,8 @@ def test_lints_and_every_call_says_what_it_is(recorder):
     graph.lint()
     calls = [n for n in graph.nodes if n.op == "call_function" and "seq_nr" in n.meta]
     assert len(calls) == len(recorder.trace.calls)
-    assert all(set(META_KEYS) <= set(n.meta) for n in calls)
+    keys = {"module", "weight", "phase", "role", "class", "precision", "pattern", "seq_nr", "shapes", "dtypes", "flops"}
+    assert all(keys | {"out_shapes", "out_dtypes", "bytes"} <= set(n.meta) for n in calls)
     assert {n.meta["phase"] for n in calls} == {"forward", "backward", "recompute"}
     wgrads = [n for n in calls if n.meta["role"] == "wgrad"]
     assert len(wgrads) == 15
