@@ -13,7 +13,7 @@
     ├── UnsupportedError               exit 1   a backend cannot run what the policy asks, with the reason
     ├── AuditError                     exit 1   executed differs from requested
     ├── NothingAcceptableError         exit 3   no trial could be measured, or none is acceptable
-    ├── ScriptError                    exit 4   the user's script failed before its first training step
+    ├── ScriptError                    exit 4   the script failed before its first training step, or as it is written
     ├── StudyError                     exit 5   the study is locked or damaged
     ├── NoSpaceError                   exit 6   the disk is full
     └── SearchInterruptedError         exit 130 or 143   Ctrl-C or SIGTERM ended a search
@@ -148,7 +148,7 @@ class NothingAcceptableError(AutoPrecError):
 
 
 class ScriptError(AutoPrecError):
-    """The user's script failed before its first training step: its fault, not AutoPrec's."""
+    """The script failed before its first training step, or as it is written, without a policy."""
 
     code = "script"
     exit_code = 4

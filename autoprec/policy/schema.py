@@ -143,7 +143,7 @@ class ModelInfo(Frozen):
 
 #: What a guard can watch -> the threshold where a policy names the metric without one.
 GUARD_METRICS: dict[str, float] = {
-    "loss_gap": 0.02,  # relative: smoothed loss above the reference's, or above its own best
+    "loss_gap": 0.02,  # relative: smoothed loss above its own best
     "gradient_norm_ratio": 3.0,  # median of the last steps over the median of the window
     "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are not finite
 }
