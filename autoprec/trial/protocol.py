@@ -54,7 +54,7 @@ class TrialSpec:
             noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.
         seed: reseed at the first training forward by ``seed + rank``; None leaves the random state as the script
             left it (forked trials share it by construction).
-        anneal: multiply the learning rate by a cosine to 10 % over the trial (finalists: chaos shrinks).
+        anneal: multiply the learning rate by a cosine to 10 % over the trial (chaos shrinks).
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.

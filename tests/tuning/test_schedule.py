@@ -88,7 +88,8 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     told = describe(usual, most)
     parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 44 s"
     assert told == (
-        f"expected from here on: about 3 min ({parts}), about 16 min if nothing converges (30 trials, 9 runs)"
+        f"expected from here on: about 3 min ({parts}), about 16 min if nothing converges (30 trials, 9 runs; "
+        "more where a decision takes further seeds)"
     )
     assert describe(usual, most, 600.0) == told + "; --budget would end it after 10 min in all"
     assert describe(usual, most, 230.0, 80.0) == told + "; --budget ends it after 230 s in all"
@@ -96,7 +97,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert describe(usual, most, 60.0, 50.0) == (
         f"{told}; --budget is too short: one trial and one further seed end it after about 2 min in all"
     )
-    assert describe(usual, most, 86_400.0) == told + "; within --budget: 16 min of 24.0 h in all at most"
+    assert describe(usual, most, 86_400.0) == told + "; within --budget: 16 min of 24.0 h in all"
     assert "if nothing converges" not in describe(usual, usual)
     closing = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True, closing_s=7.0)
     assert closing.rest_s == pytest.approx(usual.rest_s + 7)

@@ -117,7 +117,7 @@ def measure_errors(
     try:
         payload = probe_policies(setup, runner, ledger, policies)
     except NothingAcceptableError as error:
-        ledger.note(f"the finalists' gradient errors could not be measured: {error.what}")
+        ledger.note(f"the gradient error of {', '.join(policies)} could not be measured: {error.what}")
         return {}
     ledger.timings["error_run_s"] = time.monotonic() - began
     return errors_of(payload)

@@ -214,7 +214,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     """Run trials and further seeds, whichever has more value, until no run pays any more; return the answer.
 
     Raises:
-        NothingAcceptableError: five trials in a row failed.
+        NothingAcceptableError: five trials in a row failed, ten where another one was measured.
     """
     prior, goals = make_prior(setup, ledger, table), goals_of(setup, ledger, table)
     sampler, first = _sampler(setup, prior, goals)
