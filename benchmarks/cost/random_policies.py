@@ -11,6 +11,9 @@ ratio of neighbours.
 over what the model says of it, which is what a search does with them. Memory is the peak of torch's allocator over a
 step (every allocation and release that the profiler sees), on top of weights, optimizer state and buffers, not the
 process's resident set.
+
+Rows keep how many pages the kernel handed out in a step (``faults``). ``--fault-us 1.7`` adds what one takes to what is
+modelled: what a model would gain that knew how many there will be.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import sys
 import time
@@ -79,15 +83,16 @@ class Script:
         if update:
             self.optimizer.step()
 
-    def block(self, policy: Policy | None) -> float:
-        """Return CPU milliseconds of a step: the mean of a block, after one that settles."""
+    def block(self, policy: Policy | None) -> tuple[float, float]:
+        """Return CPU milliseconds and page faults of a step: the mean of a block, after one that settles."""
         with under(self.model, policy):
             for _ in range(SETTLING):
                 self.step()
-            began = time.process_time()
+            began, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             for _ in range(BLOCK):
                 self.step()
-            return (time.process_time() - began) / BLOCK * 1e3
+            spent = time.process_time() - began
+            return spent / BLOCK * 1e3, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / BLOCK
 
     def peak_bytes(self, policy: Policy | None) -> int:
         """Return the allocator's peak over a step, what lives from step to step included."""
@@ -119,18 +124,19 @@ def measured(name: str, count: int, rounds: int, seed: int) -> list[Row]:
         points.setdefault(json.dumps(point, sort_keys=True), point)
     policies = [problem.policy(point) for point in points.values()]
     ratios: list[list[float]] = [[] for _ in policies]
-    written: list[float] = []
+    faults: list[list[float]] = [[] for _ in policies]
+    written: list[tuple[float, float]] = []
     for _ in range(rounds):
-        before = script.block(None)
+        before, _ = script.block(None)
         for index in rng.sample(range(len(policies)), len(policies)):
-            own = script.block(policies[index])
-            after = script.block(None)
-            ratios[index].append(2.0 * own / (before + after))
-            written.append(after)
-            before = after
-    script_ms = statistics.median(written)
-    rows = [_row(name, "script", script_ms, cost.estimate({}), script.peak_bytes(None))]
-    for point, policy, found in zip(points.values(), policies, ratios, strict=True):
+            own, handed = script.block(policies[index])
+            written.append(script.block(None))
+            ratios[index].append(2.0 * own / (before + written[-1][0]))
+            faults[index].append(handed)
+            before = written[-1][0]
+    script_ms, handed = (statistics.median(column) for column in zip(*written, strict=True))
+    rows = [_row(name, "script", script_ms, cost.estimate({}), script.peak_bytes(None)) | {"faults": handed}]
+    for point, policy, found, own_faults in zip(points.values(), policies, ratios, faults, strict=True):
         row = _row(
             name,
             "policy",
@@ -138,7 +144,7 @@ def measured(name: str, count: int, rounds: int, seed: int) -> list[Row]:
             modelled.of(point),
             script.peak_bytes(policy),
         )
-        rows.append(row | {"ratios": found, "point": point})
+        rows.append(row | {"ratios": found, "point": point, "faults": statistics.median(own_faults)})
     return rows
 
 
@@ -156,6 +162,11 @@ def _row(name: str, what: str, ms: float, modelled: Any, peak: int) -> Row:
 
 def is_int8(row: Row) -> bool:
     return any("int8" in str(value) for value in row.get("point", {}).values())
+
+
+def with_faults(rows: Sequence[Row], fault_us: float) -> list[Row]:
+    """Return rows with the time of their page faults in what is modelled."""
+    return [row | {"modelled_ms": row["modelled_ms"] + 1e-3 * fault_us * row.get("faults", 0.0)} for row in rows]
 
 
 def _figures(errors: Sequence[float], within: float) -> list[str]:
@@ -206,6 +217,7 @@ def main() -> None:
     parser.add_argument("--policies", type=int, default=28, help="of each script")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault-us", type=float, default=0.0, help="of a page fault, added to what is modelled")
     parser.add_argument("--rows", type=Path, help="write the rows into this JSON file")
     parser.add_argument("--from-rows", type=Path, help="print the tables of such a file, measure nothing")
     parser.add_argument("--out", type=Path, help="write the tables into this file")
@@ -230,7 +242,7 @@ def main() -> None:
         f"{BLOCK} steps beside blocks of the script; load average {began:.1f} at the start; "
         f"{datetime.now():%Y-%m-%d}.",
         "",
-        *table(rows),
+        *table(with_faults(rows, args.fault_us)),
     ]
     print("\n".join(lines))
     if args.out:

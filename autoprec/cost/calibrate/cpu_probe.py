@@ -32,8 +32,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 _SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (256, 512, 512), (768, 384, 384))
 #: Tensors of pointwise work, and how many of each there are: a step's do not fit the caches.
 _TENSORS, _COPIES = ((32, 128), (512, 256), (768, 1024)), 10
-_FAMILIES = {"fp8_row": "fp8_rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-_INTEGER = {"row": "int8", "tensor": "int8_tensor"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Without units bf16 products are up to a hundred times slower than fp32 ones: no policy gains by them, and the time of
 #: their probes would be most of all. One shape says how slow they are.
@@ -174,22 +172,17 @@ def _products(gemms: dict[str, dict[str, list[float]]], forms: Sequence[str], sh
     return total
 
 
-def _scaled(gemms: dict[str, dict[str, list[float]]], families: dict[str, str], product: str) -> dict[str, list[float]]:
-    """Return family -> seconds per (operand value, GEMM) that its casts add to the multiplications of a plain layer.
-
-    Args:
-        families: family -> the recipe that is timed.
-        product: format in which it multiplies.
-    """
+def _integer(gemms: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Return granularity -> seconds per (operand value, GEMM) that INT8 casts add to the products of a plain layer."""
     # sums are short, so that casts are a large part; and the tensors are as large as a step's, which are in no cache
     shapes = ((32, 32, 32), (512, 64, 1536), (1536, 96, 768))
     plain = _layer(None, shapes[0]) - _products(gemms, ["fp32"] * 3, shapes[0])
     rows = [[2.0 * (m * k + k * n + m * n), 3.0] for m, k, n in shapes]
     out = {}
-    for family, recipe in families.items():
+    for granularity, recipe in (("row", "int8"), ("tensor", "int8_tensor")):
         plan = LayerPlan.uniform(BUILTIN_RECIPES[recipe])
-        spent = [_layer(plan, shape) - _products(gemms, [product] * 3, shape) for shape in shapes]
-        out[family] = fit(rows, [max(1e-7, own - plain) for own in spent])
+        spent = [_layer(plan, shape) - _products(gemms, ["int8"] * 3, shape) for shape in shapes]
+        out[granularity] = fit(rows, [max(1e-7, own - plain) for own in spent])
     return out
 
 
@@ -318,8 +311,7 @@ def _rates(models: list[Stage]) -> dict[str, Any]:
         "operators": _operators(),
         "reduction": _reduction(),
         "casts": _casts(),
-        "emulated": _scaled(gemms, _FAMILIES, "bf16"),
-        "integer": _scaled(gemms, _INTEGER, "int8"),
+        "integer": _integer(gemms),
         "convolution": _convolution(gemms),
         "recurrent": _recurrent(gemms),
         "attention": _attention(),

@@ -52,7 +52,6 @@ _IN_SITU: tuple[tuple[str, str, str], ...] = (
     ("fp32", "keep", "keep"),
     ("bf16", "bf16", "bf16"),
     ("int8", "int8_tensor", "keep"),
-    ("emulated", "fp8_rowwise", "bf16"),
 )
 
 
@@ -90,7 +89,7 @@ class Stage:
         return cost.estimate(plans, activations=policy.activations).time_ms / 1e3
 
 
-_NOTHING = {"fp32": 0.0, "rest": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0}
+_NOTHING = {"fp32": 0.0, "rest": 0.0, "bf16": 0.0, "int8": 0.0}
 
 
 def stages() -> list[Stage]:
@@ -107,13 +106,13 @@ def in_situ(rates: dict[str, Any], models: list[Stage]) -> dict[str, Any]:
     """Return how much longer whole steps take than their operators in a hot loop, and what weights cost beside them.
 
     Three models give three unknowns under fp32: a factor on layers, one on the rest (in every precision), and seconds
-    per weight value (casts, gradients in fresh memory); each of the other policies has its own first and last. Those
-    that multiply in bf16 are not run without units for it: a step would take seconds.
+    per weight value (casts, gradients in fresh memory); each of the other policies has its own first and last. The
+    one in bf16 is not run without units for it: a step would take seconds.
     """
     updates = []
     factors, weights = dict(_NOTHING), dict(_NOTHING)
     for name, recipe, activations in _IN_SITU:
-        if activations == "bf16" and cpu_bf16_units() == ():
+        if name == "bf16" and cpu_bf16_units() == ():
             factors[name] = factors["fp32"]
             continue
         recipes = {} if recipe == "keep" else {recipe: BUILTIN_RECIPES[recipe]}
