@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from autoprec.errors import FileError
-from autoprec.export.stacks.megatron import NAMES
+from autoprec.export.stacks.megatron import NAMES, TRAINING_KEYS
 from autoprec.export.stacks.transformer_engine import read_recipe
 from autoprec.export.words import section
 from autoprec.policy import Policy, escape, policy_from_dict
@@ -285,7 +285,7 @@ def _megatron(
 
 def _megatron_recipe(key: str, config: Any, inherited: dict[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
     """Return (recipe name, recipe document); an empty document means a name that exists already."""
-    training = (config or {}).get("training_recipe") or {}
+    training = section(config or {}, "training_recipe", TRAINING_KEYS)
     if training.get("override_quantized_autocast") is False:
         if inherited:
             return key, inherited

@@ -6,11 +6,11 @@ differs; an import takes the plan of the word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoprec.errors import FileError
+from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.summary import changes, distance
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
@@ -49,15 +49,19 @@ class Words:
         return f"{self.said.format(word)}: {listed}" if word and listed else listed
 
 
-def section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section(document: Mapping[str, Any], name: str, known: Collection[str] = ()) -> Mapping[str, Any]:
     """Return a part of a configuration; empty where it is left out.
 
     Raises:
         FileError: it is not a mapping.
+        UnknownNameError: it has a key that is not ``known`` (where keys are given): perhaps a later version's.
     """
     found = document.get(name) or {}
     if not isinstance(found, Mapping):
         raise FileError(f"{name} is not a mapping")
+    for key in found if known else ():
+        if key not in known:
+            raise UnknownNameError("key", str(key), known, where=f"{name} (what a later version has is not read)")
     return found
 
 

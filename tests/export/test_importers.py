@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autoprec.errors import FileError
+from autoprec.errors import FileError, UnknownNameError
 from autoprec.export import export
 from autoprec.export.importers import detect, import_policy
 from autoprec.policy import resolve
@@ -146,6 +146,14 @@ def test_megatrons_file_means_what_its_flags_say() -> None:
     assert done.notes == ()
     counted = import_policy(yaml.safe_load(SUPER), flags=[*flags, "--num-layers", "12"])
     assert resolve(counted.policy, SUPER_LAYERS) == plans
+
+
+def test_a_recipe_of_a_later_megatron_is_not_read_as_bf16() -> None:
+    later = yaml.safe_load(SUPER)
+    later["configs"]["mxfp8"]["training_recipe"] = {"fp6_quantization_recipe": "mxfp6"}
+    with pytest.raises(UnknownNameError, match=r"later version.*unknown key 'fp6_quantization_recipe'") as raised:
+        import_policy(later, layers=SUPER_LAYERS, flags=[*SUPER_FLAGS.split(), "--num-layers", "12"])
+    assert "fp4_quantization_recipe" in str(raised.value.fix)
 
 
 def test_megatrons_file_and_flags_round_trip() -> None:

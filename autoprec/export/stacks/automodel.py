@@ -39,6 +39,11 @@ _GROUPED = Words("Automodel's {} experts", {"torch_mm_mxfp8": LayerPlan(fprop=_M
 _KINDS = {"*.gate": "router", "*.router": "router", "*.experts.*": "experts", "*": "linear"}
 #: Dispatchers of tokens without which Transformer Engine's experts become ``torch_mm``.
 _DISPATCHERS = ("deepep", "hybridep", "uccl_ep", "mok")
+#: Fields of its FP8Config; what is not read here says how FP8 is run, not where.
+_FP8_KEYS = (
+    *("enabled", "recipe_name", "filter_fqns", "enable_fsdp_float8_all_gather", "emulate"),
+    *("precompute_float8_dynamic_scale_for_fsdp", "force_recompute_fp8_weight_in_bwd"),
+)
 
 _KEPT = dict.fromkeys(("loss", "output"), "MaskedCrossEntropy casts the logits to fp32 (fp32_upcast)")
 
@@ -124,7 +129,7 @@ def read(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) 
         FileError: two sections ask for FP8, or one for what Automodel would refuse.
         UnknownNameError: a recipe that it does not have.
     """
-    model, eight = section(document, "model"), section(document, "fp8")
+    model, eight = section(document, "model"), section(document, "fp8", _FP8_KEYS)
     backend = section(model, "backend")
     te, on = section(backend, "te_fp8"), eight.get("enabled", False) is True
     if on and te:

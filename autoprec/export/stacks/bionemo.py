@@ -35,6 +35,7 @@ from autoprec.policy import LayerPlan, Policy, dump_yaml, policy_from_dict
 from autoprec.precision.recipes import Recipe
 
 _BLOCK = re.compile(r"layers\.(\d{1,4})\.")
+_KEYS, _INIT = ("recipe", "format", "recipe_kwargs"), "quantized_model_init_kwargs"
 _KEPT = dict.fromkeys(("loss", "output"), "transformers' loss functions cast the logits to fp32")
 
 
@@ -105,7 +106,7 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
     """
     plans = {}
     for word in ("fp8", "fp4"):
-        config = section(document, f"{word}_config")
+        config = section(document, f"{word}_config", ("enabled", *(f"{word}_{key}" for key in _KEYS), _INIT))
         if config.get("enabled", False) is True:
             plans[word] = builtin_plan(_recipe(word, config))
     words, rest = _by_block(document, plans, notes)

@@ -27,6 +27,11 @@ _OPTIMIZER = {
 
 #: How Transformer Engine scales -> Megatron's word.
 NAMES = {"tensor": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
+#: Fields of Megatron's TEQuantizationRecipe (core/extensions/transformer_engine.py).
+TRAINING_KEYS = (
+    *("fp8_quantization_recipe", "fp4_quantization_recipe", "custom_recipe_factory", "fp8_format", "tp_only_amax_red"),
+    *("override_quantized_autocast", "override_nonquantized_autocast"),
+)
 _ALL_ON = {"hadamard": True, "stochastic_rounding": True, "weight_2d": True}
 
 

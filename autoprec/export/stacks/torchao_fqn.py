@@ -92,8 +92,7 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
         FileError: another version, a config that does not train, a field that no policy expresses, or, without the
             names of the model's layers, an expression that is not a glob.
     """
-    if document.get("_version", 1) != 1:
-        raise FileError(f"FqnToConfig of version {document['_version']} is not read", fix="version 1 is")
+    _first_version("FqnToConfig", document)
     data = document.get("_data")
     data = data if isinstance(data, Mapping) else {}
     configs = data.get("fqn_to_config") or data.get("module_fqn_to_config")
@@ -104,6 +103,11 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
     matches = _named(plans, layers) if layers else _globs(plans)
     rules = [as_rule(match, plan, recipes) for match, plan in matches]
     return {"recipes": recipes, "layers": rules, "default": "keep"}
+
+
+def _first_version(what: str, document: Mapping[str, Any]) -> None:
+    if document.get("_version", 1) != 1:
+        raise FileError(f"{what} of version {document['_version']} is not read", fix="version 1 is")
 
 
 def _plan(key: str, config: Any, notes: list[str]) -> LayerPlan:
@@ -117,6 +121,7 @@ def _plan(key: str, config: Any, notes: list[str]) -> LayerPlan:
         if "Weight" in kind or "QAT" in kind:
             raise FileError(f"'{key}': {kind} is for inference, not for training", fix=", ".join(known))
         raise UnknownNameError("torchao training config", kind, tuple(known), where=f"'{key}'")
+    _first_version(f"'{key}': {kind}", config)
     given = {
         name: value.get("_data") if isinstance(value, Mapping) else value for name, value in config["_data"].items()
     }

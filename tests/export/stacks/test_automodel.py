@@ -112,6 +112,8 @@ def test_what_automodel_would_refuse_is_refused(bad: dict[str, Any], says: str) 
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'rowwise'"):
         import_policy({"fp8": {"enabled": True, "recipe_name": "rowise"}})
+    with pytest.raises(UnknownNameError, match=r"fp8 \(what a later version has is not read\): unknown key 'scope'"):
+        import_policy({"fp8": {"enabled": True, "scope": "experts"}})
     with pytest.raises(UnknownNameError, match="valid: block, current, mxfp8"):
         import_policy({"model": {"backend": {"te_fp8": {"recipe": {"_target_": "Float8CurrentScaling"}}}}})
 

@@ -105,6 +105,8 @@ def test_what_says_too_little_or_too_much_is_refused(bad: dict[str, Any], says: 
 def test_a_recipe_that_does_not_exist_and_a_value_that_it_does_not_take() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'MXFP8BlockScaling'"):
         import_policy({"fp8_config": fp8("MXFP8Scaling"), **words("fp8")})
+    with pytest.raises(UnknownNameError, match="unknown key 'fp8_scope'"):
+        import_policy({"fp8_config": {**fp8("MXFP8BlockScaling"), "fp8_scope": "experts"}, **words("fp8")})
     with pytest.raises(PolicyError, match="fp8_config"):
         import_policy({"fp8_config": fp8("DelayedScaling", margin=99), **words("fp8")})
 

@@ -99,6 +99,7 @@ def test_torchao_writes_what_is_read() -> None:
     ("bad", "says"),
     [
         ({**document({"a": ROWWISE}), "_version": 2}, "version 2 is not read"),
+        (document({"a": {**ROWWISE, "_version": 2}}), "'a': Float8TrainingOpConfig of version 2 is not read"),
         (document({"a": {"_type": "Float8TrainingOpConfig", "_data": {"out_dtype": "float16"}}}), "out_dtype: float16"),
         (
             document({"a": {"_type": "Float8TrainingOpConfig", "_data": {"float8_linear_recipe": "rowwise", "x": 1}}}),
