@@ -98,7 +98,7 @@ def _tiles(summary: Summary) -> str:
 def _usage(result: SearchResult, records: Sequence[Run]) -> str:
     if not result.policy or result.verdict != "adopt":
         return ""
-    arguments = result.variant.get("arguments", "")
+    arguments = next((row["arguments"] for row in result.variants if row.get("adopted", row.get("chosen"))), "")
     policy, script = escape(result.policy), escape(f"{result.script or 'train.py'} {arguments}".strip())
     document = best_policy(result, records)
     target = exact_target(policy_from_dict(document)) if document else "python"

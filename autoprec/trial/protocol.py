@@ -70,6 +70,8 @@ class TrialSpec:
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).
+        variant: under which other arguments of the script it runs; empty for those of the reference. It says which host
+            is asked, and nothing to that.
     """
 
     kind: str = "train"
@@ -90,6 +92,7 @@ class TrialSpec:
     timeout_s: float = PATIENCE_S
     by_block: bool = False
     record_graph: bool = False
+    variant: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -31,7 +31,7 @@ from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, read_document, write_atomic, write_json
 from autoprec.support.units import speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
-from autoprec.trial.protocol import HostInfo
+from autoprec.trial.protocol import PATIENCE_S, HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.decision import Decision
@@ -45,7 +45,7 @@ from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
-from autoprec.tuning.phases.variants import SHARE, choose
+from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit, slow_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -107,6 +107,7 @@ class Search:
         self._calibration: dict[str, Any] | None = None
         self._store: StudyStore | None = None
         self._variants: list[dict[str, Any]] = []
+        self._pools: dict[str, HostPool] = {}
 
     @property
     def records(self) -> list[Run]:
@@ -150,12 +151,8 @@ class Search:
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
             try:
-                if self.options.variant:
-                    self._choose_variant()
-                pool = stack.enter_context(
-                    HostPool(self._factory or runner_factory(self.options, self.command), self.study_dir / "hosts")
-                )
-                return self._run(pool, stack)
+                self._choose_variant(stack)
+                return self._run(self._pools[self._chosen["name"] if self._chosen else AS_GIVEN], stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 raise self._interrupted(stop) from stop
             except NothingAcceptableError:
@@ -207,7 +204,7 @@ class Search:
         except ScriptError:
             store.discard_empty()
             raise
-        start_s = time.monotonic() - began
+        start_s = max(time.monotonic() - began, host.setup_s)  # it may have been started for its variants
         self._check_time(store, host, start_s, starts=2)  # for the recorded step, and for the reference
         self.listener.phase("graph")
         self._calibration = self._calibration or self._kept_calibration(store, host)
@@ -215,7 +212,7 @@ class Search:
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
         self._check_time(store, host, start_s, starts=1)
-        setup = Setup.of(self.options, host, graph, self._calibration)
+        setup = Setup.of(self.options, host, graph, self._calibration, shapes(self._variants))
         verdict = setup.verdict()
         beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
         # the rates of a plain CPU say nothing about this one: without its own the trials decide
@@ -226,7 +223,7 @@ class Search:
         ledger = Ledger(store, self.listener, setup.options, self._started)
         ledger.variants = self._variants
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
-        runner = PairedRunner(setup, pool, ledger)
+        runner = PairedRunner(setup, pool, ledger, others={n: p for n, p in self._pools.items() if p is not pool})
         self.listener.started(self._introduction(setup, store))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
@@ -242,8 +239,10 @@ class Search:
         if not beyond and not setup.measured and not self.options.cost_scale:
             ledger.note(STANDS_IN)
         ledger.timings["verdict_s"] = ledger.elapsed()
+        if missed := [row["name"] for row in self._variants if row["status"] == NOT_TRIED]:
+            ledger.cut(f"the time budget left no time for the script under {', '.join(missed)}")
         if nothing:
-            answer = Decision("stay", (Reason("cost_model", {"text": verdict.reason}),))
+            answer = settled(Decision("stay", (Reason("cost_model", {"text": verdict.reason}),)), ledger)
         else:
             answer = self._measured(setup, runner, ledger)
             if narrow is not None:
@@ -251,8 +250,9 @@ class Search:
                 answer = answer.with_reasons(Reason("only_sixteen_bit", bound))
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
             answer = with_size(answer, setup)
-        if self._chosen is not None:
-            answer = answer.with_reasons(Reason("under_variant", self._chosen))
+        rows = {"chosen": self._chosen or {}, "adopted": ledger.variant(answer.run)}
+        if any(rows.values()):
+            answer = answer.with_reasons(Reason("under_variant", rows))
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
@@ -279,27 +279,35 @@ class Search:
         """The row of the variant that the search is of; None for the script as it was given."""
         return next((row for row in self._variants if row.get("chosen")), None)
 
-    def _choose_variant(self) -> None:
+    def _choose_variant(self, stack: ExitStack) -> None:
         """Search under the variant that is surely faster as it is, if any; a resumed search under the same one."""
-        kept = self.study_dir / "variants.json"
+        kept, asked = self.study_dir / "variants.json", parse_variants(self.options.variant)
         if self.options.resume and kept.exists():
-            self._variants = read_document(kept)["rows"]
-        else:
+            names = [variant.name for variant in asked]
+            self._variants = [row for row in read_document(kept)["rows"] if row["name"] in names]
+        elif asked:
             budget = self.options.budget_s or math.inf
             self.listener.phase("variants")
-            self._variants = choose(
+            self._variants, self._pools = choose(
                 self.options,
                 self.command,
-                lambda command, start_s: self._factory or runner_factory(self.options, command, start_s),
+                self._hosts,
                 self.study_dir / "hosts",
                 lambda: SHARE * budget - (time.monotonic() - self._started),
+                stack,
             )
             write_json(kept, {"rows": self._variants})
             for row in self._variants:
                 self.listener.note(f"variant {_typed(row)}: {row['status']}: {row['reason']}")
-        for variant in parse_variants(self.options.variant):
-            if self._chosen is not None and variant.name == self._chosen["name"]:
-                self.command = self.command.under(variant)
+        commands = {AS_GIVEN: self.command} | {variant.name: self.command.under(variant) for variant in asked}
+        self.command = commands[self._chosen["name"] if self._chosen else AS_GIVEN]
+        for name, command in commands.items():  # which start nothing before they are asked
+            folder = self.study_dir / "hosts" / (name.replace(" ", "-") if asked else "")
+            if name not in self._pools:
+                self._pools[name] = stack.enter_context(HostPool(self._hosts(command), folder))
+
+    def _hosts(self, command: ScriptCommand, start_s: float = PATIENCE_S) -> RunnerFactory:
+        return self._factory or runner_factory(self.options, command, start_s)
 
     def _kept_calibration(self, store: StudyStore, host: HostInfo) -> dict[str, Any] | None:
         """Return what is known of the device at hand; a study goes on under what it was begun with."""

@@ -15,6 +15,7 @@ from typing import Any
 from autoprec.tuning.decide.decision import Rules, gradient_limit
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.noise import Baseline, uninformative
+from autoprec.tuning.decide.problem import VARIANT
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions
@@ -61,6 +62,12 @@ class Ledger:
     stopped: str = ""
     needed_s: float = 0.0
     variants: list[dict[str, Any]] = field(default_factory=list)
+
+    def variant(self, run: Run | None) -> dict[str, Any]:
+        """Return the row of a run's variant, the reference's where none is named; empty for the script as given."""
+        chosen = next((row["name"] for row in self.variants if row.get("chosen")), "")
+        name = run.params.get(VARIANT, chosen) if run is not None else chosen
+        return next((row for row in self.variants if row["name"] == name), {})
 
     def elapsed(self) -> float:
         """Return the seconds since the search began."""

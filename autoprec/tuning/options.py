@@ -96,7 +96,7 @@ class SearchOptions:
     backend: str = option("auto", "Backend that runs the GEMMs.", WHAT, metavar="NAME")
     variant: tuple[str, ...] = option(
         (),
-        "Arguments that run the same step in another way; the fastest is searched. May be repeated.",
+        "Arguments that run the same step in another way, tried as the study's parameter variant. May be repeated.",
         WHAT,
         metavar="'NAME: ARGS'",
         python="a list of texts: ['mb16: --micro-batch 16 --accum 2']",

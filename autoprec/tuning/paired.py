@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
+from autoprec.tuning.decide.problem import VARIANT, Params
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
@@ -40,13 +42,22 @@ class PairedRunner:
 
     Args:
         may_compile_blocks: off, all runs compile what the script and its policy compile.
+        others: hosts of the script under other variants than the reference's, by their names.
 
     Attributes:
         by_block: whether runs compile blocks.
     """
 
-    def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger, *, may_compile_blocks: bool = True) -> None:
-        self._setup, self._pool, self._ledger = setup, pool, ledger
+    def __init__(
+        self,
+        setup: Setup,
+        pool: HostPool,
+        ledger: Ledger,
+        *,
+        may_compile_blocks: bool = True,
+        others: Mapping[str, HostPool] = MappingProxyType({}),
+    ) -> None:
+        self._setup, self._pool, self._ledger, self._others = setup, pool, ledger, others
         self._repeated = 0
         self.by_block = ByBlock(setup, ledger, self._timed, allowed=may_compile_blocks)
 
@@ -73,8 +84,8 @@ class PairedRunner:
         """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
         return 1 if self._setup.measured else self.workers
 
-    def spec(self, policy: dict[str, Any] | None, **changes: Any) -> TrialSpec:
-        """Return the spec of a training trial.
+    def spec(self, policy: dict[str, Any] | None, params: Params = MappingProxyType({}), **changes: Any) -> TrialSpec:
+        """Return the spec of a training trial; ``params`` say under which variant of the script.
 
         A forked trial shares the random state of its host by construction; elsewhere pairing needs a reseed at the
         first training forward.
@@ -89,6 +100,7 @@ class PairedRunner:
             "timeout_s": self.trial_timeout(),
             "anneal": True,  # no policy causes the noise of a high learning rate
             "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
+            "variant": str(params.get(VARIANT, "")),
             "within_s": self.seconds_left() if changes.get("kind", "train") == "train" else None,
         }
         return TrialSpec(**(values | changes))
@@ -141,7 +153,7 @@ class PairedRunner:
     def _run(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run one trial, and book where its time went."""
         began = time.monotonic()
-        result = self._pool.run(spec, seed)
+        result = self._others.get(spec.variant, self._pool).run(spec, seed)
         for name, seconds in (
             ("training_s", result.training_s),
             ("trial_wall_s", time.monotonic() - began),
@@ -154,6 +166,10 @@ class PairedRunner:
         passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + batches
         self._ledger.add_seconds("passes", float(passes))
         return result
+
+    def is_elsewhere(self, params: Params) -> bool:
+        """Say whether runs of these params are under another variant than the reference's."""
+        return params.get(VARIANT) in self._others
 
     def duel(self, spec: TrialSpec) -> TrialResult:
         """Run a trial for its times alone; they are compared with others of the same minute, and none is repeated."""

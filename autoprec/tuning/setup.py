@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
@@ -23,10 +24,13 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
-from autoprec.tuning.decide.problem import Backends, Problem
+from autoprec.tuning.decide.problem import VARIANT, Backends, Problem
 from autoprec.tuning.decide.rules import recipes_in
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
+
+#: Name of a variant -> (step time, memory) of the script under it, over those under the first.
+Shapes = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,13 @@ class ModelledSteps:
 
     Args:
         reference: ``script``, ``fp32`` or ``bf16``: what divergence is measured against.
+        shapes: step time and memory of the script under each variant, over those of the reference's.
     """
 
     cost: CostModel
     problem: Problem
     reference: str = "script"
+    shapes: Shapes = field(default_factory=dict)
     _known: dict[str, StepEstimate] = field(default_factory=dict, repr=False)
 
     def script(self) -> StepEstimate:
@@ -51,7 +57,8 @@ class ModelledSteps:
         """Return the step under a point of the search space."""
         key = canonical_json(dict(params))
         if key not in self._known:
-            self._known[key] = self.cost.under(self.problem.policy(params), self.problem.plans(params))
+            found = self.cost.under(self.problem.policy(params), self.problem.plans(params))
+            self._known[key] = found.times(*self.shapes.get(str(params.get(VARIANT)), (1.0, 1.0)))
         return self._known[key]
 
     def of_reference(self) -> StepEstimate:
@@ -84,9 +91,14 @@ class Setup:
 
     @classmethod
     def of(
-        cls, options: SearchOptions, host: HostInfo, graph: GraphReport, calibration: dict[str, Any] | None = None
+        cls,
+        options: SearchOptions,
+        host: HostInfo,
+        graph: GraphReport,
+        calibration: dict[str, Any] | None = None,
+        shapes: Shapes = MappingProxyType({}),
     ) -> Setup:
-        """Find out what is searched, for which device.
+        """Find out what is searched, for which device, and under which variants of the script's arguments.
 
         Raises:
             UsageError: the target does not fit the device the script trains on, or a bad cost scale.
@@ -111,6 +123,7 @@ class Setup:
             cost.can_run,
             steps=_forwards(options, graph),
             backends=timed_backends(calibration, backend, compiled=compiled),
+            variants=tuple(shapes),
         )
         return cls(
             options=options,
@@ -120,15 +133,15 @@ class Setup:
             measured=measured,
             space=space,
             problem=problem,
-            steps=ModelledSteps(cost, problem, options.reference),
+            steps=ModelledSteps(cost, problem, options.reference, shapes),
         )
 
     def restricted(self, space: SearchSpace) -> Setup:
-        before = self.problem
-        problem = Problem.build(self.graph, space, self.cost.can_run, steps=before.steps, backends=before.backends)
-        return replace(
-            self, space=space, problem=problem, steps=ModelledSteps(self.cost, problem, self.steps.reference)
+        before, can_run, variants = self.problem, self.cost.can_run, tuple(self.steps.shapes)
+        problem = Problem.build(
+            self.graph, space, can_run, steps=before.steps, backends=before.backends, variants=variants
         )
+        return replace(self, space=space, problem=problem, steps=replace(self.steps, problem=problem, _known={}))
 
     def verdict(self) -> Verdict:
         problem = self.problem

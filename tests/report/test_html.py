@@ -93,6 +93,9 @@ def test_the_variant_that_was_searched_is_in_the_facts_the_chart_and_the_command
         assert ("all under whole: --micro 1" in page) is chosen
         assert ("Each dot is one policy under whole, " in page) is chosen
         assert ("train.py --micro 1\n" in page) is chosen
+    given = {**row, "chosen": True, "adopted": False}  # the answer is for the script as given
+    page = html_report(replace(result, script="train.py", variants=(given,)), records)
+    assert "train.py --micro 1\n" not in page
 
 
 def test_hostile_names_are_escaped(result: SearchResult, records: list[Run]) -> None:

@@ -32,6 +32,9 @@ CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
 Backends = Callable[[Mapping[str, Recipe], str], dict[str, dict[str, str]]]
 Params = Mapping[str, Any]
 
+#: The parameter that says under which variant of the script's arguments a run is.
+VARIANT = "variant"
+
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -85,6 +88,7 @@ class Problem:
         *,
         steps: int = 0,
         backends: Backends | None = None,
+        variants: Sequence[str] = (),
     ) -> Problem:
         """Match a space against a recorded model.
 
@@ -92,6 +96,7 @@ class Problem:
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
             backends: the backend of each recipe, as far as that was timed.
+            variants: names of the arguments under which the script may run, those of the reference first.
 
         Raises:
             NothingAcceptableError: the model has no tunable layer.
@@ -107,7 +112,7 @@ class Problem:
             group, no = _variable(name, layers, space, can_run)
             groups.append(group)
             refused += no
-        values = _relevant_parameters(space, groups)
+        values = _relevant_parameters(space, groups) | ({VARIANT: tuple(variants)} if variants else {})
         if report.operators and not any(operator.attends for operator in report.operators):
             values["attention"] = values["attention"][:1]
         for name in WIDE_OPERATORS if values["activations"] == ("keep",) else ():
@@ -295,6 +300,7 @@ class Problem:
         values["attention"] = self._attention(params)
         wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         values, plain = values | wide, plain | dict.fromkeys(wide, KEEP)
+        plain |= {name: options[0] for name, options in self.parameters.items() if name == VARIANT}
         return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
 
     def is_autocast(self, params: Params) -> bool:

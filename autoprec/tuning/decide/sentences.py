@@ -118,11 +118,16 @@ def _tied(noise: float, also: Reason | None = None, timed: bool = False) -> str:
     return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
 
 
-def _under_variant(name: str, arguments: str, speedup: float, low: float, high: float, **_: Any) -> str:
-    return (
-        f"give the script {arguments}: the search was of the script under this variant ({name}), which is "
-        f"{speed_text(speedup, low, high)} over the script as it was given; gains are over the script under it"
-    )
+def _under_variant(chosen: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
+    """Say with which arguments the answer was found, and what gains are over; both are rows of variants, or empty."""
+    give = f"give the script {adopted['arguments']}" if adopted else "give the script no further arguments"
+    if not chosen:
+        return f"{give}: what is adopted was fastest under this variant ({adopted['name']})"
+    over = f"{speed_text(chosen['speedup'], chosen['low'], chosen['high'])} over the script as it was given"
+    if adopted == chosen:
+        what = f"the search was of the script under this variant ({chosen['name']}), which is {over}"
+        return f"{give}: {what}; gains are over the script under it"
+    return f"{give}: what is adopted was fastest so; gains are over the script under {chosen['name']}, which is {over}"
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------

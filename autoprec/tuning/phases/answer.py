@@ -121,14 +121,14 @@ def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
 
 def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     metrics = final_metrics(setup, ledger, decision)
-    variant = next((row for row in ledger.variants if row.get("chosen")), {})
+    variant = ledger.variant(decision.run)
     out: dict[str, Any] = {
         "target": setup.target.name,
         "source": _source(metrics, setup),
         "verdict": decision.verdict,
         "reason": decision.reason,
         **({"caveat": str(decision.chosen.caveat)} if decision.chosen is not None and decision.chosen.caveat else {}),
-        **({"variant": f"{variant['name']}: {variant['arguments']}"} if variant else {}),
+        **_under(variant),
         "reference": setup.options.reference,
         "seeds": decision.seeds,
         "steps": setup.options.steps,
@@ -156,6 +156,11 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out
+
+
+def _under(variant: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a policy's evidence says of its variant, as it is typed; nothing for the script as given."""
+    return {"variant": f"{variant['name']}: {variant['arguments']}"} if variant else {}
 
 
 def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
@@ -258,18 +263,19 @@ def search_result(
         stopped=ledger.stopped,
         resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
         explanation=decision.explanation,
-        variants=tuple(ledger.variants),
+        variants=tuple(row | {"adopted": row == ledger.variant(decision.run)} for row in ledger.variants),
         rejected={name: str(why) for name, why in decision.rejected.items()},
         not_taken={name: str(why) for name, why in decision.not_taken.items()},
         reasons=tuple(reason.to_json() for reason in decision.reasons),
     )
 
 
-def _front_policy(setup: Setup, document: Mapping[str, Any], point: Mapping[str, Any]) -> Policy:
+def _front_policy(setup: Setup, ledger: Ledger, record: Run, point: Mapping[str, Any]) -> Policy:
     """Return the policy of one point of a result's front, with its figures (four digits) as evidence."""
     seeds = int(point["seeds"])
     evidence: dict[str, Any] = {
-        **document.get("evidence", {}),
+        **record.policy.get("evidence", {}),
+        **_under(ledger.variant(record)),
         "target": setup.target.name,
         "source": setup.source,
         "trial": point["name"],
@@ -279,14 +285,14 @@ def _front_policy(setup: Setup, document: Mapping[str, Any], point: Mapping[str,
         **figures_of_evidence(point),
         "limit": "one short trial, not measured again" if seeds == 1 else "short trials see early divergence only",
     }
-    return Policy.model_validate({**document, "evidence": evidence})
+    return Policy.model_validate({**record.policy, "evidence": evidence})
 
 
 def save_front(setup: Setup, ledger: Ledger, result: SearchResult) -> None:
     """Write ``front/00.yaml``, ``01.yaml``, ... into the study's folder, in the order of the result's front."""
-    documents = {record.name: record.policy for record in ledger.store.learned()}
+    records = {record.name: record for record in ledger.store.learned()}
     for index, point in enumerate(result.front):
-        policy = _front_policy(setup, documents[str(point["name"])], point)
+        policy = _front_policy(setup, ledger, records[str(point["name"])], point)
         save_policy(policy, setup.study_dir / "front" / f"{index:02d}.yaml")
 
 

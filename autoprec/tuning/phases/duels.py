@@ -122,7 +122,8 @@ class Duels:
     def _time(self, wanted: Sequence[Run], within: float) -> bool:
         began = time.time(), time.monotonic()
         forks = self._can_fork(wanted)
-        together = [run for run in wanted if forks or can_be_exchanged(run.policy)]
+        here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
+        together = [run for run in here if forks or can_be_exchanged(run.policy)]
         rounds, failure = timed_together(
             self._runner.duel,
             self._runner.spec(self._setup.reference_policy(), side_by_side=2 if forks else 1),
@@ -186,10 +187,11 @@ class Duels:
         found: list[tuple[float, float]] = []
         began = time.monotonic()
         while len(found) < 2 * FEWEST and (len(found) < FEWEST or time.monotonic() - began < within_s):
-            policies = [self._setup.reference_policy(), run.policy]
+            contest = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
             if len(found) % 2:
-                policies.reverse()
-            results = [self._runner.duel(self._runner.spec(p, steps=_STEPS, warmup=_WARMUP)) for p in policies]
+                contest.reverse()
+            specs = [self._runner.spec(*one, steps=_STEPS, warmup=_WARMUP) for one in contest]
+            results = [self._runner.duel(spec) for spec in specs]
             if not all(result.ok for result in results):
                 break
             ms = [step_time(result.step_ms, result.warmup) for result in results]

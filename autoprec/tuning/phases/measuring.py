@@ -74,7 +74,7 @@ def first_run(setup: Setup, runner: PairedRunner, ledger: Ledger, plan: Run, err
         changes: of the runner's spec.
     """
     began = time.time(), time.monotonic()
-    result = runner.run(runner.spec(plan.policy, **changes))
+    result = runner.run(runner.spec(plan.policy, plan.params, **changes))
     # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
     reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written
     return scored(setup, ledger, plan, result, reference, error, began)
@@ -107,7 +107,7 @@ class PairedSeeds:
         """
         runner, began = self._runner, (time.time(), time.monotonic())
         with runner.threads(runner.final_workers, "finalist") as threads:
-            running = threads.submit(runner.run, runner.spec(plan.policy, by_block=by_block), plan.seed)
+            running = threads.submit(runner.run, runner.spec(plan.policy, plan.params, by_block=by_block), plan.seed)
             try:
                 reference = self.reference(plan.seed, whole=runner.by_block.active and not by_block)
             except AutoPrecError as failed:

@@ -19,6 +19,7 @@ from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.problem import VARIANT
 from autoprec.tuning.decide.sampler.expectation import DOUBT, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
@@ -28,6 +29,7 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import explained
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
+from autoprec.tuning.phases.variants import NEAR
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import by_hand, first_presets
 from autoprec.tuning.study.run import Run
@@ -254,7 +256,9 @@ def _sampler(
     if not isinstance(sampler, PrecisionSampler):
         others = [preset for preset in known if preset not in hand]
         return sampler, [*hand, *others][: max(FEWEST_PRESETS, options.trials // 2, len(hand))]
-    return sampler, hand
+    near = [name for name, (slower, _) in setup.steps.shapes.items() if slower <= NEAR][1:]
+    first = (hand or [preset for preset in known if not problem.is_script(preset[1])])[:2]
+    return sampler, hand + [(f"{name}, {other}", params | {VARIANT: other}) for other in near for name, params in first]
 
 
 def _drive(loop: _Loop) -> None:
@@ -276,7 +280,8 @@ def _drive(loop: _Loop) -> None:
                 doubt = proposed is not None and proposed.doubt and not queued
                 tags = (*(("preset",) if name else ()), *((DOUBT,) if doubt else ()))
                 number = loop.ledger.store.next_number()
-                future = threads.submit(loop.trial, number, name or f"trial {number}", params, tags)
+                name = name or f"trial {number}" + (f", {params[VARIANT]}" if loop.runner.is_elsewhere(params) else "")
+                future = threads.submit(loop.trial, number, name, params, tags)
                 loop.running[future] = trial
             if not loop.running:
                 loop.used_up = loop.used_up or asked >= ASKS_PER_TRIAL * loop.goal

@@ -4,14 +4,16 @@ A larger micro-batch with fewer accumulations, no activation checkpointing, torc
 long a step takes and not what it computes, and which precision is fastest may depend on them. A variant under which the
 script's losses, one for each optimizer step, are not those of the script as given changes the training and is refused.
 
-:func:`choose` times the script itself under every variant, in runs that take turns. Where one is surely faster, the
-search is of the script under it; another one is searched by giving its arguments to the script.
+:func:`choose` times the script itself under every variant, in runs that take turns. The fastest is the reference of the
+search, whose parameter ``variant`` has all that are accepted: what a person writes by hand is run under those that are
+nearly as fast as well, and what that teaches of a variant's time says whether a policy is worth a run under it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ from autoprec.tuning.workers.local import HostPool, RunnerFactory
 SHARE = 0.4
 #: A variant under which one run of the script is slower by more than this factor is not timed.
 _CLOSE = 1.03
+#: One under which the script is slower than under the fastest by no more than this factor may be fastest with a policy.
+NEAR = 1.1
+#: The script without further arguments, as a value of the parameter ``variant``; the status of one left out for time.
+AS_GIVEN, NOT_TRIED = "as given", "not tried"
 #: Steps of a run of those that are timed in turns, and how many such rounds there are at most.
 _STEPS, _WARMUP, _ROUNDS = 6, 2, 2 * FEWEST
 #: Half the width of a speed-up's interval that ends the rounds.
@@ -51,49 +57,71 @@ def choose(
     hosts: Callable[[ScriptCommand, float], RunnerFactory],
     folder: Path,
     left: Left,
-) -> list[Row]:
+    keep: ExitStack,
+) -> tuple[list[Row], dict[str, HostPool]]:
     """Time the script under each variant; the row of the fastest that is surely faster says ``chosen``.
 
     Args:
         hosts: starts a command that may take so many seconds to its first step.
         folder: for logs.
+        keep: closes the hosts that go on.
 
     Returns:
         A row of the result for each variant; none where the script itself does not run as it was given, which the
-        search then says.
+        search then says. And the hosts that a search may need, by the variant's name; the others are closed.
     """
     spec = TrialSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S)
     rows: list[Row] = []
-    with HostPool(hosts(command, PATIENCE_S), folder / "as-given") as given:
-        info = given.info()
-        spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
-        runs = [spec, spec, replace(spec, perturb="bf16")] if left() > 0 else []
-        results = [given.run(one) for one in runs]
-        if not all(result.ok for result in results):
-            return []
-        needed = info.setup_s + results[0].wall_s if results else math.inf
-        best: Row = {"name": "the script as given", "speedup": 1.0}
-        for variant in parse_variants(options.variant):
-            row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
-            rows.append(row)
-            if left() < needed or not results:
-                row |= {"status": "not tried", "reason": "the time budget left no time for it"}
-                continue
-            first, second, *benign = results
-            limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
-            with HostPool(hosts(command.under(variant), min(PATIENCE_S, left())), folder / variant.name) as pool:
-                try:
-                    now = pool.info()
-                    within = max(1.0, left())
-                    own = pool.run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
-                    if _is_same(row, (info, first), (now, own), limit):
-                        _time_script(row, spec, (first, given), (own, pool), best, left)
-                except AutoPrecError as error:
-                    row |= {"status": "failed", "reason": _in_short(error)}
-            if row.get("low", 0.0) > 1.0 and row["speedup"] > best["speedup"]:
-                best = row
+    given = keep.enter_context(HostPool(hosts(command, PATIENCE_S), folder / "as-given"))
+    pools, info = {AS_GIVEN: given}, given.info()
+    spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
+    runs = [spec, spec, replace(spec, perturb="bf16")] if left() > 0 else []
+    results = [given.run(one) for one in runs]
+    if not all(result.ok for result in results):
+        return [], pools
+    needed = info.setup_s + results[0].wall_s if results else math.inf
+    best: Row = {"name": "the script as given", "speedup": 1.0}
+    for variant in parse_variants(options.variant):
+        row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
+        rows.append(row)
+        if left() < needed or not results:
+            row |= {"status": NOT_TRIED, "reason": "the time budget left no time for it"}
+            continue
+        first, second, *benign = results
+        limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
+        pool = HostPool(hosts(command.under(variant), min(PATIENCE_S, left())), folder / variant.name)
+        pools[variant.name] = keep.enter_context(pool)
+        try:
+            now = pool.info()
+            within = max(1.0, left())
+            own = pool.run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
+            if _is_same(row, (info, first), (now, own), limit):
+                _time_script(row, spec, (first, given), (own, pool), best, left)
+        except AutoPrecError as error:
+            row |= {"status": "failed", "reason": _in_short(error)}
+        if row["status"] != "accepted":
+            pools.pop(variant.name).close()
+        if row.get("low", 0.0) > 1.0 and row["speedup"] > best["speedup"]:
+            best = row
     best["chosen"] = True
-    return rows
+    near = [name for name, (slower, _) in shapes(rows).items() if slower <= NEAR]
+    for name in [name for name in pools if name not in (near or (AS_GIVEN,))]:
+        pools.pop(name).close()
+    return rows, pools
+
+
+def shapes(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Return how long a step of the script takes under each variant that is accepted, and how much memory.
+
+    Both over those of the reference, which is the first; nothing where no variant was accepted.
+    """
+    accepted = {row["name"]: row for row in rows if row["status"] == "accepted"}
+    if not accepted:
+        return {}
+    known = {AS_GIVEN: {"speedup": 1.0, "memory": 1.0}, **accepted}
+    base = next((name for name, row in accepted.items() if row.get("chosen")), AS_GIVEN)
+    names, first = [base, *(name for name in known if name != base)], known[base]
+    return {n: (first["speedup"] / known[n]["speedup"], known[n]["memory"] / first["memory"]) for n in names}
 
 
 def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInfo, TrialResult], limit: float) -> bool:
@@ -105,7 +133,7 @@ def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInf
     """
     (before, first), (now, own) = given, other
     if own.status == OUT_OF_TIME:
-        row |= {"status": "not tried", "reason": f"the time budget left too little time for it: {own.reason}"}
+        row |= {"status": NOT_TRIED, "reason": f"the time budget left too little time for it: {own.reason}"}
         return False
     if not own.ok:
         row["reason"] = f"the script ended as {own.status} under it: {_first_line(own.reason)}"
@@ -129,47 +157,34 @@ def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInf
 def _time_script(row: Row, spec: TrialSpec, given: _Ran, other: _Ran, best: Row, left: Left) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that another is faster.
 
+    In turns, whose order changes, until the speed-up is known well; with no seconds ``left`` once it has an interval.
+
     Args:
         best: ``name`` and ``speedup`` over the script as given of the fastest so far.
     """
     first, second = (step_time(result.step_ms, result.warmup) for result, _ in (given, other))
     row |= {"speedup": first / second, "memory_bytes": other[0].memory_bytes}
+    row["memory"] = (other[0].memory_bytes or 1) / given[0].memory_bytes if given[0].memory_bytes else 1.0
     if row["speedup"] * _CLOSE < best["speedup"]:
         over = speed_text(row["speedup"])
         row["reason"] = f"the script is {over} over the script as given: no faster than {best['name']}"
         return
     short = replace(spec, steps=_STEPS, warmup=_WARMUP)
-    times, why = in_turns([lambda: given[1].run(short), lambda: other[1].run(short)], left)
-    if why:
-        row["reason"] = f"it could not be timed: {why}"
-        return
-    middle, low, high = median_interval([one[0] / one[1] for one in times])
+    ratios: list[float] = []
+    while len(ratios) < _ROUNDS:
+        ms = [0.0, 0.0]
+        for at in (0, 1) if len(ratios) % 2 == 0 else (1, 0):
+            result = (given, other)[at][1].run(short)
+            if not result.ok:
+                row["reason"] = f"it could not be timed: {result.status}: {_first_line(result.reason)}"
+                return
+            ms[at] = step_time(result.step_ms, result.warmup)
+        ratios.append(ms[0] / ms[1])
+        middle, low, high = median_interval(ratios) if len(ratios) >= FEWEST else (1.0, 0.0, math.inf)
+        if high - low < 2 * _PRECISE * middle or (len(ratios) >= FEWEST and left() <= 0):
+            break
     row |= {"speedup": middle, "low": low, "high": high}
     row["reason"] = f"the script is {speed_text(middle, low, high)} over the script as given"
-
-
-def in_turns(contest: Sequence[Callable[[], TrialResult]], left: Left) -> tuple[list[list[float]], str]:
-    """Run contestants in turns, whose order changes, until the first one's time over the second's is known well.
-
-    With no seconds ``left`` it ends once there is an interval.
-
-    Returns:
-        Milliseconds per step of each, round by round; and why a run failed, empty where none did.
-    """
-    rounds: list[list[float]] = []
-    while len(rounds) < _ROUNDS:
-        times = [0.0] * len(contest)
-        for at in sorted(range(len(contest)), key=lambda k: (k + len(rounds)) % len(contest)):
-            result = contest[at]()
-            if not result.ok:
-                return rounds, f"{result.status}: {_first_line(result.reason)}"
-            times[at] = step_time(result.step_ms, result.warmup)
-        rounds.append(times)
-        if len(rounds) >= FEWEST:
-            middle, low, high = median_interval([one[0] / one[1] for one in rounds])
-            if high - low < 2 * _PRECISE * middle or left() <= 0:
-                break
-    return rounds, ""
 
 
 def _in_short(error: AutoPrecError) -> str:

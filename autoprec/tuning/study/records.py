@@ -46,7 +46,8 @@ class SearchResult(Shown):
         cut_short: what was left out, and ``resume`` the command that goes on; both are empty where nothing was.
         variants: how each variant of the script's arguments went: ``name``, ``arguments``, ``status`` (accepted,
             refused, failed or not tried) and ``reason``; where it was measured ``divergence`` of the script's losses
-            under it, and ``speedup`` over the script as given (``low``, ``high`` if timed); ``chosen``: it is searched.
+            under it, and ``speedup`` over the script as given (``low``, ``high`` if timed); ``chosen``: gains
+            are over it; ``adopted``: the answer is for it.
         stopped: why no further trial was run ("converged after 9 of 30 trials: ..."); in ``trials`` of the JSON, too.
     """
 
@@ -119,7 +120,7 @@ class SearchResult(Shown):
 
     @property
     def variant(self) -> dict[str, Any]:
-        """The row of the variant that was searched; empty for the script as it was given."""
+        """The row of the variant that gains are over; empty for the script as it was given."""
         return next((row for row in self.variants if row.get("chosen")), {})
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from autoprec.errors import ScriptError, StudyError, UsageError
@@ -15,7 +17,7 @@ from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, REFERENCE, HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -88,11 +90,17 @@ def all_kinds(simulated: SimulatedScript) -> Any:
     )
 
 
+def chosen_of(asked: SearchOptions, start: Any, folder: Path, left: Callable[[], float] = lambda: math.inf) -> Any:
+    with ExitStack() as keep:
+        command = ScriptCommand.parse(("train.py",), folder)
+        return choose(asked, command, start, folder / "hosts", left, keep)[0]
+
+
 def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
     asked = options(variant=VARIANTS, target="cpu")
     factory = all_kinds(simulated)
-    rows = choose(asked, ScriptCommand.parse(("train.py",)), lambda *_: factory, here / "hosts", lambda: math.inf)
+    rows = chosen_of(asked, lambda *_: factory, here)
     told = {row["name"]: row for row in rows}
     assert list(told) == [text.partition(":")[0] for text in VARIANTS]
     states = {name: row["status"] for name, row in told.items()}
@@ -113,11 +121,21 @@ def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path)
 def test_without_time_nothing_is_run(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
     factory = hosts(simulated)
-    rows = choose(
-        options(variant=VARIANTS), ScriptCommand.parse(("train.py",)), lambda *_: factory, here / "hosts", lambda: 0.0
-    )
+    rows = chosen_of(options(variant=VARIANTS), lambda *_: factory, here, lambda: 0.0)
     assert {row["status"] for row in rows} == {"not tried"}
     assert simulated.calls == []
+
+
+def test_an_answer_without_variants_that_were_left_out_for_time_is_not_to_stay(here: Path) -> None:  # noqa: F811
+    """It said "stay" although nothing was known of a variant that was asked for."""
+    simulated = SimulatedScript()
+    out = TrialResult(OUT_OF_TIME, "a step takes 9 s")
+    asked = options(variant=("half: --half",), target="cpu", space="cpu-bf16", budget_s=10_000.0, force=False)
+    _, result = search(simulated, asked, hosts(simulated, half=lambda s: Other(s, lambda _, __: out)))
+    assert [row["status"] for row in result.variants] == ["not tried"]
+    assert result.cut_short == "the time budget left no time for the script under half"
+    assert result.verdict != "stay"
+    assert result.resume
 
 
 def test_what_the_budget_leaves_for_variants_limits_each_of_them(here: Path) -> None:  # noqa: F811
@@ -132,7 +150,7 @@ def test_what_the_budget_leaves_for_variants_limits_each_of_them(here: Path) -> 
         return factory
 
     asked = options(variant=("slow: --slow", "half: --half"), target="cpu")
-    rows = choose(asked, ScriptCommand.parse(("train.py",)), start, here / "hosts", lambda: next(seconds))
+    rows = chosen_of(asked, start, here, lambda: next(seconds))
     assert starts == [600.0, 80.0]
     assert [row["status"] for row in rows] == ["not tried"] * 2
     assert rows[0]["reason"] == f"the time budget left too little time for it: {out.reason}"
@@ -144,7 +162,7 @@ def test_one_that_is_slower_than_another_variant_is_not_timed_further(here: Path
     simulated = SimulatedScript()
     factory = hosts(simulated, half=lambda s: Other(s, faster(0.5)), some=lambda s: Other(s, faster(0.8)))
     asked = options(variant=("half: --half", "some: --some"), target="cpu")
-    rows = choose(asked, ScriptCommand.parse(("train.py",)), lambda *_: factory, here / "hosts", lambda: math.inf)
+    rows = chosen_of(asked, lambda *_: factory, here)
     assert [row.get("chosen") for row in rows] == [True, None]
     assert rows[1]["reason"] == "the script is 1.25x over the script as given: no faster than half"
     assert "low" not in rows[1]
@@ -165,6 +183,61 @@ def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here:
     assert again.variants == result.variants
     with pytest.raises(StudyError, match="variant: was 'half: --half', is None"):
         search(simulated, replace(asked, resume=True, variant=()), all_kinds(simulated))
+
+
+def paced(written: float, policies: float) -> Callable[[SimulatedScript], Runner]:
+    """Return a host whose script takes ``written`` times as long, and a policy under it ``policies`` times."""
+
+    def change(spec: TrialSpec, result: TrialResult) -> TrialResult:
+        factor = policies if spec.policy else written
+        rounds = result.payload.get("duel", {}).get("rounds", ())
+        timed = [{n: ms * (written if n == REFERENCE else policies) for n, ms in one.items()} for one in rounds]
+        payload = {"duel": {"rounds": timed}} if rounds else result.payload
+        return replace(result, step_ms=tuple(ms * factor for ms in result.step_ms), payload=payload)
+
+    return lambda script: Other(script, change)
+
+
+def test_the_variant_is_a_parameter_of_the_study_and_a_policy_may_win_under_another_one(here: Path) -> None:  # noqa: F811
+    """It was chosen before the study, by the script's own times, and no run of a policy could say otherwise."""
+    simulated = SimulatedScript()
+    variants = ("whole: --whole", "fused: --fused", "slow: --slow")
+    factory = hosts(simulated, whole=paced(0.93, 0.93), fused=paced(1.0, 0.5), slow=paced(1.5, 1.5))
+    asked = options(variant=variants, target="cpu", space="cpu-bf16", trials=8, study="pair")
+    made, result = search(simulated, asked, factory)
+    assert [row["name"] for row in result.variants if row.get("chosen")] == ["whole"]
+    study = optuna.load_study(study_name="pair", storage=result.storage)
+    trials = [trial for trial in study.trials if trial.user_attrs["kind"] in ("preset", "search", "finalist", "duel")]
+    assert {tuple(trial.distributions["variant"].choices) for trial in trials} == {
+        ("whole", "as given", "fused", "slow")
+    }
+    ran = {trial.user_attrs["name"]: trial.params["variant"] for trial in trials}
+    assert (ran["bf16 autocast"], ran["bf16 autocast, fused"], ran["bf16 autocast, as given"]) == (
+        "whole",
+        "fused",
+        "as given",
+    )
+    assert "slow" not in ran.values()  # modelled before tried
+    assert result.best["name"].endswith(", fused")
+    assert load_policy(here / "policy.yaml").evidence["variant"] == "fused: --fused"
+    assert [row["name"] for row in result.variants if row["adopted"]] == ["fused"]
+    assert "give the script --fused: what is adopted was fastest so; gains are over the script under whole" in (
+        result.reason
+    )
+    times = next(run for run in made.records if run.kind == "duel" and run.name == result.best["name"])
+    assert times["speedup"] == pytest.approx(0.93 / 0.5 * 100.0 / simulated.milliseconds(times.policy))
+    _, again = search(simulated, replace(asked, resume=True), factory)
+    assert again.best["name"] == result.best["name"]
+
+
+def test_an_answer_for_the_script_as_given_says_so_where_the_search_was_under_a_variant(here: Path) -> None:  # noqa: F811
+    simulated = SimulatedScript()
+    factory = hosts(simulated, whole=paced(0.95, 1.6))
+    asked = options(variant=("whole: --whole",), target="cpu", space="cpu-bf16", trials=8, study="given")
+    _, result = search(simulated, asked, factory)
+    assert result.best["name"].endswith(", as given")
+    assert "variant" not in load_policy(here / "policy.yaml").evidence
+    assert "give the script no further arguments: what is adopted was fastest so" in result.reason
 
 
 def test_a_variant_that_gains_nothing_changes_no_answer(here: Path) -> None:  # noqa: F811
@@ -224,7 +297,7 @@ def test_a_real_script_repeats_its_losses_under_another_micro_batch_and_not_unde
     def start(command: ScriptCommand, start_s: float) -> Any:
         return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, setup_timeout_s=start_s)
 
-    rows = choose(asked, ScriptCommand.parse(("train.py",), tmp_path), start, tmp_path / "hosts", lambda: math.inf)
+    rows = chosen_of(asked, start, tmp_path)
     same, other = rows
     assert same["status"] == "accepted", same
     assert same["divergence"] < 1e-5
