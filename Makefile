@@ -33,21 +33,19 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # PyTorch first and alone: where the configured index has the pinned build it is taken from there, else from PyTorch's.
-# That index has builds for CPUs only, so a GPU machine never asks it, whatever went wrong with the first.
-$(READY): $(BIN)/python
-	@echo "installing PyTorch ($(TORCH)) and AutoPrec into $(VENV), once"
+# That index has builds for CPUs only, so a GPU machine never asks it, whatever went wrong with the first. What
+# development needs holds what running needs, so that AutoPrec itself is built once for either.
+$(READY): EXTRA := ui
+$(STAMP): EXTRA := dev
+$(READY) $(STAMP): $(BIN)/python
+	@echo "installing PyTorch ($(TORCH)) and AutoPrec with its extra '$(EXTRA)' into $(VENV), once"
 	@if [ "$(TORCH)" = cpu ]; then cp constraints.txt $(VENV)/constraints.txt; \
 	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
 	@$(ADD) torch$(if $(filter cpu,$(TORCH)), 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch)
-	@$(ADD) -e '.[ui]'
+	@$(ADD) -e '.[$(EXTRA)]'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo, optuna, mlflow, autoprec.trial.inside.agent"
 	@rm -f $(VENV)/.ready-* $(VENV)/.installed-*
-	@touch $@
-
-$(STAMP): $(READY)
-	@echo "installing what the tests need, once"
-	@$(ADD) -e '.[dev]'
-	@touch $@
+	@touch $(READY) $@
 
 demo: $(READY)
 	$(BIN)/autoprec demo

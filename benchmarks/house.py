@@ -345,7 +345,7 @@ def circles() -> list[list[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in modules_.items():
         graph[name] = set()
-        for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in running(trees().get(name) or ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

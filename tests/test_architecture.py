@@ -58,10 +58,17 @@ def room_of(module: str) -> tuple[int, str]:
     return ORDER[parts[1] if len(parts) > 1 else "__init__"]
 
 
-def type_only(tree: ast.AST) -> set[ast.AST]:
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    """Return the nodes of a module: each test looks at all of them."""
+    return list(ast.walk(trees()[module]))
+
+
+@cache
+def type_only(module: str) -> set[ast.AST]:
     """Return the nodes under ``if TYPE_CHECKING``: they never run."""
     out: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.If) and getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
             for child in node.body:
                 out.update(ast.walk(child))
@@ -71,9 +78,9 @@ def type_only(tree: ast.AST) -> set[ast.AST]:
 @cache
 def imports(module: str, *, typing_too: bool) -> set[str]:
     """Return the package's own modules that a module imports, at any level of nesting."""
-    skipped = set() if typing_too else type_only(trees()[module])
+    skipped = set() if typing_too else type_only(module)
     out: set[str] = set()
-    for node in ast.walk(trees()[module]):
+    for node in nodes(module):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -143,13 +150,11 @@ def loaded_with(module: str) -> set[str]:
 @cache
 def top_level_imports(module: str) -> set[str]:
     """Return every module, of the package or not, that loading a module imports."""
-    tree = trees()[module]
     out: set[str] = set()
-    skipped = type_only(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            skipped.update(ast.walk(node))
-    for node in ast.walk(tree):
+    imported = [node for node in nodes(module) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    later = [n for n in nodes(module) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    skipped = type_only(module).union(*(ast.walk(node) for node in later))
+    for node in imported:
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -169,10 +174,9 @@ def test_the_driver_and_the_decisions_load_no_torch() -> None:
 def test_a_decision_starts_nothing_and_writes_nothing() -> None:
     wrong = []
     for module in (name for name in MODULES if name.startswith("autoprec.tuning.decide")):
-        nodes = list(ast.walk(trees()[module]))
-        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-        functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+        imported = {alias.name for node in nodes(module) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {str(node.module) for node in nodes(module) if isinstance(node, ast.ImportFrom)}
+        functions = [node.func for node in nodes(module) if isinstance(node, ast.Call)]
         called = {getattr(f, "attr", getattr(f, "id", "")) for f in functions}
         wrong += [f"{module}: {name}" for name in imported & IMPURE_MODULES | called & IMPURE_CALLS]
     assert wrong == []
@@ -223,14 +227,14 @@ def test_a_folder_is_seen_at_a_glance() -> None:
 
 def test_files_and_functions_stay_readable() -> None:
     long = []
-    parsed = {MODULES[module]: tree for module, tree in trees().items()}
+    parsed = {path: nodes(module) for module, path in MODULES.items()}
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > MAX_FILE_LINES:
             long.append(f"{path.relative_to(ROOT)}: split it: one idea per file")
         long += [
             f"{path.relative_to(ROOT)}: {node.name}: {node.end_lineno - node.lineno + 1} lines"
-            for node in ast.walk(parsed.get(path) or ast.parse(text))
+            for node in parsed.get(path) or ast.walk(ast.parse(text))
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             and node.end_lineno is not None
             and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
@@ -251,8 +255,8 @@ def test_a_module_says_what_it_is_in_one_sentence() -> None:
 def test_users_are_never_answered_with_assert_or_a_stub() -> None:
     narrowing = ("is not None", "isinstance(")  # tells the type checker what the code already guarantees
     wrong = []
-    for module, tree in trees().items():
-        for node in ast.walk(tree):
+    for module in MODULES:
+        for node in nodes(module):
             if isinstance(node, ast.Assert):
                 if not any(text in ast.unparse(node.test) for text in narrowing):
                     wrong.append(f"{module}:{node.lineno}: raise an error of autoprec.errors instead")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.tuning.phases import duels
 from tests.cli.helpers import autoprec
 from tests.documents import ROOT, commands
 
@@ -81,6 +82,8 @@ def test_commands_that_use_a_policy_work(folder: Path, words: list[str], monkeyp
         (folder / "layers.txt").write_text("0\n2\n", encoding="utf-8")
     if words[1] == "verify":
         words = [*words[:2], "--steps", "6", "--seeds", "1", *words[2:]]
+        for name in ("_FIRST_S", "_EACH_S", "_AGAIN_S"):  # seconds of duels instead of half a minute
+            monkeypatch.setattr(duels, name, 1.0)
     monkeypatch.chdir(folder)
     found = autoprec(*words[1:])
     # A model this small may well gain nothing: then `verify` says so with exit code 1.
@@ -94,5 +97,5 @@ def test_a_search_emits_a_policy_that_loads(folder: Path) -> None:
     options = ["--trials", "3", "--steps", "4", "--seeds", "1", "--force", "--no-mlflow", "--json"]
     found = run(folder, ["autoprec", "search", *options, "--output", "found.yaml", "train.py", "--lr", "3e-4"])
     assert found.returncode == 0, found.stderr
-    shown = run(folder, ["autoprec", "show", "found.yaml"])
-    assert shown.returncode == 0, shown.stderr
+    shown = autoprec("show", folder / "found.yaml")
+    assert shown.code == 0, shown.err

@@ -60,7 +60,6 @@ def same(one: QuantizedOperand, other: QuantizedOperand) -> bool:
     ("name", "dtype"),
     [
         ("fp8_tensorwise", torch.float32),
-        ("fp8_rowwise", torch.float32),
         ("fp8_rowwise", torch.bfloat16),
         ("fp8_block", torch.bfloat16),
         ("mxfp8", torch.bfloat16),

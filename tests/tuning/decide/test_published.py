@@ -1,5 +1,6 @@
 """Published policies on models: which layers get what, and what found no layer is said."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from autoprec.tuning.sixteen_bit import by_hand
 from tests.levels import LEVELS
 
 
+@functools.cache
 def decoder(blocks: int) -> GraphReport:
     return decoder_report(DecoderConfig(256, blocks, 4, 512, 1024), batch=1, seq=64)
 
