@@ -57,9 +57,9 @@ def test_each_block_has_a_process_of_its_own_also_of_a_script_shorter_than_a_blo
     assert found["steps"] == 2 * 2 * len(found["rounds"])  # two of four are not timed
 
 
-def test_five_steps_go_by_before_a_block_unless_they_are_long(host: Any, tmp_path: Path) -> None:
+def test_ten_steps_go_by_before_a_block_unless_they_are_long(host: Any, tmp_path: Path) -> None:
     """After two steps each still asked the system for pages, and a policy was said to gain 6 % less than it does."""
-    found = duel(host, tmp_path, 9, EMPTY).payload["duel"]
+    found = duel(host, tmp_path, 14, EMPTY).payload["duel"]
     assert found["steps"] == 4 * 2 * len(found["rounds"])
     slow = SCRIPT + "    until = time.process_time() + 0.3\n    while time.process_time() < until: pass\n"
     found = duel(host, tmp_path, 9, EMPTY, script="import time\n" + slow, within_s=8.0).payload["duel"]
