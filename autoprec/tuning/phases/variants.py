@@ -188,9 +188,10 @@ def _time_script(row: Row, spec: TrialSpec, given: _Ran, other: _Ran, best: Row,
 
 
 def _in_short(error: AutoPrecError) -> str:
-    """Return what failed, and the last line of what the script said of it."""
-    said = [line for line in error.fix.splitlines() if line.strip()]
-    return _first_line(error.what) + (f": {said[-1].strip()}" if said else "")
+    """Return what failed, and the last line of what the script said of it; where it said nothing, what to do."""
+    what, *said = (error.what.strip() or "it failed").splitlines()
+    last = [line.strip() for line in said or error.fix.splitlines() if line.strip()]
+    return what + (f": {last[-1]}" if last else "")
 
 
 def _first_line(text: str) -> str:

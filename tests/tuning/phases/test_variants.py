@@ -41,7 +41,9 @@ class Other(SimulatedRunner):
 
 class Broken(SimulatedRunner):
     def start(self) -> HostInfo:
-        raise ScriptError("the script ended with exit code 1\nbefore its first step", fix="no such package")
+        said = "usage: train.py\ntrain.py: error: unrecognized arguments: --crash"
+        what = f"the script ended with exit code 2 before its first training step\n{said}"
+        raise ScriptError(what, fix="does `train.py --crash` run to its first step? If it does, please report this")
 
 
 def faster(share: float) -> Callable[[TrialSpec, TrialResult], TrialResult]:
@@ -113,7 +115,8 @@ def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path)
     assert "it changes the training: the script's own losses under it are 1.000 % from" in told["wrong"]["reason"]
     assert told["batch"]["reason"] == "it changes the training: 16 samples in a step, as given 8"
     assert told["wide"]["reason"].startswith("it changes the model: ")
-    assert told["crash"]["reason"] == "the script ended with exit code 1: no such package"
+    ended = "the script ended with exit code 2 before its first training step"
+    assert told["crash"]["reason"] == f"{ended}: train.py: error: unrecognized arguments: --crash"
     assert told["oom"]["reason"] == "the script ended as oom under it: out of memory: 3 GiB"
     assert all("\n" not in row["reason"] for row in rows)
 
