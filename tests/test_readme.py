@@ -93,8 +93,8 @@ def test_commands_that_use_a_policy_work(folder: Path, words: list[str], monkeyp
 
 @pytest.mark.slow
 def test_a_search_emits_a_policy_that_loads(folder: Path) -> None:
-    """As a user runs it: every process is a new one."""
-    options = ["--trials", "3", "--steps", "4", "--seeds", "1", "--force", "--no-mlflow", "--json"]
+    """As a user runs it: every process is a new one. (Duels, of a second each, are those of e2e/test_a_session.py.)"""
+    options = ["--target", "h100", "--trials", "2", "--steps", "4", "--seeds", "1", "--force", "--no-mlflow", "--json"]
     found = run(folder, ["autoprec", "search", *options, "--output", "found.yaml", "train.py", "--lr", "3e-4"])
     assert found.returncode == 0, found.stderr
     shown = autoprec("show", folder / "found.yaml")
