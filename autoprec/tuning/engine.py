@@ -239,7 +239,7 @@ class Search:
         if not beyond and not setup.measured and not self.options.cost_scale:
             ledger.note(STANDS_IN)
         ledger.timings["verdict_s"] = ledger.elapsed()
-        if missed := [row["name"] for row in self._variants if row["status"] == NOT_TRIED]:
+        if (missed := [r["name"] for r in self._variants if r["status"] == NOT_TRIED]) and not self.options.resume:
             ledger.cut(f"the time budget left no time for the script under {', '.join(missed)}")
         if nothing:
             answer = settled(Decision("stay", (Reason("cost_model", {"text": verdict.reason}),)), ledger)

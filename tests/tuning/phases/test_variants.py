@@ -138,7 +138,8 @@ def test_an_answer_without_variants_that_were_left_out_for_time_is_not_to_stay(h
     assert [row["status"] for row in result.variants] == ["not tried"]
     assert result.cut_short == "the time budget left no time for the script under half"
     assert result.verdict != "stay"
-    assert result.resume
+    _, again = search(simulated, replace(asked, resume=True, study=result.study_name), hosts(simulated))
+    assert again.cut_short == ""
 
 
 def test_what_the_budget_leaves_for_variants_limits_each_of_them(here: Path) -> None:  # noqa: F811
