@@ -301,7 +301,7 @@ def points(problem: Problem, seed: int) -> dict[str, dict[str, Any]]:
             mixed[name] = rng.choice([value for value in values if "int8" in str(value)] or list(values))
     return {
         "bf16": problem.params_of("bf16", activations="bf16"),
-        "int8": problem.params_of("int8_tensor"),
+        "int8": problem.params_of("int8"),
         "mixed": mixed,
     }
 
