@@ -45,7 +45,7 @@ def describe_exit(code: int) -> str:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        return f"killed by {name}"
+        return f"was killed by {name}"
     return f"ended with exit code {code}"
 
 

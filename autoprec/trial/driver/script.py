@@ -158,7 +158,7 @@ def _with_notes(code: int, private: Path, document: dict[str, Any] | None, audit
     if (private / "left").exists():
         print("autoprec: nothing ran under the policy: what the script trained is another model", file=sys.stderr)
         return code or 1
-    ended = f"the script {'was ' if code < 0 else ''}{describe_exit(code)} before its first training step"
+    ended = f"the script {describe_exit(code)} before its first training step"
     seen = ended if code else "no training step was seen"
     lines = [f"note: {seen}, so nothing ran under the policy"]
     if audit is not None:

@@ -39,8 +39,8 @@ def test_the_trials_own_result_wins() -> None:
 def test_tails_are_bounded() -> None:
     text = "\n".join(f"{i}\r" + "x" * 10_000 for i in range(100))
     assert len(last_lines(text)) < 25 * 410
-    assert describe_exit(-11) == "killed by SIGSEGV"
-    assert describe_exit(-99).startswith("killed by signal")
+    assert describe_exit(-11) == "was killed by SIGSEGV"
+    assert describe_exit(-99).startswith("was killed by signal")
     assert describe_exit(3) == "ended with exit code 3"
 
 
