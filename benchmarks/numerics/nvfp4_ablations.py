@@ -13,9 +13,7 @@ last tenth of the run and in the loss of the final weights on text that was not 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
+import functools
 import sys
 import time
 from pathlib import Path
@@ -27,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from benchmarks.numerics.paired_runs import Batches, Row, held_out, run, table, train
 from examples.train_gpt import GPT, read_text
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, RATE = 64, 6, 4, 64, 4, 4e-3
-#: Of the run: the tail of the paper, and the part over which the training loss is averaged.
-TAIL, SCORED = 0.82, 0.1
+#: Of the run: where the paper's tail begins.
+TAIL = 0.82
 
 
 def _policy(gemms: dict[str, str], kept: tuple[int, ...] = (), tail: dict[str, str] | None = None) -> dict[str, Any]:
@@ -61,55 +60,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(document: dict[str, Any], seed: int, steps: int, text: torch.Tensor) -> dict[str, Any]:
+def trained(name: str, seed: int, steps: int, batches: Batches) -> Row:
     """Train one run; return its training loss over the last part and the held-out loss of its weights, in nats."""
     torch.manual_seed(seed)
-    model = GPT(WIDTH, DEPTH, HEADS, CONTEXT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    batches, began = torch.Generator().manual_seed(seed), time.monotonic()
-    train_text, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    policy = policy_from_dict(document)
-    apply_policy(policy, model, run_steps=steps)
-    losses = []
-    for step in range(steps):
-        warm = min(1.0, (step + 1) / (0.05 * steps))
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * warm * 0.5 * (1.0 + math.cos(math.pi * step / steps))
-        loss = model(*_batch(train_text, batches))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+    model, began = GPT(WIDTH, DEPTH, HEADS, CONTEXT), time.monotonic()
+    apply_policy(policy_from_dict(VARIANTS[name]), model, run_steps=steps)
+    loss = train(model, batches, seed, steps, RATE)
     remove_policy(model)
-    fixed = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        found = [model(*_batch(held_out, fixed)).item() for _ in range(32)]
-    scored = losses[-max(1, round(SCORED * steps)) :]
-    return {"train": statistics.fmean(scored), "held_out": statistics.fmean(found), "s": time.monotonic() - began}
-
-
-def _batch(text: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)
-    rows = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()])
-    return rows[:, :-1], rows[:, 1:]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the gaps to bf16 of the same seed, mean and range over seeds, in percent of the loss."""
-    known = {(row["variant"], row["seed"]): row for row in rows}
-    lines = ["| variant | gap in training loss, % | gap in held-out loss, % | seeds |", "|---|---|---|---|"]
-    for name in VARIANTS:
-        cells, seeds = [], sorted(seed for variant, seed in known if variant == name and ("bf16", seed) in known)
-        for key in ("train", "held_out"):
-            bases = [known["bf16", seed][key] for seed in seeds]
-            gaps = [100 * (known[name, seed][key] / base - 1) for seed, base in zip(seeds, bases, strict=True)]
-            if name == "bf16":
-                cells.append(f"loss {statistics.fmean(bases):.4f}" if bases else "-")
-            else:
-                cells.append(f"{statistics.fmean(gaps):+.2f} ({min(gaps):+.2f} to {max(gaps):+.2f})" if gaps else "-")
-        lines.append(f"| {name} | {' | '.join(cells)} | {len(seeds)} |")
-    return "\n".join(lines)
+    return {"train": loss, "held_out": held_out(model, batches, 32), "s": time.monotonic() - began}
 
 
 def main() -> None:
@@ -119,18 +77,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="runs; those that it has are not done again")
     parser.add_argument("--table", action="store_true", help="print the table of what is there, train nothing")
     args = parser.parse_args()
-    rows = json.loads(args.out.read_text()) if args.out.exists() else []
-    text = read_text(1_000_000)
+    batches = Batches(read_text(1_000_000), BATCH, CONTEXT)
     first = ("bf16", "nvfp4", "fprop bf16", "wgrad bf16")  # what the question is about, of all seeds
     order = sorted(VARIANTS, key=lambda name: name not in first)
     todo = [(seed, name) for part in (order[:4], order[4:]) for seed in range(args.seeds) for name in part]
-    done = {(row["seed"], row["variant"]) for row in rows}
-    for seed, name in [] if args.table else [one for one in todo if one not in done]:
-        found = train(VARIANTS[name], seed, args.steps, text)
-        rows.append({"variant": name, "seed": seed, "steps": args.steps, **found})
-        args.out.write_text(json.dumps(rows, indent=1))
-        print(f"seed {seed}, {name}: {found['train']:.4f} {found['held_out']:.4f} {found['s']:.0f} s", flush=True)
-    print(table(rows))
+    one = functools.partial(trained, steps=args.steps, batches=batches)
+    rows = run(args.out, [] if args.table else todo, args.steps, one, "s")
+    print(table(rows, VARIANTS, "bf16", "variant"))
 
 
 if __name__ == "__main__":
