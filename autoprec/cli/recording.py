@@ -41,9 +41,7 @@ def running(
         UsageError: the script was not found.
     """
     command = ScriptCommand.parse(list(script))
-    with (
-        TrialRunner(command, setup_timeout_s=timeout_s, weights=weights) as runner,
-    ):
+    with TrialRunner(command, setup_timeout_s=timeout_s, weights=weights) as runner:
         phases.begin(f"running {command.label} to its first training step")
         yield runner, runner.start(), command.label
 

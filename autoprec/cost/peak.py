@@ -91,7 +91,7 @@ class Lifetimes:
                 if number == 0 and _is_view(row):
                     base[index] = at
                     detached[index] = detached[source] + (row.op == "aten::detach" and row.phase != "forward")
-            if row.op == "aten::mul" and row.phase == "backward":  # what pow.s backward reads and makes lives as long
+            if row.op == "aten::mul" and row.phase == "backward":  # what pow's backward reads and makes lives as long
                 for power in _before(rows, "aten::pow", _before(rows, "aten::mul", [index])):
                     direct[power, 0] = index
                     for at in (base[source] for source in rows[power].sources if source >= 0):

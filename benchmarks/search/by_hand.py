@@ -197,16 +197,15 @@ def serve(name: str, kind: str) -> None:
     def stepped(_loss: float) -> None:
         nonlocal count, steps, settling, began
         now, count = time.process_time(), count + 1
-        if count < settling + steps or not steps:
-            if count == settling:
-                steps = steps or max(BLOCK, math.ceil(BLOCK_S / max(now - began, 1e-4)))
-            if count <= settling:
-                began = now
-            return
-        print((now - began) / steps * 1e3, file=answers, flush=True)
-        if not sys.stdin.readline():
-            raise Ended
-        count, settling, began = 0, SETTLING, time.process_time()
+        if count == settling and not steps:
+            steps = max(BLOCK, math.ceil(BLOCK_S / max(now - began, 1e-4)))
+        if count <= settling:
+            began = now
+        elif count == settling + steps:
+            print((now - began) / steps * 1e3, file=answers, flush=True)
+            if not sys.stdin.readline():
+                raise Ended
+            count, settling = 0, SETTLING
 
     sys.stdin.readline()
     train(name, kind, stepped)
