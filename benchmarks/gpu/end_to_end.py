@@ -66,7 +66,7 @@ def search(model: str, compiled: bool, trials: int, timeout_s: float, folder: Pa
     words = [str(TRAIN), "--model", model, "--precision", "bf16", "--steps", "100000"]
     words += ["--compile"] if compiled else []
     policy = folder / f"{model}.yaml"
-    command = [sys.executable, "-m", "autoprec", "search", "--json", "-q", "--no-mlflow", "--force"]
+    command = [sys.executable, "-m", "autoprec", "search", "--json", "--no-mlflow", "--force"]
     command += ["--trials", str(trials), "--budget", f"{timeout_s:.0f}s", "--study", model, "-o", str(policy), *words]
     if (folder / "autoprec-runs" / model / "study.db").exists():
         command.insert(4, "--resume")
@@ -74,7 +74,7 @@ def search(model: str, compiled: bool, trials: int, timeout_s: float, folder: Pa
     code, out, err = run(command, timeout_s + 120, folder)
     if code:
         return {"failed": err.strip()[-400:], "seconds": time.monotonic() - began}
-    return json.loads(out) | {"wall_s": time.monotonic() - began, "policy_file": str(policy)}
+    return json.loads(out) | {"wall_s": time.monotonic() - began, "policy_file": str(policy), "progress": err[-8000:]}
 
 
 def verified(model: str, compiled: bool, steps: int, timeout_s: float, policy: str) -> dict[str, Any]:

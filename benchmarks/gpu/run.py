@@ -102,7 +102,7 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
 
 #: Files with tests that need a GPU: to collect the whole suite takes a minute, and packages that the bundle lacks.
 GPU_TESTS = ("tests/gpu", "tests/cost/calibrate/test_cuda_bench.py")
-CONFORMANCE = "tests/testing/test_backends.py"
+CONFORMANCE = "tests/conformance/test_backends.py"
 
 
 def _rehearsed(found: dict[str, list[str]], limit: float) -> dict[str, list[str]]:

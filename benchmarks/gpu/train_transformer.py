@@ -36,6 +36,7 @@ MODELS = {
     "tiny-llama": Shape(128, 2, 4, 64, 4, 256, llama=True),
     "tiny-vit": Shape(128, 2, 4, 17, 4, 10, image=32, patch=8),
     "gpt2-124m": Shape(768, 12, 12, 1024, 16, 50304),
+    "llama-0.5b": Shape(2048, 8, 16, 2048, 4, 32000, llama=True),
     "llama-1.3b": Shape(2048, 24, 16, 2048, 4, 32000, llama=True),
     "vit-l": Shape(1024, 24, 16, 257, 64, 1000, image=224, patch=14),
 }

@@ -55,8 +55,8 @@ def test_a_kit_is_unpacked_once(tmp_path: Path) -> None:
 def test_a_search_gets_less_than_the_whole_call_and_every_part_starts_a_file_that_is_there(tmp_path: Path) -> None:
     for name, words in gpu_run.commands(tmp_path, 480.0).items():
         assert name in gpu_run.PARTS
-        scripts = [word for word in words if word.startswith("benchmarks/")]
-        assert all((gpu_run.ROOT / script).is_file() for script in scripts)
+        files = [word for word in words if word.startswith(("benchmarks/", "tests/"))]
+        assert all((gpu_run.ROOT / file).exists() for file in files)
     budget = gpu_run.commands(tmp_path, 400.0)["gpt2"]
     assert float(budget[budget.index("--budget") + 1]) == 0.8 * 400
 
