@@ -1,5 +1,6 @@
 """The driver never imports torch: everything that touches the user's model lives in a child process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +28,21 @@ DRIVER = [
 ]
 
 
-def test_importing_a_part_of_the_driver_imports_no_torch() -> None:
-    """One process imports the parts one after the other, the lightest first, and tells of the first that is heavy."""
+def test_importing_a_part_of_the_driver_imports_no_torch_and_starts_no_thread() -> None:
+    """One process imports the parts one after the other, the lightest first, and tells of the first that is heavy.
+
+    Threads of OpenBLAS, which start where it is loaded, would disturb trials that are timed.
+    """
     code = (
-        "import importlib, sys\n"
+        "import importlib, os, sys\n"
         f"for name in {DRIVER!r}:\n"
         "    importlib.import_module(name)\n"
         "    heavy = [n for n in ('torch', 'mlflow') if n in sys.modules]\n"
-        "    if heavy: sys.exit(f'{name} imports {heavy}')"
+        "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
+        "    if len(os.listdir('/proc/self/task')) > 1: sys.exit(f'{name} starts threads')\n"
+        "if 'OPENBLAS_NUM_THREADS' in os.environ: sys.exit('scripts would have one thread as well')"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    usual = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    line = [sys.executable, "-c", code]
+    found = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=usual, check=False)
     assert found.returncode == 0, found.stderr

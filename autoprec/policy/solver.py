@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+from autoprec.support.arrays import np, npt
 
 #: ``[G, C]`` float64: a row per group, a column per choice; infinite where a group does not offer a choice.
 FloatTable = npt.NDArray[np.float64]

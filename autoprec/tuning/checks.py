@@ -11,7 +11,6 @@ from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
 from autoprec.trial.command import parse_variants
 from autoprec.tuning.options import RUNS, SearchOptions
-from autoprec.tuning.workers.slots import visible_gpus
 
 
 def check_early(options: SearchOptions) -> None:
@@ -51,6 +50,8 @@ def check_scale(text: str, target_name: str, calibration: str = "") -> CostScale
     Raises:
         UsageError: it is not a cost scale, or it would model this machine's CPU at a size that nobody trains there.
     """
+    from autoprec.tuning.workers.slots import visible_gpus
+
     scale = CostScale.parse(text)
     if target_name == "auto" and not calibration and not visible_gpus(dict(os.environ)):
         raise UsageError(

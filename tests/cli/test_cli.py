@@ -50,6 +50,19 @@ def test_help_imports_click_and_nothing_else_that_is_installed() -> None:
     assert int(modules) <= 160  # 117 with Python 3.11; torch alone is more than a thousand
 
 
+def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
+    """NumPy, what is built on it, and the database: a third of what a command took to start."""
+    code = (
+        "import importlib, sys\nfrom autoprec.cli import COMMANDS\n"
+        "for module, _ in COMMANDS.values():\n"
+        "    importlib.import_module('autoprec.cli.' + module.partition(':')[0])\n"
+        "    heavy = {'numpy', 'optuna', 'sqlalchemy', 'torch', 'mlflow'} & sys.modules.keys()\n"
+        "    if heavy: sys.exit(f'{module} imports {heavy}')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert found.returncode == 0, found.stderr
+
+
 def test_version() -> None:
     assert autoprec("--version").out == f"autoprec {__version__}\n"
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -31,7 +32,6 @@ from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnknownNameError
 from autoprec.numerics.sharded import world_size
 from autoprec.policy import GUARD_METRICS, Policy, resolve
-from autoprec.support.active_run import log_to_active_run
 
 _LOG = logging.getLogger("autoprec.guard")
 _JUMP = "loss_jump"
@@ -156,7 +156,7 @@ class Guard:
         for name, threshold in self.thresholds.items():
             value = self.values.get(name, math.nan)
             self._above[name] = self._above.get(name, 0) + 1 if value > threshold else 0
-        log_to_active_run({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
+        _log_to_active_run({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
         enough = {name: self._patience_for(name) for name in self.thresholds}
         crossed = [name for name, count in self._above.items() if self._settled() and count >= enough[name]]
         if crossed:
@@ -201,7 +201,7 @@ class Guard:
         self._jump = 0.0
         text = f"step {breach.step}: {metric} {breach.value:.4g} is above {breach.threshold:.4g}; fallback: {action}"
         _LOG.warning(text)
-        log_to_active_run(
+        _log_to_active_run(
             {"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text}
         )
         if self.on_breach is not None:
@@ -285,3 +285,16 @@ def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, floa
     packed = torch.tensor([values.get(name, -math.inf) for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX)
     return {name: value for name, value in zip(names, packed.tolist(), strict=True) if value > -math.inf}
+
+
+def _log_to_active_run(metrics: Mapping[str, float], step: int, tags: Mapping[str, str] | None = None) -> None:
+    """Log metrics (finite ones) and tags to the MLflow run that the training has opened; MLflow is never imported."""
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is None or getattr(mlflow, "active_run", lambda: None)() is None:
+        return
+    try:
+        mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+        if tags:
+            mlflow.set_tags(dict(tags))
+    except Exception:  # a tracking server must never end a training
+        logging.getLogger("autoprec").exception("could not log to MLflow")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,7 +33,9 @@ from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import SENSITIVE, findings, new_layers, other_instructions, other_model
 from autoprec.tuning.phases.record import payload_of
-from autoprec.tuning.transfer.spot import SpotCheck
+
+if TYPE_CHECKING:
+    from autoprec.tuning.transfer.spot import SpotCheck
 
 _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}
 

@@ -26,7 +26,6 @@ from autoprec.precision.hardware import limit_bytes
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 from autoprec.tuning.checks import check_scale
-from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.phases.record import tunable
 from autoprec.tuning.target import resolve_target
 
@@ -226,6 +225,8 @@ def estimate(
 
     In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or what `inspect --json` printed.
     """
+    from autoprec.tuning.decide.problem import Problem
+
     if (batch, seq, recompute, shards) != (*SIZE, "none", 1) and not is_description(script[0]):
         what = "--batch, --seq, --recompute and --shards have no effect on a script"
         raise UsageError(what, fix="set it in the script, or leave them out")

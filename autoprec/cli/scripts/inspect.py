@@ -6,7 +6,7 @@ With ``--sensitivity`` the gradient error of each recipe in each group of layers
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,16 +16,15 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import gradient_errors, record, running, step_of
 from autoprec.cli.script import script_command
-from autoprec.cost import CostModel
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
 from autoprec.policy.space import default_space, load_space
-from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.sentences import unmoved
-from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.phases.record import tunable
 from autoprec.tuning.target import resolve_target
+
+if TYPE_CHECKING:
+    from autoprec.tuning.decide.table import SensitivityTable
 
 #: Layers that are printed.
 MOST_ROWS = 1000
@@ -71,6 +70,10 @@ def _step(words: tuple[str, ...]) -> GraphReport:
 
 
 def _measure(script: tuple[str, ...], target: str, space: str) -> SensitivityTable:
+    from autoprec.cost import CostModel
+    from autoprec.tuning.decide.problem import Problem
+    from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+
     if target != "auto":
         resolve_target(target, "cpu")  # an unknown name is refused before the script is started
     chosen = load_space(space) if space else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autoprec.cli.console import plain_table, stdout_console
 from autoprec.cli.echo import echo
@@ -12,7 +13,9 @@ from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import HostInfo
-from autoprec.tuning.transfer.spot import SpotCheck, corrected, judged, spot_probes
+
+if TYPE_CHECKING:
+    from autoprec.tuning.transfer.spot import SpotCheck
 
 #: Training steps before the passes, at each of two moments: the first gradients are those of the initial weights, and
 #: errors at one step differ from those some steps on by more than two batches of one step do.
@@ -29,6 +32,8 @@ def ask(
     Raises:
         ScriptError: they could not be run.
     """
+    from autoprec.tuning.transfer.spot import judged, spot_probes
+
     probes, asked = spot_probes(policy, report, passes)
     payloads = gradient_errors(runner, host, label, probes, MOMENTS, backend=backend)
     return judged(payloads, policy, asked, LIMIT)
@@ -63,6 +68,7 @@ def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path) ->
     """
     if found.within:
         return
+    from autoprec.tuning.transfer.spot import corrected
 
     mended, removed = corrected(policy, report, found)
     stem = path.stem.replace(":", "-")  # of a published policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,6 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.policies.export import known_layers
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
-from autoprec.cost import CostModel
 from autoprec.errors import UsageError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.roles import ROLES, parse_hints, shown
@@ -24,12 +23,11 @@ from autoprec.precision.hardware import Target
 from autoprec.support.files import check_writable, read_document
 from autoprec.support.units import memory_text, speed_text
 from autoprec.tuning.target import resolve_target
-from autoprec.tuning.transfer.correction import Correction
-from autoprec.tuning.transfer.evidence import with_evidence
 from autoprec.tuning.transfer.law import SPREAD
-from autoprec.tuning.transfer.plan import Transfer
-from autoprec.tuning.transfer.plan import transfer as carry
-from autoprec.tuning.transfer.proxy import Proxy, choice_of_rule, find_study, load_proxy
+
+if TYPE_CHECKING:
+    from autoprec.tuning.transfer.plan import Transfer
+    from autoprec.tuning.transfer.proxy import Proxy
 
 
 def _step(words: Sequence[str], *, batch: int = SIZE[0], seq: int = SIZE[1]) -> GraphReport:
@@ -50,6 +48,8 @@ def _named_layers(path: Path) -> GraphReport:
 
 def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, Any]]:
     """Return one row per rule of the proxy's policy that says something: where it went."""
+    from autoprec.tuning.transfer.proxy import choice_of_rule
+
     rows = []
     for number in [*range(len(policy.layers)), -1]:
         small = [name for name, rule in proxy.rules.items() if rule == number]
@@ -251,6 +251,11 @@ def transfer(
     The big model is a script (recorded without its weights), a decoder's config.json or preset, a saved step, or a list
     of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
     """
+    from autoprec.cost import CostModel
+    from autoprec.tuning.transfer.correction import Correction
+    from autoprec.tuning.transfer.evidence import with_evidence
+    from autoprec.tuning.transfer.plan import transfer as carry
+    from autoprec.tuning.transfer.proxy import Proxy, load_proxy
     from autoprec.tuning.verify import limits_of
 
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
@@ -285,6 +290,8 @@ def transfer(
 
 def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
     """Return the folder of the study that found a policy; None where only a step of its model is given."""
+    from autoprec.tuning.transfer.proxy import find_study
+
     if proxy is not None:
         return proxy if proxy.is_dir() else None
     found = find_study(small, path, (Path("autoprec-runs"), path.parent / "autoprec-runs"))

@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.metrics import signed_gap
 from autoprec.tuning.decide.noise import (
     UNINFORMATIVE_GRADIENT_ERROR,

@@ -13,9 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from autoprec.policy.solver import FloatTable
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.problem import Params, Problem
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.run import error_text

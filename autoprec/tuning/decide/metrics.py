@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from autoprec.cost import StepEstimate
 from autoprec.cost.estimate import ratio_bounds
+from autoprec.support.arrays import np
 from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline, Vector

@@ -24,9 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
+from autoprec.support.arrays import np, npt
 from autoprec.tuning.decide.sentences import Reason
 
 Vector = npt.NDArray[np.float64]

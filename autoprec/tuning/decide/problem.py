@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, ModelInfo, Policy, glob_matches
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
+from autoprec.support.arrays import np, npt
 from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 
 if TYPE_CHECKING:

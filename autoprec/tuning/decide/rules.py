@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from autoprec.policy import LayerRule, escape, glob_matches
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
+from autoprec.support.arrays import np, npt
 
 
 def _candidates(name: str) -> set[str]:

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from autoprec.errors import UsageError
 from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.support.arrays import np
 from autoprec.support.plain import or_null, rebuild, shallow
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.problem import Params, Problem, layer_key

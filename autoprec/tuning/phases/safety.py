@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from autoprec.policy.solver import FloatTable, IntVector, solve
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason

@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from autoprec.errors import FileError, NothingAcceptableError
+from autoprec.support.arrays import np
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches

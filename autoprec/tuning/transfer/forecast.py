@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
 from autoprec.graph.roles import Place
 from autoprec.policy import Policy
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.problem import GroupVariable, Problem
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.transfer.correction import Correction, segment_name, split_segment

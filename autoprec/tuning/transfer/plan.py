@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from autoprec.cost import CostModel, StepEstimate
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.cost.kernels import LayerCost
@@ -26,6 +24,7 @@ from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.solver import IntVector, solve
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.problem import GroupVariable, Problem
 from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 from autoprec.tuning.transfer.correction import Correction

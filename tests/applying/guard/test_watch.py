@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoprec.applying.guard import Breach, Guard
+from autoprec.applying.guard import Breach, Guard, watch
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
 from autoprec.policy import Phase, Policy
@@ -101,6 +101,17 @@ def test_breaches_reach_the_active_mlflow_run_and_its_failure_is_survived(monkey
     assert breaches
     assert any("guard/loss_gap" in metrics for _, metrics in logged)
     assert any("guard/fallbacks" in metrics for _, metrics in logged)
+
+
+def test_only_an_open_run_is_logged_to_and_only_what_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    module = SimpleNamespace(active_run=lambda: None, log_metrics=lambda values, step: seen.append((values, step)))
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    watch._log_to_active_run({"a": 1.0}, 3)
+    assert seen == []
+    module.active_run = lambda: "run"
+    watch._log_to_active_run({"a": 1.0, "b": math.nan}, 3)
+    assert seen == [({"a": 1.0}, 3)]
 
 
 def test_a_resumed_run_keeps_its_fallbacks() -> None:

@@ -15,10 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from autoprec.policy.solver import FloatTable, Limit
+from autoprec.support.arrays import np, npt
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of

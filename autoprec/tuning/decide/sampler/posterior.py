@@ -21,10 +21,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from autoprec.policy.solver import FloatTable, IntVector
+from autoprec.support.arrays import np, npt
 
 Vector = npt.NDArray[np.float64]
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from autoprec.policy import LayerPlan
 from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable

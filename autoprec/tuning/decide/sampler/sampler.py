@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.policy.solver import solve
+from autoprec.support.arrays import np
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import LAST_VALUE, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
