@@ -46,7 +46,7 @@ class AuditReport(Shown):
 
     layers: tuple[LayerAudit, ...]
     operators: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: backends that ran scaled recipes on a type of device on which they had never run before
+    #: backends that ran scaled recipes on a device on which nobody had run them before
     experimental: tuple[str, ...] = ()
 
     @property

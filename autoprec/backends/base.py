@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoprec.numerics.execution import Execution
@@ -21,17 +22,19 @@ class Backend(ABC):
     name: str
     #: bfloat16 is emulated in float32 where a CPU has no units for it: for trials whose time is modelled
     emulates_casts: bool = False
-    #: types of device (``cuda``) on which its kernels have never run: there they are tested against stand-ins only, and
-    #: `doctor`, audits and the documentation say so
-    experimental: frozenset[str] = frozenset()
+    #: compute capabilities on which its kernels have run; None where they need no GPU. Elsewhere they were tested on
+    #: stand-ins only, and `doctor`, audits and the documentation say so
+    ran_on: frozenset[tuple[int, int]] | None = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:
         """Return itself: a copy of a model goes on by the backend of the original."""
         return self
 
     def is_experimental(self, device: str) -> bool:
-        """Say whether its kernels have never run on a device of this type (``cpu``, ``cuda:0``)."""
-        return device.partition(":")[0] in self.experimental
+        """Say whether its kernels have never run on such a device (``cpu``, ``cuda:0``)."""
+        if self.ran_on is None or not device.startswith("cuda"):
+            return False
+        return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) not in self.ran_on
 
     @abstractmethod
     def available(self, device: str) -> Capability:

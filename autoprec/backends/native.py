@@ -84,7 +84,7 @@ class NativeBackend(Backend):
     """What torch itself runs."""
 
     name = "native"
-    experimental = frozenset({"cuda"})
+    ran_on = frozenset({(9, 0)})
 
     def available(self, device: str) -> Capability:
         if device.startswith("cuda") and not torch.cuda.is_available():

@@ -111,7 +111,7 @@ class TorchaoBackend(Backend):
     """torchao's float8 and MXFP8 training products."""
 
     name = "torchao"
-    experimental = frozenset({"cuda"})
+    ran_on = frozenset({(9, 0)})
 
     def available(self, device: str) -> Capability:
         try:

@@ -59,7 +59,7 @@ class TransformerEngineBackend(Backend):
     """One instance serves one policy on one model."""
 
     name = "transformer_engine"
-    experimental = frozenset({"cuda"})
+    ran_on = frozenset({(9, 0)})
 
     def __init__(self) -> None:
         self._state: EngineState | None = None

@@ -63,9 +63,9 @@ def _dtype_as_written(layer: Layer, target: Target) -> str:
     return "tf32" if tf32 else dtype
 
 
-def _unknown(known: Mapping[str, float], family: str) -> float:
-    """Return the factor of a family whose linears were not timed: bf16's for another scaled one, else none."""
-    return 1.0 if family in ("fp32", "tf32", "fp64") else known.get("bf16", 1.0)
+def _unknown(known: Mapping[str, tuple[float, float]], family: str) -> tuple[float, float]:
+    """Return the factors of a family whose linears were not timed: bf16's for another scaled one, else none."""
+    return (1.0, 1.0) if family in ("fp32", "tf32", "fp64") else known.get("bf16", (1.0, 1.0))
 
 
 class CostModel:
@@ -105,7 +105,7 @@ class CostModel:
         self.report, self.target, self.scale = report, target, scale or CostScale()
         self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
         self.rates: Rates = rates or default_rates(target)
-        self._factors: dict[str, dict[str, float]] = {}
+        self._factors: dict[str, dict[str, tuple[float, float]]] = {}
         self._cpu: CpuCost | None = None
         if target.is_cpu:
             measured, label = (cpu, "modelled, rates as given") if cpu else cpu_rates()
@@ -215,19 +215,24 @@ class CostModel:
         gemm = sum(part.gemm for part in parts)
         weighted = sum(part.gemm * part.error for part in parts)
         linear = self._layers[name].kind not in ("conv", "rnn") and "grouped" not in self._layers[name].flags
-        factor = self._measured_over_modelled(plan, kept_family(activations, script), linear=linear)
+        device, host = self._measured_over_modelled(plan, kept_family(activations, script), linear=linear)
         return LayerCost(
-            gemm=gemm * factor,
-            cast=sum(part.cast for part in parts) * factor,
-            kernels=sum(part.kernels for part in parts) * factor,
+            gemm=gemm * device,
+            cast=sum(part.cast for part in parts) * device,
+            kernels=sum(part.kernels for part in parts) * host,
             error=weighted / gemm if gemm else 0.2,
         )
 
-    def _measured_over_modelled(self, plan: LayerPlan, kept: str, *, linear: bool) -> float:
-        """Return what timed linears took over what the model says of them: the mean of the three GEMMs' recipes."""
+    def _measured_over_modelled(self, plan: LayerPlan, kept: str, *, linear: bool) -> tuple[float, float]:
+        """Return what timed linears took over what the model says, on the device and of the host's launches.
+
+        Both are the means of the three GEMMs' recipes.
+        """
         known = self._factors.get("compiled" if self.compiled else "eager", {}) if linear else {}
         families = [kept if recipe is None else recipe_family(recipe) for recipe in plan.recipes]
-        return sum(known.get(f, _unknown(known, f)) for f in families) / len(families)
+        found = [known.get(family, _unknown(known, family)) for family in families]
+        device, host = (sum(factors) / len(families) for factors in zip(*found, strict=True))
+        return device, host
 
     def _works_under(self, name: str, plan: LayerPlan) -> tuple[GemmWork, ...]:
         """Return a layer's GEMMs: of a result that selective checkpointing keeps in 16 and 8 bits alone, once more."""

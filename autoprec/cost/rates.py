@@ -25,6 +25,7 @@ class Rates:
     Attributes:
         gemm: family -> fraction of the dense peak that a large GEMM reaches.
         cast: family -> fraction of the memory bandwidth that its quantisation kernels reach.
+        eager_casts: what the casts of an uncompiled script reach of ``cast``, see :func:`kernels.eager_traffic`.
         compiled_casts: what casts compiled by torch reach of ``cast`` (see :meth:`compiled`).
         library: casts are a library's own kernels (Transformer Engine), not compiled by torch.
         quantise_us: family -> fixed microseconds per quantised operand (amax, scale and swizzle kernels).
@@ -46,6 +47,7 @@ class Rates:
     attention: float = 0.45
     error: Mapping[str, float] = field(default_factory=dict)
     epilogue: Mapping[str, float] = field(default_factory=dict)
+    eager_casts: Mapping[str, float] = field(default_factory=dict)
     compiled_casts: float = 1.0
     library: bool = True
     label: str = "modelled, uncalibrated"

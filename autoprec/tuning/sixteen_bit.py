@@ -66,8 +66,12 @@ def is_worth_searching(verdict: Verdict, options: SearchOptions) -> bool:
 
 
 def only_sixteen_bit(setup: Setup, verdict: Verdict) -> Setup | None:
-    """Return the search of 16-bit policies alone, where nothing beats 16 bit but the script is not there yet."""
-    if is_worth_searching(verdict, setup.options) or setup.target.is_cpu or runs_in_sixteen_bit(setup.graph):
+    """Return the search of 16-bit policies alone, where nothing beats 16 bit but the script is not there yet.
+
+    A GPU that is here runs what people write by hand in eight bits all the same: a model's word is not a measurement.
+    """
+    modelled = not (setup.measured or setup.target.is_cpu)
+    if not modelled or is_worth_searching(verdict, setup.options) or runs_in_sixteen_bit(setup.graph):
         return None
     return setup.restricted(sixteen_bit_space(setup.space))
 

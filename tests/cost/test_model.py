@@ -272,17 +272,21 @@ def timed(recipe: str, backend: str, how: str, seconds: float) -> dict[str, Any]
 def test_a_recipe_is_charged_as_the_backend_that_runs_it_ran_a_linear(large: GraphReport) -> None:
     rows = [timed("bf16", "native", "compiled", 5e-3), timed("fp8_rowwise", "native", "compiled", 8e-3)]
     rows += [timed("fp8_rowwise", "torchao", "compiled", 4e-3), timed("fp8_rowwise", "native", "eager", 9e-3)]
+    rows.append(timed("bf16", "native", "eager", 5e-3))
     document = {"linears": rows}
     auto, native = (CostModel(large, H100, calibration=document, backend=name) for name in ("auto", "native"))
     plan, plain = (LayerPlan.uniform(R[name]) for name in ("fp8_rowwise", "bf16"))
     assert native.layer_time_ms("lm_head", plan) == pytest.approx(2 * auto.layer_time_ms("lm_head", plan))
     assert native.layer_time_ms("lm_head", plain) == auto.layer_time_ms("lm_head", plain)
-    # uncompiled only native was timed, and not bf16
+    # uncompiled only native was timed
     eager = auto.executed("eager").layer_time_ms("lm_head", plan)
     assert eager == native.executed("eager").layer_time_ms("lm_head", plan)
     assert eager != CostModel(large, H100, compiled=False).layer_time_ms("lm_head", plan)
     same = CostModel(large, H100, compiled=False).layer_time_ms("lm_head", plain)
-    assert auto.executed("eager").layer_time_ms("lm_head", plain) == same
+    assert auto.executed("eager").layer_time_ms("lm_head", plain) != same
+    del rows[-1]  # without bf16's the others have nothing to be compared with
+    alone = CostModel(large, H100, compiled=False, calibration={"linears": rows})
+    assert alone.layer_time_ms("lm_head", plan) == CostModel(large, H100, compiled=False).layer_time_ms("lm_head", plan)
     # what was not timed is charged like bf16, and a mixture as the mean of its GEMMs
     model = CostModel(large, H100)
     factors = {

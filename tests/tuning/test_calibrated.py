@@ -17,7 +17,7 @@ from autoprec.errors import FileError, StudyError, UsageError
 from autoprec.policy import load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.setup import timed_backends
-from tests.tuning.test_engine import H100, options, plain_search, script, search
+from tests.tuning.test_engine import H100, options, plain_search, script, search, trained
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def calibration(path: Path, **changes: object) -> str:
     """A file as `autoprec calibrate` writes it on an H100."""
     document = {
-        "schema": "autoprec.calibration/2",
+        "schema": "autoprec.calibration/3",
         "device": "My H100",
         "target": "h100",
         "date": "2026-01-02",
@@ -171,6 +171,22 @@ def test_a_timed_search_runs_each_recipe_by_the_backend_that_was_timed_fastest(h
     assert {spec.backend for _, spec in simulated.calls} == {"auto"}
     assert made.setup is not None
     assert made.setup.cost.label == f"modelled, calibrated on {H100} (2026-01-02), not compiled"
+
+
+def test_what_people_write_by_hand_runs_where_the_linears_say_that_nothing_gains(here: Path, kept: Path) -> None:
+    """On an H100 a search ended after 37 s, "at most 1.00x", by linears whose launches were taken for their time."""
+    timed = linears("bf16", native=1.0)
+    for name in ("fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "fp8_block"):
+        timed += linears(name, native=90.0)
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"linears": timed}))
+    simulated = script(compile_s=3.0)
+    made, result = search(simulated, options(force=False))
+    assert made.setup is not None
+    assert made.setup.verdict().bound_speedup < 1.03
+    ran = " ".join(policy for _, policy, _ in trained(simulated))
+    assert "fp8_tensorwise" in ran
+    assert "fp8_delayed" in ran
+    assert result.best["speedup_over_16bit"] > 1.1  # as the simulated script is: the model was wrong
 
 
 def test_a_study_goes_on_under_what_it_was_begun_with(here: Path, kept: Path) -> None:

@@ -195,11 +195,11 @@ def test_too_small_for_the_target_stays_without_a_single_trial(here: Path) -> No
     assert policy.default == "keep"
 
 
-def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rates of no machine: one that was measured beside a load may promise a gain on a step of microseconds."""
-    monkeypatch.setattr("autoprec.cost.calibrate.cpu._load", lambda *_: (FALLBACK, "modelled"))
-    simulated = script(device="cpu", graph=simulated_graph(1, width=16, tokens=16))
-    _, result = search(simulated, options(target="cpu", force=False))
+def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path) -> None:
+    graph = simulated_graph(1, width=16, tokens=16)
+    written = replace(graph, layers=tuple(replace(layer, dtype="bfloat16") for layer in graph.layers))
+    simulated = script(device="cpu", graph=written)
+    _, result = search(simulated, options(target="h100", force=False))
     assert (result.verdict, trained(simulated)) == ("stay", [])
     assert result.budget["source"] == "modelled"
     assert load_policy(here / result.policy).evidence["source"] == "modelled"

@@ -19,7 +19,7 @@ expert, so that the host never waits for the sizes; what lies beyond the last ex
 ``ends[-1]`` belong to no expert: as in ``torch._grouped_mm``, what is returned for them is not defined.
 
 Written after torch's ``GroupedBlas.cpp``, ``GroupMMCommon.cuh`` and meta registration (2.11, 2.13) and torchao 0.18's
-``prototype/moe_training``; not run on a GPU yet.
+``prototype/moe_training``.
 """
 
 from __future__ import annotations

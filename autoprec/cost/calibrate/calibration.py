@@ -22,7 +22,7 @@ from autoprec.support.optional import installed_version
 if TYPE_CHECKING:
     from autoprec.cost.calibrate.cuda_bench import CudaBench
 
-SCHEMA = "autoprec.calibration/2"
+SCHEMA = "autoprec.calibration/3"
 #: Bytes of the timed copy.
 _COPIED = 1 << 30
 #: What a file is laid over to see whether its rates are rates.

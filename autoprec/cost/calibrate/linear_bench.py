@@ -1,11 +1,15 @@
 """Times whole linears by every installed backend, through the path that training takes: policy, layer, autograd.
 
-Each backend has processes of its own, so that a library that crashes, hangs or spoils the CUDA context loses its own
-rows and nothing else. A library's delayed scaling that breaks compiled graphs is timed as it runs: between them.
+Each backend has processes of its own, one for eager linears and one for compiled ones, so that a library that crashes,
+hangs or spoils the CUDA context loses its own rows and nothing else. They compile side by side, which takes nearly all
+of the time, and take turns with the device. A library's delayed scaling that breaks compiled graphs is timed as it
+runs: between them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import statistics
@@ -14,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from autoprec.applying.policy import TorchPolicy
 from autoprec.backends import BACKENDS, get
@@ -36,24 +43,34 @@ _RECIPES = ("bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "fp8_block",
 LIMIT_S = 150.0
 #: Seconds of one measurement, and how often it is repeated.
 _MEASURE_S, _REPEATS = 0.02, 5
+#: Steps that are queued while the device sleeps, and clock cycles that it sleeps for a second of launches: two seconds.
+_QUEUED, _CYCLES = 5, 4e9
+#: Seconds of work after which a device that waited for a compiler has its clocks back.
+_WARM_S = 0.2
 #: What no format of the table is away from bf16: the kernel computes something else.
 _GARBAGE = 0.5
 _KEEP_ALL = OperatorPolicy.model_validate(dict.fromkeys(("softmax", "norm", "embedding", "loss", "output"), "keep"))
 
 
-def plan(target: Target, backend: str, shapes: Sequence[tuple[int, int, int]] = LINEAR_SHAPES) -> list[Linear]:
-    """Return the rows to fill in for one backend, what matters most first: eager ones need no compiler."""
+def plan(
+    target: Target, backend: str, how: str, shapes: Sequence[tuple[int, int, int]] = LINEAR_SHAPES
+) -> list[Linear]:
+    """Return the rows to fill in for one backend, ``eager`` or ``compiled``, what matters most first."""
     names = [name for name in _RECIPES if target.can_run(BUILTIN_RECIPES[name]).ok]
     if backend != NATIVE:
         names.remove("bf16")  # plain casts are torch's own whoever runs the rest
-    eager = [Linear(name, backend, "eager", shape) for name in names for shape in shapes]
-    return eager + [Linear(name, backend, "compiled", shape) for shape in shapes for name in names]
+    return [Linear(name, backend, how, shape) for shape in shapes for name in names]
 
 
-def time_linear(row: Linear, device: torch.device) -> Linear:
+def time_linear(
+    row: Linear, device: torch.device, alone: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Linear:
     """Return the row with its time, or with why there is none.
 
     Weights ``[out_features, in_features]`` are float32 under bf16 autocast; input and gradient are bfloat16.
+
+    Args:
+        alone: entered for what is timed; the first step, which compiles, is not.
     """
     tokens, width, features = row.shape
     torch.manual_seed(0)
@@ -67,6 +84,7 @@ def time_linear(row: Linear, device: torch.device) -> Linear:
     policy.apply(model, backend=row.backend)
     if row.how == "compiled":
         torch.compiler.reset()
+        counters.clear()
         model.compile(dynamic=False)
 
     def step() -> Tensor:
@@ -76,17 +94,24 @@ def time_linear(row: Linear, device: torch.device) -> Linear:
         out.backward(grad)  # type: ignore[no-untyped-call]
         return out
 
-    for _ in range(3):  # compiles, chooses kernels, and lets delayed scales settle
-        out = step()
-    report = policy.audit(model)
-    if not report.ok:
-        return replace(row, failed=f"it ran something else: {report.mismatches[0].reason}"[:200])
-    found = (out.detach(), x.grad, layer.weight.grad)
-    error = max(_error(value, exact) for value, exact in zip(found, _in_bf16(x, layer.weight, grad), strict=True))
-    if not error < _GARBAGE:
-        return replace(row, failed=f"its results are {error:.2g} away from bf16's: wrong")
-    seconds, spread = _clocked(step, device)
-    return replace(row, seconds=seconds, spread=round(spread, 4), error=round(error, 5))
+    step()
+    with alone():
+        for _ in range(2):  # chooses kernels, and lets delayed scales settle
+            out = step()
+        report = policy.audit(model)
+        if not report.ok:
+            return replace(row, failed=f"it ran something else: {report.mismatches[0].reason}"[:200])
+        found = (out.detach(), x.grad, layer.weight.grad)
+        error = max(_error(value, exact) for value, exact in zip(found, _in_bf16(x, layer.weight, grad), strict=True))
+        if not error < _GARBAGE:
+            return replace(row, failed=f"its results are {error:.2g} away from bf16's: wrong")
+        seconds, spread = _clocked(step, device)
+        device_s, host_s = _apart(step, device, seconds) if device.type == "cuda" else (0.0, 0.0)
+        if row.how == "compiled" and counters["graph_break"]:  # in a model, too, its launches are its own
+            device_s = seconds
+    return replace(
+        row, seconds=seconds, device_s=device_s, host_s=host_s, spread=round(spread, 4), error=round(error, 5)
+    )
 
 
 @torch.no_grad()
@@ -123,11 +148,35 @@ def _clocked(step: Callable[[], Any], device: torch.device) -> tuple[float, floa
     return median, (times[-2] - times[1]) / median
 
 
-def _filled(rows: Sequence[Linear], device: torch.device) -> Iterator[Linear]:
+def _apart(step: Callable[[], Any], device: torch.device, seconds: float) -> tuple[float, float]:
+    """Return the median seconds of a step on the device alone, and on the host alone: launched while the device sleeps.
+
+    A step that waits for the device itself, as a library's may, keeps its launches in both.
+    """
+    found = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(_CYCLES * _QUEUED * seconds))  # type: ignore[no-untyped-call]
+        start.record()
+        began = time.perf_counter()
+        for _ in range(_QUEUED):
+            step()
+        host = time.perf_counter() - began
+        end.record()
+        torch.cuda.synchronize(device)
+        found.append((start.elapsed_time(end) / 1e3 / _QUEUED, host / _QUEUED))
+    return statistics.median(device for device, _ in found), statistics.median(host for _, host in found)
+
+
+def _filled(
+    rows: Sequence[Linear],
+    device: torch.device,
+    alone: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Iterator[Linear]:
     """Time one row after the other; what fails says why. An error of the device ends the process."""
     for row in rows:
         try:
-            yield time_linear(row, device)
+            yield time_linear(row, device, alone)
         except AutoPrecError as error:
             yield replace(row, failed=error.what)
         except Exception as error:
@@ -155,20 +204,21 @@ def time_linears(
     usable = [name for name in names if here[name]]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what was measured in this process needs its memory no more
-    out: list[Linear] = []
-    ends = time.monotonic() + limit_s
-    for index, name in enumerate(usable):
-        share = (ends - time.monotonic()) / (len(usable) - index)
-        out += _of_backend(plan(target, name), device, share, say)
-    return out
+    jobs = [plan(target, name, how) for how in ("compiled", "eager") for name in usable]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, len(jobs))) as pool:
+        turns = Path(folder) / "turns"
+        done = pool.map(lambda rows: _of_backend(rows, device, limit_s, say, turns), jobs)
+        return [row for rows in done for row in rows]
 
 
-def _of_backend(rows: list[Linear], device: str, limit_s: float, say: Callable[[str], None]) -> list[Linear]:
-    """Time the rows of one backend, in another process after each crash."""
+def _of_backend(
+    rows: list[Linear], device: str, limit_s: float, say: Callable[[str], None], turns: Path
+) -> list[Linear]:
+    """Time the rows of one backend, eager or compiled, in another process after each crash."""
     out: list[Linear] = []
-    name, ends = rows[0].backend, time.monotonic() + limit_s
+    name, ends = f"{rows[0].backend}, {rows[0].how}", time.monotonic() + limit_s
     while rows and (left := ends - time.monotonic()) > 0:
-        done, how = _process(rows, device, left)
+        done, how = _process(rows, device, left, turns)
         out += done
         rows = rows[len(done) :]
         if how == "late":
@@ -176,19 +226,20 @@ def _of_backend(rows: list[Linear], device: str, limit_s: float, say: Callable[[
             break
         if rows:  # the process died in the first of those that are left
             out.append(replace(rows[0], failed=how))
-            rows = [row for row in rows[1:] if (row.recipe, row.how) != (rows[0].recipe, rows[0].how)]
+            rows = [row for row in rows[1:] if row.recipe != rows[0].recipe]
     for row in out:
         if row.seconds:
             shape = "x".join(str(size) for size in row.shape)
-            say(f"linear {row.recipe} {shape} by {name}, {row.how}: {row.seconds * 1e6:.1f} us")
+            apart = f"the device alone {row.device_s * 1e6:.1f}, the host {row.host_s * 1e6:.1f}"
+            say(f"linear {row.recipe} {shape} by {name}: {row.seconds * 1e6:.1f} us ({apart})")
     for recipe, failed in dict.fromkeys((row.recipe, row.failed) for row in out if row.failed):
         say(f"linear {recipe} by {name}: {failed}")
     return out
 
 
-def _process(rows: Sequence[Linear], device: str, limit_s: float) -> tuple[list[Linear], str]:
+def _process(rows: Sequence[Linear], device: str, limit_s: float, turns: Path) -> tuple[list[Linear], str]:
     """Return the rows that a process filled in, and how it ended: ``late``, empty, or what it died of."""
-    asked = json.dumps({"device": device, "rows": [row.to_json() for row in rows]})
+    asked = json.dumps({"device": device, "turns": str(turns), "rows": [row.to_json() for row in rows]})
     words = [sys.executable, "-m", "autoprec.cost.calibrate.linear_bench"]
     with tempfile.TemporaryDirectory() as folder:
         told, log = Path(folder) / "rows", Path(folder) / "log"
@@ -210,12 +261,19 @@ def main(path: str) -> None:
     """Fill in the rows that standard input asks for, one line of ``path`` each."""
     asked = json.loads(sys.stdin.read())
     device = torch.device(asked["device"])
-    if device.type == "cuda":
-        from autoprec.cost.calibrate.cuda_bench import CudaBench
 
-        CudaBench(asked["device"]).warm()
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        with Path(asked["turns"]).open("a") as turn:  # closed, it is free, however this process ends
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            if device.type == "cuda":
+                from autoprec.cost.calibrate.cuda_bench import CudaBench
+
+                CudaBench(asked["device"]).warm(_WARM_S)
+            yield
+
     with Path(path).open("w") as stream:
-        for row in _filled([Linear.from_json(row) for row in asked["rows"]], device):
+        for row in _filled([Linear.from_json(row) for row in asked["rows"]], device, alone):
             print(json.dumps(row.to_json()), file=stream, flush=True)
 
 

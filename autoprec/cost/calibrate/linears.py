@@ -37,10 +37,14 @@ class Linear:
         recipe: a name of :data:`~autoprec.precision.recipes.BUILTIN_RECIPES`.
         how: ``eager`` or ``compiled``.
         shape: tokens, in_features, out_features.
-        seconds: of fprop, dgrad and wgrad with all casts, launches included; 0 where it failed.
+        seconds: of fprop, dgrad and wgrad with all casts, called again and again: the device's time or the host's,
+            whichever is longer; 0 where it failed.
         spread: relative spread of the repeated measurements.
         error: the largest relative error of output and gradients, against bf16.
         failed: why there is no time.
+        device_s: as ``seconds``, of the device alone, with every launch queued beforehand; 0 on a CPU, and ``seconds``
+            where the layer breaks a compiled graph.
+        host_s: of the host alone, to launch it; 0 on a CPU.
     """
 
     recipe: str
@@ -51,6 +55,13 @@ class Linear:
     spread: float = 0.0
     error: float = 0.0
     failed: str = ""
+    device_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def decides_s(self) -> float:
+        """Seconds by which backends are compared: a linear inside a compiled graph waits for no launch of its own."""
+        return (self.device_s if self.how == "compiled" else 0.0) or self.seconds
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"shape": list(self.shape)}
@@ -64,7 +75,8 @@ class Linear:
         """
         try:
             made = cls(**row | {"shape": tuple(int(size) for size in row["shape"])})
-            numbers = [float(value) for value in (made.seconds, made.spread, made.error)]
+            numbers = [made.seconds, made.device_s, made.host_s, made.spread, made.error]
+            numbers = [float(value) for value in numbers]
             sound = all(0 <= value < math.inf for value in numbers) and len(made.shape) == 3
         except (TypeError, KeyError, ValueError):
             sound = False
@@ -115,8 +127,11 @@ class Linears:
         families = {name: recipe_family(recipe) for name, recipe in recipes.items()}
         return {name: choices[family].to_json() for name, family in families.items() if family in choices}
 
-    def factors(self, target: Target, rates: Rates, how: str, backend: str = "auto") -> dict[str, float]:
-        """Return family -> measured over modelled time of a linear, as the backend that runs it runs it.
+    def factors(self, target: Target, rates: Rates, how: str, backend: str = "auto") -> dict[str, tuple[float, float]]:
+        """Return family -> measured over modelled time of a linear on the device, and of the host's launches of it.
+
+        What a compiled graph launches is not what a compiled linear alone does: its host time is left as modelled.
+        Without a timed bf16 linear nothing is corrected.
 
         Args:
             rates: what the model believes of it, these factors apart.
@@ -124,22 +139,25 @@ class Linears:
             backend: a backend's name, or ``auto`` for the chosen ones.
         """
         choices = self.choices(how)
-        ratios: dict[str, list[float]] = {}
+        ratios: dict[str, list[tuple[float, float]]] = {}
         for row in self.rows:
             family = recipe_family(BUILTIN_RECIPES[row.recipe])
             runs = choices[family].backend if backend == "auto" and family in choices else backend
             if row.how == how and row.seconds and (row.backend == runs or family == "bf16"):
-                ratios.setdefault(family, []).append(row.seconds / _modelled(target, rates, row))
-        return {family: math.exp(sum(map(math.log, found)) / len(found)) for family, found in ratios.items()}
+                ratios.setdefault(family, []).append(_over_modelled(target, rates, row))
+        if "bf16" not in ratios:  # what the others are compared with would be another model's
+            return {}
+        return {family: (_mean(d for d, _ in found), _mean(h for _, h in found)) for family, found in ratios.items()}
 
 
-def _modelled(target: Target, rates: Rates, row: Linear) -> float:
-    """Return the model's seconds of a timed linear: alone, with FP32 weights under bf16 autocast."""
+def _over_modelled(target: Target, rates: Rates, row: Linear) -> tuple[float, float]:
+    """Return how much longer than modelled a linear took, on the device and on the host: alone, as it was timed."""
     eager = row.how == "eager"
     work = GemmWork(*row.shape, batch=1, copies=1.0, roles=GEMMS)
     plan = LayerPlan.uniform(BUILTIN_RECIPES[row.recipe])
     cost = layer_cost(target, rates, work, plan, activations="bf16", script="fp32", eager=eager)
-    return max(cost.seconds, cost.kernels * (1.0 if eager else 0.5) * rates.host_us * 1e-6)
+    host = row.host_s / (cost.kernels * rates.host_us * 1e-6) if eager and row.host_s else 1.0
+    return (row.device_s or row.seconds) / cost.seconds, host
 
 
 def _choice(recipe: str, rows: Sequence[Linear]) -> BackendChoice | None:
@@ -160,7 +178,7 @@ def _choice(recipe: str, rows: Sequence[Linear]) -> BackendChoice | None:
         if any(row.error > WRONG * own.error + 1e-3 for own, row in pairs):
             said.append(f"{name} computes something else")
             continue
-        gain = _mean(own.seconds / row.seconds for own, row in pairs)
+        gain = _mean(own.decides_s / row.decides_s for own, row in pairs)
         noise = max(TIE, *(own.spread + row.spread for own, row in pairs))
         if gain > 1.0 + noise:
             gains[name] = gain
@@ -174,14 +192,14 @@ def _choice(recipe: str, rows: Sequence[Linear]) -> BackendChoice | None:
 def _without_native(
     recipe: str, rows: Sequence[Linear], others: Mapping[str, Mapping[tuple[int, ...], Linear]]
 ) -> BackendChoice | None:
-    if not others:
+    refusal = next((row.failed for row in rows if row.backend == NATIVE and row.failed), "")
+    if not others or not refusal:  # what was not timed decides nothing
         return None
     shared = set.intersection(*(set(found) for found in others.values()))
     least = {row.shape: row.error for row in sorted(rows, key=lambda row: -row.error) if row.seconds}
     sound = {n: f for n, f in others.items() if all(r.error <= WRONG * least[r.shape] + 1e-3 for r in f.values())}
     sound = sound or dict(others)  # none is the closest to bf16 in every shape
-    best = min(sound, key=lambda name: _mean(sound[name][shape].seconds for shape in shared or sound[name]))
-    refusal = next((row.failed for row in rows if row.backend == NATIVE and row.failed), "it was not timed")
+    best = min(sound, key=lambda name: _mean(sound[name][shape].decides_s for shape in shared or sound[name]))
     return BackendChoice(best, f"{best}: native does not run {recipe} here ({refusal})")
 
 

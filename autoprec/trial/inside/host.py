@@ -125,7 +125,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     device = found.parameters[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     notes = list(found.notes)
-    if obstacle and obstacle != "not asked for":
+    if obstacle and launch == "process" and obstacle != "not asked for":
         notes.append(f"trials are started as plain processes: {obstacle}")
     if started := programs():
         what = ", ".join(started[:4])

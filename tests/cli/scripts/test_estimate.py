@@ -156,7 +156,7 @@ targets:
 
 def test_a_calibration_changes_the_label(graph: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    document = {"schema": "autoprec.calibration/2", "device": "My H100", "date": "2026-01-02", "rates": {}}
+    document = {"schema": "autoprec.calibration/3", "device": "My H100", "date": "2026-01-02", "rates": {}}
     path.write_text(json.dumps(document))
     assert "calibrated on My H100 (2026-01-02)" in run("--target", "h100", "--calibration", str(path), graph).output
 
@@ -164,7 +164,7 @@ def test_a_calibration_changes_the_label(graph: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["b200", "auto"])
 def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, target: str) -> None:
     path = tmp_path / "c.json"
-    document = {"schema": "autoprec.calibration/2", "device": "X", "target": "h100", "date": "2026-01-02", "rates": {}}
+    document = {"schema": "autoprec.calibration/3", "device": "X", "target": "h100", "date": "2026-01-02", "rates": {}}
     path.write_text(json.dumps(document))
     with pytest.raises(UsageError, match=r"target h100\), not on (b200|cpu)"):
         run("--target", target, "--calibration", str(path), graph)
