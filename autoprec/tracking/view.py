@@ -28,6 +28,8 @@ COLUMNS = {
     "tags.`autoprec.status`": 115,
 }
 _NAME = "attributes.`Run Name`"
+#: A parameter of studies with ``--variant``, and its column.
+_VARIANT, _VARIANT_COLUMN = "variant", {"params.`variant`": 110}
 _PREFIX = "mlflow.sharedViewState."
 _LONGEST_TAG = 5000
 #: Axes of the parallel coordinates that say what layers run: with more, MLflow's labels overlap.
@@ -47,13 +49,14 @@ def _filter(study: str) -> str:
 
 
 def telling_params(runs: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the parameters worth an axis: the first of those whose value differs between runs.
+    """Return the parameters worth an axis, the variant before layers: the first whose value differs between runs.
 
     Args:
         runs: parameters of each policy, by the name MLflow has for them.
     """
     names = dict.fromkeys(name for run in runs for name in run)
-    return [name for name in names if len({run[name] for run in runs if name in run}) > 1][:MOST_PARAMS]
+    found = [name for name in names if len({run[name] for run in runs if name in run}) > 1]
+    return sorted(found, key=lambda name: name != _VARIANT)[:MOST_PARAMS]
 
 
 def _chart(kind: str, number: int, **settings: Any) -> dict[str, Any]:
@@ -92,6 +95,7 @@ def shared_view(uid: str, study: str, params: Sequence[str] = ()) -> tuple[str, 
     Args:
         params: axes of the parallel coordinates, see :func:`telling_params`; without any there is no such chart.
     """
+    columns = (_VARIANT_COLUMN if _VARIANT in params else {}) | COLUMNS
     view: dict[str, Any] = {
         "orderByKey": "metrics.`gain`",
         "orderByAsc": False,
@@ -100,9 +104,9 @@ def shared_view(uid: str, study: str, params: Sequence[str] = ()) -> tuple[str, 
         "lifecycleFilter": "Active",
         "datasetsFilter": [],
         "modelVersionFilter": "All Runs",
-        "selectedColumns": list(COLUMNS),
-        "columnOrder": [_NAME, *COLUMNS],
-        "columnWidths": {_NAME: 300, **COLUMNS},
+        "selectedColumns": list(columns),
+        "columnOrder": [_NAME, *columns],
+        "columnWidths": {_NAME: 300, **columns},
         "runsExpanded": {},
         "runsPinned": [],
         "runsHidden": [],

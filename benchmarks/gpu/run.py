@@ -8,7 +8,7 @@ in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not ru
 the report of what is known so far among it, is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another
 machine with ``--pack`` and it goes on from there.
 
-What the day's figures are made of comes first, for a machine may be had for half an hour: what works here (doctor);
+What the day's figures are made of comes first, for a machine may be had for a quarter of an hour: what works (doctor);
 calibration, with linears by every backend; gradient errors of every backend against emulated, and modelled against
 measured step times (fidelity); four blocks of width 4096 by torchao and by us (blocks); searches of compiled scripts,
 timed, against what people set by hand (gpt2, billion). After that: tests that need a GPU, one compiled step per recipe
@@ -53,7 +53,7 @@ SETTLES_S = 2.0
 TIMED_OUT = 124
 #: What a part needs at least, seconds: it is begun with no less, and rows of its own are kept where that is little.
 PARTS = {
-    "doctor": 20.0, "calibrate": 330.0, "fidelity": 60.0, "blocks": 60.0, "gpt2": 300.0, "billion": 200.0,
+    "doctor": 20.0, "calibrate": 200.0, "fidelity": 60.0, "blocks": 60.0, "gpt2": 300.0, "billion": 200.0,
     "tests": 200.0, "conformance": 180.0, "other_blocks": 60.0, "curves": 60.0, "products": 40.0, "eager": 120.0,
     "vit": 120.0,
 }  # fmt: skip

@@ -55,6 +55,15 @@ def test_an_axis_is_a_choice_that_differs() -> None:
     assert len(telling_params(runs)) == 5
 
 
+def test_a_study_with_variants_has_their_column_and_their_axis_first() -> None:
+    runs = [{"layer/a": "bf16", "variant": "as given"}, {"layer/a": "fp8", "variant": "whole"}]
+    params = telling_params(runs)
+    assert params == ["variant", "layer/a"]
+    view = json.loads(shared_view("0123456789abcdef", "demo", params)[1])
+    assert view["columnOrder"] == ["attributes.`Run Name`", "params.`variant`", *COLUMNS]
+    assert "params.`variant`" not in shared_view("0123456789abcdef", "demo", ["layer/a"])[1]
+
+
 def test_the_address_carries_nothing_but_the_view() -> None:
     assert trials_url("http://h:1/", "7", "abc").endswith(
         "/7/runs?workflowType=machine_learning&viewStateShareKey=autoprecabc"
