@@ -249,7 +249,7 @@ def gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Val
     if lifetimes.base[index] != (index, 0) and row.sources and (made := walk.made.get(row.sources[0])) is not None:
         return made
     layer, width = walk.layer(row), script
-    if row.out_dtypes[0] in _FLOATS and (index, 0) not in lifetimes.lasting and walk.low:
+    if row.out_dtypes[0] in _FLOATS and (index, 0) not in lifetimes.lasting and walk.low and "_rnn" not in row.op:
         reads = [read.value.width for read in walk.reads(row) if read.value is not None and read.dtype in _FLOATS]
         width = max(reads, default=script)
         if layer is not None and row.role == "dgrad":
@@ -314,15 +314,15 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> tuple[flo
 def _recurrent_workspace(walk: Walk, row: Operator) -> tuple[float, float]:
     """Return what oneDNN needs while an LSTM or GRU runs: what grows with the batch, and what has the weights' size.
 
-    In float32 the sums of all gates of all time steps; in the backward pass also the gradient of the output as it is
-    stored, and both weights in another order.
+    In float32 the sums of all gates of all time steps. Both weights in another order, in the backward pass their
+    gradients as well, which are float32, as is the gradient of the output.
     """
     x, inputs, states = row.shapes[:3]
-    gates = 0.0 if walk.low else 4.0 * prod(x[:-1]) * inputs[0]
+    width, weights = walk.recurrent(row), prod(inputs) + prod(states)
+    gates = 4.0 * prod(x[:-1]) * inputs[0] if width >= 4.0 else 0.0
     if row.phase != "backward":
-        return gates, 0.0
-    width = walk.low or 4.0
-    return gates + width * prod(row.out_shapes[0]), width * (prod(inputs) + prod(states))
+        return gates, width * weights
+    return gates + 4.0 * prod(row.out_shapes[0]), (4.0 + (width if width < 4.0 else 0.0)) * weights
 
 
 def _conv_workspace(walk: Walk, row: Operator, width: float) -> float:

@@ -19,7 +19,9 @@ from autoprec.policy.schema import LayerPlan
 from autoprec.precision.recipes import Recipe
 
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
-_SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "_softmax", "_log_softmax", "_safe_softmax")
+_SAVES_OUTPUT = (
+    "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "_softmax", "_log_softmax", "_safe_softmax", "mkldnn_rnn_layer"
+)  # fmt: skip
 _SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", "cos", "hardswish")
 _SAVES_BOTH = ("mul", "div")
 _NORMS = ("layer_norm", "batch_norm", "group_norm")
@@ -161,6 +163,18 @@ class Walk:
         layer = self.layers.get(operator.weight) or self.layers.get(operator.module)
         return layer if layer is not None and layer.gemms else None
 
+    def recurrent(self, operator: Operator) -> float:
+        """Return bytes per value of what a kernel that runs a whole recurrent layer reads and makes; 0 for others."""
+        if "mkldnn_rnn_layer" not in operator.op:
+            return 0.0
+        layer = self.layers.get(operator.module)
+        recipe = None if layer is None else self.plans.get(layer.name, _KEEP).fprop
+        return self.low or _BYTES[operator.dtypes[0]] if recipe is None else _BYTES.get(recipe.format, 4.0)
+
+    def narrowed(self, operator: Operator) -> bool:
+        """Say whether such a kernel computes in fewer bits than in the script."""
+        return 0.0 < self.recurrent(operator) < _BYTES.get(operator.dtypes[0], 4.0)
+
     def copy(self, size: float, read: _Read | None = None, weight: str = "", *, cast: bool = False) -> None:
         self.copies.append(Copy(size, self.at, -1 if read is None else read.maker, weight, cast))
 
@@ -265,6 +279,8 @@ def _planned(walk: Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size:
 
 def operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> float:
     """Return the width in which a product that belongs to no layer reads an operand."""
+    if width := walk.recurrent(operator):
+        return width
     if not walk.low:
         return value.script
     if name in _NOT_AUTOCAST:
@@ -280,6 +296,9 @@ def _other(walk: Walk, operator: Operator, name: str) -> None:
         for read in reads[:3] if name.startswith("_scaled_dot_product") else reads:
             if read.value is not None:
                 walk.save(read, operand_width(walk, operator, name, read.value))
+        if walk.narrowed(operator):  # both weights are cast for the call
+            size = sum(prod(shape) for shape in operator.shapes[1:3])
+            walk.copy(size * walk.recurrent(operator), None, operator.weight, cast=True)
     elif operator.cls == "norm" and any(part in name for part in _NORMS):
         for read in reads[:1]:
             if "norm" in walk.wide:
@@ -297,6 +316,8 @@ def _other(walk: Walk, operator: Operator, name: str) -> None:
 
 def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Layer | None) -> float:
     """Return bytes per value of an operator's result under the policy."""
+    if width := walk.recurrent(operator):
+        return width
     if not walk.low:
         return script
     if "attention" in walk.wide and operator.attends:
@@ -350,7 +371,7 @@ def _result(walk: Walk, index: int, operator: Operator, layer: Layer | None, nam
             walk.values.append(value)
             walk.made[index] = value
         elif saved:  # masks, statistics, indices: nothing a policy changes, but a recurrent kernel's states
-            narrow = _NARROW_STATES if walk.low and "_rnn_layer" in name else 1.0
+            narrow = _NARROW_STATES if walk.narrowed(operator) else 1.0
             walk.copies.append(Copy(saved * narrow, index, index))
 
 

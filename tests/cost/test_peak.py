@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "script": {},
     "bf16": {"recipes": {"low": BF16}, "default": "low", "activations": "bf16"},
     "int8": {"recipes": {"low": INT8}, "default": "low"},
+    "bf16 alone": {"recipes": {"low": BF16}, "default": "low"},
 }
 
 
@@ -91,7 +92,7 @@ def peaks(model: nn.Module, step: Callable[[], Any], report: GraphReport, policy
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", ["script", "bf16", "int8"])
 def test_the_peak_is_the_allocators(policy: str, again: bool) -> None:
     """With gradients counted as there from the start, and what backward holds left out, it was -39 to +12 % off."""
     model, step, report = recorded(again=again)
@@ -123,20 +124,20 @@ def test_gradients_live_through_the_forward_pass_where_zero_grad_follows_it() ->
         assert one.total - one.parameters == pytest.approx(found, rel=0.02)
 
 
-def test_an_lstm_needs_the_sums_of_its_gates_while_it_runs_and_keeps_less_in_16_bits() -> None:
-    """What oneDNN needs while it runs was left out, -15 %, and its states in 16 bits were as large as in 32, +15 %."""
+@pytest.mark.parametrize("policy", ["script", "bf16", "bf16 alone"])
+@pytest.mark.parametrize(("width", "steps"), [(64, 32), (192, 8)])
+def test_an_lstm_needs_what_its_kernel_does(width: int, steps: int, policy: str) -> None:
+    """Its casts of weights and their gradients in another order were left out, and a dtype without autocast: -30 to +45 %."""
     torch.manual_seed(0)
-    model, x = nn.LSTM(64, 64, batch_first=True), torch.randn(24, 32, 64)
+    model, x = nn.LSTM(width, width, 2, batch_first=True), torch.randn(24, steps, width)
 
     def step() -> None:
         model(x)[0].square().mean().backward()
 
     with StepRecorder(model) as recorder:
         step()
-    report = recorder.report()
-    for policy in ("script", "bf16"):
-        modelled, found = peaks(model, step, report, policy)
-        assert modelled == pytest.approx(found, rel=0.08), policy
+    modelled, found = peaks(model, step, recorder.report(), policy)
+    assert modelled == pytest.approx(found, rel=0.08)
 
 
 def test_the_power_of_a_square_lives_to_the_end_of_its_backward() -> None:
