@@ -29,7 +29,7 @@ from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.saved import SavedTensors, StorageTable
-from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
+from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
 from autoprec.support.living import uncollected
 
@@ -103,6 +103,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved = SavedTensors(self._storages)
         self._known: dict[tuple[Any, ...], int] = {}
         self._last_task = -1
+        self._plain: set[int] = set()  # graph tasks whose operators run without gradients
         self._after_backward = False
         self._all_fake = any(isinstance(tensor, FakeTensor) for _, tensor in self.names.tensors())
         self._register_parameters()
@@ -226,7 +227,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.zeroed_late |= bool(self.trace.calls) and not self.trace.backwards
         if namespace in _SKIPPED or (not self._all_fake and any(issubclass(one, FakeTensor) for one in types)):
             return func(*args, **kwargs)  # DTensor asks shapes of whole tensors of fake ones: nothing is computed
-        before = self._recorded(func, self._before, args, kwargs)
+        before = self._recorded(func, self._before, func, args, kwargs)
         out = self._run(func, args, kwargs)
         if before is not None:
             self._recorded(func, self._after, func, before, out)
@@ -246,20 +247,20 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self.trace.notes) < 50 and text not in self.trace.notes:
             self.trace.notes.append(text)
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         task = _graph_task()
-        node, made = "", -1
+        node, made, within, again = "", -1, -1, task != -1 and self._runs_again(func, task)
         if task == -1:
             seq = _sequence_number() - 1
         else:
-            running = _autograd_node()
-            seq, node = -1, ""
+            running, seq = _autograd_node(), -1
             if self._last_task == -1:
                 self._backward_begins()
             if task not in self.trace.parents:
                 self.trace.parents[task] = self._last_task
-            if self._stack and self._stack[-1][1] != -1:
+            if again:
                 seq = _sequence_number() - 1
+                within = -1 if running is None else running._sequence_nr()
             elif running is not None:
                 node = running.name()
                 seq = running._sequence_nr()
@@ -267,7 +268,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_task = task
         ins: list[int] = []
         named = {k: self._template(v, ins) for k, v in kwargs.items()}
-        return self._template(args, ins), named, ins, task, seq, node, made
+        return self._template(args, ins), named, ins, *self._where(task, again), seq, task, node, made, within
+
+    def _runs_again(self, func: Any, task: int) -> bool:
+        """Say whether a forward runs again inside backward: in a module, or with gradients where backward has none."""
+        if self._stack and self._stack[-1][1] != -1:
+            return True
+        if not torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:  # of saved tensors, in any backward
+            self._plain.add(task)
+        return torch.is_grad_enabled() and task in self._plain
 
     def _template(self, argument: Any, ins: list[int]) -> Any:
         if isinstance(argument, torch.Tensor):
@@ -303,7 +312,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.trace.values) - 1
 
     def _after(self, func: Any, before: tuple[Any, ...], out: Any) -> None:
-        args, kwargs, ins, task, seq, node, made = before
+        args, kwargs, ins, module, phase, seq, task, node, made, within = before
         index = len(self.trace.calls)
         outs: list[int] = []
         items = out if isinstance(out, (list, tuple)) else (out,)
@@ -313,20 +322,19 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     value = self._new_value(tensor, "op", producer=index, slot=slot)
                     self._known[self._storages.key(tensor)] = value
                     outs.append(value)
-        module, phase = self._where(task)
         op = func._schema.name if hasattr(func, "_schema") else f"higher_order::{getattr(func, '_name', func)}"
         function = self._functions.running
         twice = phase == "backward" and torch.is_grad_enabled()
-        where = (module, phase, seq, task, node, function, twice, made)
+        where = (module, phase, seq, task, node, function, twice, made, within)
         self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where))
 
-    def _where(self, task: int) -> tuple[str, str]:
+    def _where(self, task: int, again: bool) -> tuple[str, str]:
         if task == -1:
             if self._stack:
                 return self._stack[-1][0], "forward"
             return SCRIPT, "update" if self._after_backward else "forward"
-        if self._stack and self._stack[-1][1] != -1:
-            return self._stack[-1][0], "recompute"
+        if again:
+            return self._stack[-1][0] if self._stack and self._stack[-1][1] != -1 else BETWEEN, "recompute"
         return "", "backward"
 
     def _backward_begins(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 #: Module name of operators outside every module: the loss in the script, gradient clipping, metrics.
 SCRIPT = "<script>"
+#: Of a call that runs again inside backward, outside the modules that run again with it.
+BETWEEN = "<between>"
 #: Module of matrix products with a weight of a model that is not the recorded one.
 OTHER_MODEL = "<another model>"
 #: Phases in which the model's own code runs (``update`` is what the script does between backward and step).
@@ -73,7 +75,8 @@ class Call:
     ``node`` is the autograd node that ran it (backward only); ``function`` the torch function it came from, where that
     is one of those that hide what they do (einsum, scaled_dot_product_attention); ``differentiable`` is true in a
     backward pass that is itself differentiated (``create_graph=True``), and ``made`` is then the sequence number of the
-    autograd node that the call left for the second backward pass (-1 elsewhere); ``name`` is :func:`bare_name`'s.
+    autograd node that the call left for the second backward pass (-1 elsewhere); ``within`` that of the node for which a
+    checkpointed forward runs again; ``name`` is :func:`bare_name`'s.
     """
 
     index: int
@@ -91,6 +94,7 @@ class Call:
     function: str = ""
     differentiable: bool = False
     made: int = -1
+    within: int = -1
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autoprec.cost import CostModel
 from autoprec.graph.recorder import StepRecorder, record_step
@@ -129,6 +130,34 @@ def test_checkpointed_blocks_are_recomputed_not_counted_twice(reentrant):
     assert roles["recompute"][:3] == roles["fprop"][:3]
     assert "recompute" not in shapes(report, "head")
     assert report.notes == ()
+
+
+class Inside(nn.Module):
+    """Checkpoints a function of its own, with operators and a product between its modules."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.up, self.down, self.weight = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.randn(8, 8))
+        self.reentrant = reentrant
+
+    def body(self, x):
+        return x + self.down(torch.relu(self.up(F.linear(x, self.weight))).square())
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_runs_again_between_modules_is_recomputed_in_the_module_around_it(reentrant):
+    """It was taken for a backward pass that is differentiated, so that a layer behind it was offered no 8 bits."""
+    model = nn.Sequential(nn.Linear(8, 8), Inside(reentrant), Inside(reentrant))
+    report = record_step(model, lambda: model(torch.randn(4, 8)).sum().backward())
+    again = [(row.module, row.op) for row in report.operators if row.phase == "recompute" and row.cls != "view"]
+    names = ("aten::mm", "aten::relu", "aten::pow", *(("aten::add",) if reentrant else ()))
+    assert [found for found in again if "." not in found[0]] == [(block, name) for block in "21" for name in names]
+    assert not any("double_backward" in layer.flags for layer in report.layers)
+    calls = {gemm.role: gemm.calls for gemm in report.layer("1").gemms}
+    assert calls == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recompute": 1}
 
 
 def test_gradient_accumulation_adds_up():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from os.path import commonprefix
 
 from autoprec.graph.analysis.flops import Gemm, conv_gemm, gemm_of
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.rules import Rules
-from autoprec.graph.trace import FORWARD_PHASES, OTHER_MODEL, Call, Trace
+from autoprec.graph.trace import BETWEEN, FORWARD_PHASES, OTHER_MODEL, Call, Trace
 
 #: Classes whose result is still "the parameter, in another form" when every input is: casts, transposes, scalings.
 _CARRIES = frozenset({"view", "cast", "pointwise", "reduction", "transcendental", "allocation", "norm"})
@@ -110,17 +111,33 @@ def _forward_table(trace: Trace) -> dict[tuple[int, int], list[Call]]:
     return table
 
 
-def _candidates(trace: Trace, table: dict[tuple[int, int], list[Call]], call: Call) -> list[Call]:
-    if call.seq < 0:
+def _candidates(trace: Trace, table: dict[tuple[int, int], list[Call]], task: int, seq: int) -> list[Call]:
+    if seq < 0:
         return []
-    task, seen = call.task, set()
+    seen = set()
     while task not in seen:  # nested graph tasks (reentrant checkpointing) look into the task they ran in first
         seen.add(task)
         task = trace.parents.get(task, -1)
-        found = table.get((task, call.seq))
+        found = table.get((task, seq))
         if found:
             return found
     return []
+
+
+def _between(trace: Trace, table: dict[tuple[int, int], list[Call]]) -> dict[int, str]:
+    """Return the module of calls that ran again between modules: the innermost around all that ran again with them."""
+    runs: dict[tuple[int, int], list[Call]] = {}
+    for call in trace.in_phase("recompute"):
+        runs.setdefault((call.task, call.within), []).append(call)
+    out: dict[int, str] = {}
+    for (task, within), calls in runs.items():
+        entered = {call.module for call in calls} - {BETWEEN}
+        needs = {call.module for call in _candidates(trace, table, task, within)[:1]} - {BETWEEN}
+        name = ".".join(commonprefix([name.split(".") for name in entered | needs]))
+        while name in entered and name:
+            name = name.rpartition(".")[0]
+        out |= {call.index: name for call in calls if call.module == BETWEEN}
+    return out
 
 
 def _differentiated(trace: Trace) -> dict[int, list[Call]]:
@@ -158,16 +175,17 @@ def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
     foreign = _parameters(trace, classes, "foreign")[0] if others else [""] * len(trace.values)
     links = Links(classes, parameter_of, foreign=foreign, constant=constant)
     table = _forward_table(trace)
+    between = _between(trace, table)
     twice = _differentiated(trace)
     made: dict[int, Product] = {}
     for call in trace.calls:
         if classes[call.index] == "opaque":
             links.unknown[call.op] = links.unknown.get(call.op, 0) + 1
         if call.phase != "backward":
-            links.modules[call.index] = call.module
+            links.modules[call.index] = between.get(call.index, call.module)
             _link_forward(trace, names, links, call, made)
             continue
-        candidates = _candidates(trace, table, call)
+        candidates = _candidates(trace, table, call.task, call.seq)
         candidates = candidates or [c for c in twice.get(call.seq, ()) if c.task != call.task and c.index < call.index]
         if candidates:
             links.forward_of[call.index] = candidates[0]

@@ -260,7 +260,7 @@ class TrialRunner(Runner):
                 raise ScriptError("this runner was closed", where=self.command.label)
             if deadline.passed():
                 raise ScriptError(
-                    f"no training step began within {self._setup_timeout:g} s\n{last_lines(host.tail)}",
+                    f"no training step began within {round(self._setup_timeout, 1):g} s\n{last_lines(host.tail)}",
                     where=self.command.label,
                     fix="give the script less to prepare, or a longer set-up time",
                 )

@@ -12,6 +12,7 @@ nearly as fast as well, and what that teaches of a variant's time says whether a
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,6 +43,8 @@ _STEPS, _WARMUP, _ROUNDS = 6, 2, 2 * FEWEST
 _PRECISE = 0.03
 #: Seconds of its own without a step after which a variant hangs.
 _HUNG_S = 300.0
+#: How many times as long as the script as given one may take to the end of its first run, whatever is left for others.
+_SLOWER = 2.0
 #: Losses apart by less are float32 rounding of another order of sums.
 _ROUNDING = 1e-6
 
@@ -81,19 +84,24 @@ def choose(
         return [], pools
     needed = info.setup_s + results[0].wall_s if results else math.inf
     best: Row = {"name": "the script as given", "speedup": 1.0}
-    for variant in parse_variants(options.variant):
+    variants = parse_variants(options.variant)
+    for number, variant in enumerate(variants):
         row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
         rows.append(row)
-        if left() < needed or not results:
+        rest = left()
+        if rest < needed or not results:
             row |= {"status": NOT_TRIED, "reason": "the time budget left no time for it"}
             continue
         first, second, *benign = results
         limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
-        pool = HostPool(hosts(command.under(variant), min(PATIENCE_S, left())), folder / variant.name)
+        # its share of what is left, so that one that hangs leaves the others theirs
+        within = min(rest, max(_SLOWER * needed, rest / (len(variants) - number)))
+        ends = time.monotonic() + within
+        pool = HostPool(hosts(command.under(variant), min(PATIENCE_S, within)), folder / variant.name)
         pools[variant.name] = keep.enter_context(pool)
         try:
             now = pool.info()
-            within = max(1.0, left())
+            within = max(1.0, ends - time.monotonic())
             own = pool.run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
             if _is_same(row, (info, first), (now, own), limit):
                 _time_script(row, spec, (first, given), (own, pool), best, left)
