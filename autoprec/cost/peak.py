@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-from autoprec.cost.saved import Copy, Setting, Value, Walk, codes_bytes, forward, linear, walked
+from autoprec.cost.saved import NARROW_STATES, Copy, Setting, Value, Walk, codes_bytes, forward, linear, walked
 from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
 
@@ -264,6 +264,8 @@ def _live(walk: Walk, lifetimes: Lifetimes, events: _Events, index: int, slot: i
     row, place, kind = lifetimes.report.operators[index], (index, slot), "backward"
     made = walk.made.get(index)
     width = None if made is None or row.out_dtypes[slot] not in _FLOATS else made.width
+    if row.out_dtypes[slot] == "uint8" and walk.narrowed(row):
+        width = NARROW_STATES
     if place not in lifetimes.direct and place not in lifetimes.unpacked and row.out_shapes[slot] == row.out_shapes[0]:
         place = (index, 0)  # which of several alike is read, the record does not say
     saved = True

@@ -40,7 +40,7 @@ _KEEP = LayerPlan()
 #: (``torch._functorch.partitioners.get_default_op_list``), so that it runs again. torchtitan's NVFP4 is such.
 NOT_LISTED = ("nvfp4",)
 #: What oneDNN keeps of an LSTM's states in 16 bits, over what it keeps in 32: sums stay wide (2026-11-27, torch 2.13).
-_NARROW_STATES = 0.705
+NARROW_STATES = 0.705
 #: How the recorder names what runs outside every module.
 _SCRIPT = "<script>"
 
@@ -371,7 +371,7 @@ def _result(walk: Walk, index: int, operator: Operator, layer: Layer | None, nam
             walk.values.append(value)
             walk.made[index] = value
         elif saved:  # masks, statistics, indices: nothing a policy changes, but a recurrent kernel's states
-            narrow = _NARROW_STATES if walk.narrowed(operator) else 1.0
+            narrow = NARROW_STATES if walk.narrowed(operator) else 1.0
             walk.copies.append(Copy(saved * narrow, index, index))
 
 
