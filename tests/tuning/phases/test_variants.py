@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -272,11 +273,12 @@ def test_what_cannot_be_meant_is_refused_before_the_script_starts(
 
 
 SCRIPT = """
-import argparse, torch
+import argparse, time, torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--micro", type=int, default=4)
 parser.add_argument("--accum", type=int, default=4)
 parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--sleep-at", type=int, default=-1)
 args = parser.parse_args()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Dropout(args.dropout),
@@ -284,6 +286,8 @@ model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.D
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 data, target = torch.randn(512, 16), torch.randint(0, 4, (512,))
 for step in range(40):
+    if step == args.sleep_at:
+        time.sleep(1e9)
     for part in range(args.accum):
         rows = (torch.arange(args.micro) + (step * args.accum + part) * args.micro) % 512
         (torch.nn.functional.cross_entropy(model(data[rows]), target[rows]) / args.accum).backward()
@@ -292,16 +296,28 @@ for step in range(40):
 """
 
 
+def runner(command: ScriptCommand, start_s: float) -> Any:
+    return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, setup_timeout_s=start_s)
+
+
+@pytest.mark.usefixtures("warm")
+def test_variants_that_hang_leave_time_for_the_others(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variants = ("asleep: --sleep-at 0", "stuck: --sleep-at 3", "mb16: --micro 16 --accum 1")
+    asked = SearchOptions(command=("train.py",), variant=variants, steps=8)
+    asleep, stuck, same = chosen_of(asked, runner, tmp_path, lambda: 12.0)
+    assert (asleep["status"], stuck["status"], same["status"]) == ("failed", "failed", "accepted")
+    assert re.match(r"no training step began within [0-9.]{1,4} s: ", asleep["reason"])
+    hung = r"the script ended as hung under it: no step and no result within [0-9.]{1,4} s \(waiting [^\n]*$"
+    assert re.match(hung, stuck["reason"])
+
+
 @pytest.mark.usefixtures("warm")
 def test_a_real_script_repeats_its_losses_under_another_micro_batch_and_not_under_dropout(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     variants = ("mb16: --micro 16 --accum 1", "dropout: --micro 16 --accum 1 --dropout 0.1")
     asked = SearchOptions(command=("train.py",), variant=variants, steps=8)
-
-    def start(command: ScriptCommand, start_s: float) -> Any:
-        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, setup_timeout_s=start_s)
-
-    rows = chosen_of(asked, start, tmp_path)
+    rows = chosen_of(asked, runner, tmp_path)
     same, other = rows
     assert same["status"] == "accepted", same
     assert same["divergence"] < 1e-5
