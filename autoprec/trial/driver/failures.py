@@ -105,13 +105,15 @@ def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) 
 
 
 def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptError:
-    """Return the error of a script whose first step, tried in a fork, did not come to its end."""
+    """Return the error of a script whose first steps, tried in a fork, did not come to their end."""
     fix = _BARE.format(command=shlex.join(command.argv()))
     if result.status == "too_short":
         fix = f"AutoPrec needs a script that trains: loss.backward() and a step. For another loop, {_SESSION}"
+    elif result.status == "hung":
+        fix = f"does `{shlex.join(command.argv())}` go on where it is run by itself?"
     fix = _missing(result.tail) or fix
     tail = f"\n{result.tail}{_held_back(result.tail)}" if result.tail else ""
-    return ScriptError(f"its first training step failed: {result.reason}{tail}", where=command.label, fix=fix)
+    return ScriptError(f"its first training steps failed: {result.reason}{tail}", where=command.label, fix=fix)
 
 
 def nothing_tunable(command: ScriptCommand, model: str) -> NothingAcceptableError:
