@@ -274,9 +274,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Say whether a forward runs again inside backward: in a module, or with gradients where backward has none."""
         if self._stack and self._stack[-1][1] != -1:
             return True
-        if not torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:  # of saved tensors, in any backward
+        if torch.is_grad_enabled():
+            return task in self._plain
+        if func is not torch.ops.aten.detach.default:  # of saved tensors, in any backward pass
             self._plain.add(task)
-        return torch.is_grad_enabled() and task in self._plain
+        return False
 
     def _template(self, argument: Any, ins: list[int]) -> Any:
         if isinstance(argument, torch.Tensor):

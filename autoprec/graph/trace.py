@@ -75,8 +75,8 @@ class Call:
     ``node`` is the autograd node that ran it (backward only); ``function`` the torch function it came from, where that
     is one of those that hide what they do (einsum, scaled_dot_product_attention); ``differentiable`` is true in a
     backward pass that is itself differentiated (``create_graph=True``), and ``made`` is then the sequence number of the
-    autograd node that the call left for the second backward pass (-1 elsewhere); ``within`` that of the node for which a
-    checkpointed forward runs again; ``name`` is :func:`bare_name`'s.
+    autograd node that the call left for the second backward pass (-1 elsewhere); ``within`` that of the node for which
+    a checkpointed forward runs again; ``name`` is :func:`bare_name`'s.
     """
 
     index: int

@@ -127,7 +127,7 @@ def test_gradients_live_through_the_forward_pass_where_zero_grad_follows_it() ->
 @pytest.mark.parametrize("policy", ["script", "bf16", "bf16 alone"])
 @pytest.mark.parametrize(("width", "steps", "again"), [(64, 32, False), (192, 8, False), (64, 32, True)])
 def test_an_lstm_needs_what_its_kernel_does(width: int, steps: int, again: bool, policy: str) -> None:
-    """Its casts of weights and their gradients in another order were left out, and a dtype without autocast: -30 to +45 %."""
+    """Casts of weights, their gradients in another order, a dtype without autocast were left out: -30 to +45 %."""
     torch.manual_seed(0)
     model, x = nn.LSTM(width, width, 2, batch_first=True), torch.randn(24, steps, width)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from os.path import commonprefix
+from itertools import takewhile
 
 from autoprec.graph.analysis.flops import Gemm, conv_gemm, gemm_of
 from autoprec.graph.analysis.modules import ModelNames
@@ -133,7 +133,8 @@ def _between(trace: Trace, table: dict[tuple[int, int], list[Call]]) -> dict[int
     for (task, within), calls in runs.items():
         entered = {call.module for call in calls} - {BETWEEN}
         needs = {call.module for call in _candidates(trace, table, task, within)[:1]} - {BETWEEN}
-        name = ".".join(commonprefix([name.split(".") for name in entered | needs]))
+        columns = zip(*(name.split(".") for name in entered | needs), strict=False)
+        name = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns))
         while name in entered and name:
             name = name.rpartition(".")[0]
         out |= {call.index: name for call in calls if call.module == BETWEEN}

@@ -65,7 +65,7 @@ def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_
     if timed_out:
         return TrialResult(
             "hung",
-            f"no step and no result within {round(timeout_s, 1):g} s (waiting for a CPU not counted); the trial was ended",
+            f"no step and no result within {round(timeout_s, 1):g} s (waiting for a CPU not counted): it was ended",
             tail=shown,
         )
     lowered = tail.lower()

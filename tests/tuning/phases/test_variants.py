@@ -308,7 +308,7 @@ def test_variants_that_hang_leave_time_for_the_others(tmp_path: Path) -> None:
     asleep, stuck, same = chosen_of(asked, runner, tmp_path, lambda: 12.0)
     assert (asleep["status"], stuck["status"], same["status"]) == ("failed", "failed", "accepted")
     assert re.match(r"no training step began within [0-9.]{1,4} s: ", asleep["reason"])
-    hung = r"(its first training steps failed|the script ended as hung under it): no step and no result within [0-9.]{1,4} s "
+    hung = "(its first training steps failed|the script ended as hung under it): no step and no result within "
     assert re.match(hung, stuck["reason"])
 
 
