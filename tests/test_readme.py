@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.tuning.phases import duels
-from tests.cli.helpers import autoprec
+from tests.cli.helpers import autoprec, short_duels
 from tests.documents import ROOT, commands
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,8 +81,7 @@ def test_commands_that_use_a_policy_work(folder: Path, words: list[str], monkeyp
         (folder / "layers.txt").write_text("0\n2\n", encoding="utf-8")
     if words[1] == "verify":
         words = [*words[:2], "--steps", "6", "--seeds", "1", *words[2:]]
-        for name in ("_FIRST_S", "_EACH_S", "_AGAIN_S"):  # seconds of duels instead of half a minute
-            monkeypatch.setattr(duels, name, 1.0)
+        short_duels(monkeypatch)
     monkeypatch.chdir(folder)
     found = autoprec(*words[1:])
     # A model this small may well gain nothing: then `verify` says so with exit code 1.

@@ -26,11 +26,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
+from autoprec.trial.inside.isolate import overlay_calls
 from autoprec.trial.progress import Deadline
 from tests import heap
 
@@ -62,6 +64,18 @@ def warm_up() -> None:
         importlib.import_module(name)
 
 
+@functools.lru_cache(1)
+def _keepers(_modules: int) -> list[dict[str, object]]:
+    """Return the names of every module that holds a function of ``os`` or ``open``, as the overlay asks for them.
+
+    In each fork the collector would go through all objects of the tests for that: half of what a script took. Found
+    before a fork, since whoever looks at an object copies its page, and again where there are more modules.
+    """
+    functions = {id(value) for value in (*vars(os).values(), open) if isinstance(value, BuiltinFunctionType)}
+    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    return [names for names in modules if any(id(value) in functions for value in list(names.values()))]
+
+
 class ForkedScript(ProcessTree):
     """Runs ``python script.py args`` in a fork of this process, or in as many forks of it as there are ranks."""
 
@@ -69,7 +83,10 @@ class ForkedScript(ProcessTree):
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None, ranks: int = 0
     ) -> None:
         reader, writer = os.pipe()
+        keepers = _keepers(len(sys.modules))
         self.pid = os.fork()
+        if self.pid == 0:
+            overlay_calls.referrers = lambda _functions: keepers  # type: ignore[assignment,return-value]
         if self.pid == 0 and ranks:
             started = {name: value for name, value in env.items() if name != "AUTOPREC_TRIAL"}
             _become(["torchrun"], started, cwd, writer, writer, lambda: _start_ranks(argv[1:], env, cwd, ranks))
@@ -93,6 +110,29 @@ class ForkedScript(ProcessTree):
         return self._code
 
 
+class ForkedRun:
+    """Runs ``python script.py args`` for ``autoprec run``: with the output of this process, its signals as asked."""
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, preexec_fn: Callable[[], None] | None
+    ) -> None:
+        sys.stdout.flush()
+        self.returncode = 0
+        self.pid = os.fork()
+        if self.pid == 0:
+            if preexec_fn is not None:
+                preexec_fn()
+            _become(list(argv[1:]), env, cwd, 1, 2)
+
+    def poll(self) -> int | None:
+        if self.pid:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if not done:
+                return None
+            self.pid, self.returncode = 0, os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
 def _start(argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> ProcessTree:
     """Start a process: a fork for a plain script or ``torchrun --nproc-per-node N script``, else a new one."""
     if argv[0].endswith("/torchrun"):
@@ -107,6 +147,7 @@ def warm_scripts() -> Iterator[None]:
     warm_up()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autoprec.trial.driver.runner.NewProcess", _start)
+        patch.setattr("autoprec.trial.driver.script.subprocess", SimpleNamespace(Popen=ForkedRun))
         yield
 
 
@@ -261,12 +302,12 @@ def _become(
         concurrent.futures.thread._threads_queues.clear()  # type: ignore[attr-defined]  # this thread may be one of them
         sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+        if body is None:
+            heap.set_aside()
         if "AUTOPREC_TRIAL" in env:
             from autoprec.trial.inside import agent
 
             agent.install(env["AUTOPREC_TRIAL"])
-        if body is None:
-            heap.set_aside()
         # Held to the end, as a module is: DDP's destructor waits for a thread of gloo that may be waiting for the GIL.
         held = (body or _script(argv[0]))()  # noqa: F841
     except SystemExit as stop:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import autoprec as package
-from autoprec.tuning.phases import duels
-from tests.cli.helpers import Outcome, autoprec
+from tests.cli.helpers import Outcome, autoprec, short_duels
 from tests.warm import run_forked
 
 pytestmark = pytest.mark.slow
@@ -50,10 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_duels() -> Iterator[None]:
-    """How surely one policy is faster than another is not looked at here: seconds instead of half a minute."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_FIRST_S", "_EACH_S", "_AGAIN_S"):
-            patch.setattr(duels, name, 1.0)
+        short_duels(patch)
         yield
 
 

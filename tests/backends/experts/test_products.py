@@ -121,7 +121,7 @@ def test_one_graph_for_all_batches(plan: LayerPlan, monkeypatch: pytest.MonkeyPa
     counters.clear()
     layer, (x, weight, gradient) = native(plan), tensors(turned=False)
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    @torch.compile(backend="aot_eager" if plan.fprop is ROWWISE else "eager", fullgraph=True)  # of MXFP8: 7 s
     def compiled(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return layer.grouped(x, weight.transpose(1, 2), ends)
 

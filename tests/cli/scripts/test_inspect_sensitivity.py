@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.helpers import autoprec
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("warm", "_one_batch")
 
 SCRIPT = """\
 import torch
@@ -19,6 +19,12 @@ for _ in range(20):
     loss = (model(x) - x.roll(1, 1)).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
+
+
+@pytest.fixture
+def _one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of several batches are averaged in tests/tuning/decide/test_scan.py."""
+    monkeypatch.setattr("autoprec.tuning.decide.scan._MOST_BATCHES", 1)
 
 
 @pytest.fixture

@@ -152,6 +152,8 @@ def test_the_micro_benchmark_measures_this_machine(monkeypatch: pytest.MonkeyPat
     rates, label = cpu_rates(refresh=True)
     assert label.startswith("modelled, rates of this CPU")
     assert rates["seconds"] < 40  # 6 to 12 s of CPU time where nothing else runs
+    for name, fallback in FALLBACK.items():
+        assert not isinstance(fallback, dict) or set(fallback) <= set(rates[name]), name
     for form in ("fp32", "bf16"):
         for role in ROLES:
             assert 1e-14 < rates["gemm"][form][role][0] + rates["gemm"][form][role][1] < 1e-8

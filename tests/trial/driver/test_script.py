@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.driver.script import _with_notes
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.script import _with_notes, run_script
 from autoprec.trial.inside.policy_run import APPLIED, LEFT, REFUSED
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
@@ -35,16 +36,19 @@ def run(policy: object, audit: str, *words: str, cwd: Path = ROOT) -> subprocess
 
 
 @pytest.mark.slow
-def test_a_policy_is_audited_and_told_to_be_emulated(tmp_path: Path) -> None:
-    """That an empty one changes no bit and says nothing is tested in tests/e2e."""
+@pytest.mark.usefixtures("warm")
+def test_a_policy_is_audited_and_told_to_be_emulated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """That an empty one changes no bit and says nothing is tested in tests/e2e, with a new process."""
     script = str(SCRIPTS / "plain.py")
     plain = run_forked([script, "--steps", "5"], tmp_path)
     assert len(re.findall("loss", plain.stdout)) == 5
-    eight = run(uniform("fp8"), str(tmp_path / "audit.json"), script, "--steps", "5")
-    assert eight.returncode == 0
-    assert eight.stdout != plain.stdout
+    command = ScriptCommand.parse([script, "--steps", "5"], cwd=tmp_path)
+    assert run_script(command, uniform("fp8"), audit=tmp_path / "audit.json") == 0
+    said = capfd.readouterr()
+    assert len(re.findall("loss", said.out)) == 5
+    assert said.out != plain.stdout
     assert json.loads((tmp_path / "audit.json").read_text())["ok"]
-    lines = eight.stderr.splitlines()
+    lines = said.err.splitlines()
     assert [line for line in lines if "emulated on this device" in line] == lines[:1]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autoprec.policy import Policy
+from autoprec.trial.inside import lanes
 from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
@@ -30,7 +31,7 @@ CRASHES = """
 def duel(host: Any, folder: Path, steps: int, *probes: Probe, script: str = SCRIPT, **changes: Any) -> TrialResult:
     path = folder / "train.py"
     path.write_text(script)
-    usual: dict[str, Any] = {"within_s": 4.0, "precision": 1.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
+    usual: dict[str, Any] = {"within_s": 1.0, "precision": 1.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
     spec = TrialSpec(kind="duel", probes=probes, backend="emulated", **(usual | changes))
     with host(str(path), str(steps)) as runner:
         result: TrialResult = runner.run(spec)
@@ -41,7 +42,7 @@ EMPTY, SLOW = Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8
 
 
 def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path) -> None:
-    result = duel(host, tmp_path, 100_000, EMPTY, SLOW, within_s=8.0)
+    result = duel(host, tmp_path, 100_000, EMPTY, SLOW, within_s=3.0)
     assert result.ok, result.reason
     rounds = result.payload["duel"]["rounds"]
     _, _, slow = median_interval(ratios_of(rounds, "emulated"))
@@ -57,13 +58,16 @@ def test_each_block_has_a_process_of_its_own_also_of_a_script_shorter_than_a_blo
     assert found["steps"] == 2 * 2 * len(found["rounds"])  # two of four are not timed
 
 
-def test_ten_steps_go_by_before_a_block_unless_they_are_long(host: Any, tmp_path: Path) -> None:
+def test_ten_steps_go_by_before_a_block_unless_they_are_long(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After two steps each still asked the system for pages, and a policy was said to gain 6 % less than it does."""
     found = duel(host, tmp_path, 14, EMPTY).payload["duel"]
     assert found["steps"] == 4 * 2 * len(found["rounds"])
-    slow = SCRIPT + "    until = time.process_time() + 0.3\n    while time.process_time() < until: pass\n"
-    found = duel(host, tmp_path, 9, EMPTY, script="import time\n" + slow, within_s=8.0).payload["duel"]
-    assert found["steps"] == 2 * 2 * len(found["rounds"])  # 8 s leave 0.33 s for each of 24 blocks
+    monkeypatch.setattr(lanes, "_SETTLING_S", 0.0)  # now any step is long
+    monkeypatch.setattr(lanes, "_BLOCK_S", 1e-9)
+    found = duel(host, tmp_path, 9, EMPTY).payload["duel"]
+    assert found["steps"] == 2 * len(found["rounds"])
 
 
 def test_a_script_without_a_step_to_time_gives_no_round(host: Any, tmp_path: Path) -> None:
@@ -118,6 +122,6 @@ for x in DataLoader(Slow(), batch_size=8, num_workers=1):
 
 
 def test_loading_that_workers_would_do_is_not_on_the_clock(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=2.0).payload["duel"]
+    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=0.3).payload["duel"]
     assert found["rounds"]
     assert all(ms < 12.0 for ms in found["rounds"][0].values())  # 24 ms of loading
