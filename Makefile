@@ -16,7 +16,8 @@ INDEX  := https://download.pytorch.org/whl/cpu
 # A working nvidia-smi means a GPU that this user can train on; TORCH=cpu or TORCH=cuda overrides.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Compiling every module of every package takes longer than the installation. So what every script imports is compiled
-# once, by importing it: a trial writes no bytecode, and each would compile PyTorch again.
+# once, by importing it, PyTorch while pip is busy with the rest: a trial writes no bytecode, and each would compile it
+# again.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
@@ -41,8 +42,8 @@ $(READY) $(STAMP): $(BIN)/python
 	@echo "installing PyTorch ($(TORCH)) and AutoPrec with its extra '$(EXTRA)' into $(VENV), once"
 	@if [ "$(TORCH)" = cpu ]; then cp constraints.txt $(VENV)/constraints.txt; \
 	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
-	@$(ADD) torch$(if $(filter cpu,$(TORCH)), 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch)
-	@$(ADD) -e '.[$(EXTRA)]'
+	@$(ADD) torch numpy$(if $(filter cpu,$(TORCH)), 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch numpy)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" & $(ADD) -e '.[$(EXTRA)]' && wait
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo, optuna, mlflow, autoprec.trial.inside.agent"
 	@rm -f $(VENV)/.ready-* $(VENV)/.installed-*
 	@touch $(READY) $@

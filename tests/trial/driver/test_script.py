@@ -30,9 +30,9 @@ CODE = (
 )
 
 
-def run(policy: object, audit: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(policy: object, audit: str, *words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", CODE, json.dumps(policy), audit, *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=cwd)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -194,12 +194,16 @@ else:
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_the_script_starts_may_train_another_model_and_outlive_it(tmp_path: Path) -> None:
-    """What such a process does with a policy that is for another model is told in tests/trial/inside."""
+    """What such a process does with a policy that is for another model is told in tests/trial/inside.
+
+    The script is a fork; what it starts is a new process.
+    """
     (tmp_path / "train.py").write_text(HELPED)
     document = uniform("bf16") | {"model": {"class": "Sequential", "parameters": 20}}
-    done = run(document, str(tmp_path / "audit.json"), str(tmp_path / "train.py"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    command = ScriptCommand.parse([str(tmp_path / "train.py")], cwd=tmp_path)
+    assert run_script(command, document, audit=tmp_path / "audit.json") == 0
     assert (tmp_path / "features.txt").exists()
     assert json.loads((tmp_path / "audit.json").read_text())["ok"]
     for _ in range(100):
