@@ -284,18 +284,17 @@ def test_a_step_that_cannot_be_replayed_has_no_gradient_errors_instead_of_wrong_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [(*TORCHRUN, "ddp.py"), ("spawned.py",)], ids=["torchrun", "spawned"])
-def test_a_script_is_followed_into_its_ranks(tokens: tuple[str, ...], host: Any) -> None:
+def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
     """Real processes, three of them; what a trial says of several ranks is the test below."""
-    with host(*tokens, real=True) as runner:
+    with host(*TORCHRUN, "ddp.py", real=True) as runner:
         info = runner.start()
     assert (info.launch, info.world_size) == ("process", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), (*TORCHRUN, "tp.py")])
+@pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), (*TORCHRUN, "tp.py"), ("spawned.py",)])
 def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 and tensor parallelism in forked ranks; each tells its losses."""
+    """FSDP2 and tensor parallelism in forked ranks, DDP in processes that the script starts; each tells its losses."""
     told: list[tuple[float, ...]] = []
 
     def load(path: Path) -> TrialResult | None:
@@ -311,7 +310,7 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.M
     assert trial.status == "ok", trial.reason + trial.tail
     first, second = told[-2:]
     assert len(first) == len(second) == 3
-    assert (first != second) is (tokens[-1] == "fsdp.py")  # the other trains on the same data twice
+    assert (first != second) is (tokens[-1] == "fsdp.py")  # the others train on the same data twice
     assert trial.losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
 
 
