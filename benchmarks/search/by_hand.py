@@ -79,8 +79,9 @@ BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast by hand", "all bf16"
 ADOPTED = "adopted"
 ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
 #: A block has so many steps at least, takes so long at least (s), and so many steps go by before it; before the first
-#: block of a process so many: until then each step still asks the system for memory, a narrow policy's more often.
-BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST = 3, 0.5, 1, 10
+#: block of a process so many: the longest that page faults of a step were seen to go on falling. A process that has
+#: settled for so long is worth a longer block: blocks of 0.4 s differ twice as much where faults come in bursts.
+BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST = 3, 1.5, 1, 30
 #: Processes that each contender has, one after the other.
 PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
