@@ -11,36 +11,42 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
 
 from autoprec.support.tables import Table
 from autoprec.support.text import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 #: Columns of a table that goes to a file or a pipe, where there is not a terminal to ask.
 PIPE_WIDTH = 160
 
 
-class _Console(Console):
-    """Spells out what would act on the terminal in whatever text is printed; styles and tables are rich's own."""
+def _console(**settings: Any) -> Console:
+    """Return a console that spells out what would act on the terminal in any text; styles and tables are rich's own."""
+    from rich.console import Console
+    from rich.segment import Segment
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+    class Spelling(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return Spelling(highlight=False, no_color=bool(os.environ.get("NO_COLOR")), **settings)
 
 
 def stdout_console() -> Console:
     """Return a console on stdout that honours NO_COLOR and does not fold tables at 80 columns in a pipe."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return _Console(highlight=False, no_color=bool(os.environ.get("NO_COLOR")), width=width)
+    return _console(width=width)
 
 
 def stderr_console() -> Console:
     """Return a console on stderr that honours NO_COLOR and leaves long lines to the terminal."""
-    return _Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
+    return _console(stderr=True, soft_wrap=True)
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> RenderableType:

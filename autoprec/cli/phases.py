@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import sys
 import time
-
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING
 
 from autoprec.cli.console import clock, command_began, stderr_console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class Phases:
@@ -36,7 +38,8 @@ class Phases:
         self.live = not quiet and sys.stderr.isatty()
         self._began = command_began()
         self._bar: Progress | None = None
-        self._task, self._total = TaskID(0), 0
+        self._task: TaskID
+        self._total = 0
 
     def __enter__(self) -> Phases:
         return self
@@ -51,6 +54,15 @@ class Phases:
             self.say(text)
             return
         if self._bar is None:
+            from rich.progress import (
+                BarColumn,
+                Progress,
+                SpinnerColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
             words = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20))
             times = (TextColumn("{task.fields[count]}"), TimeElapsedColumn(), TimeRemainingColumn())
             self._bar = Progress(*words, *times, console=self._console, transient=True, refresh_per_second=2)

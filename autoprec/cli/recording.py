@@ -12,17 +12,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoprec.cli.phases import Phases
 from autoprec.errors import UsageError
 from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
 from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import PATIENCE_S, HostInfo, Probe, TrialSpec
 from autoprec.tuning.phases import record as recorded
 from autoprec.tuning.phases.record import payload_of
+
+if TYPE_CHECKING:
+    from autoprec.trial.driver.runner import TrialRunner
 
 #: Sequences on a device and tokens in each, where a configuration is given and they are not.
 SIZE = (1, 8192)
@@ -40,6 +42,8 @@ def running(
         ScriptError: it failed before its first training step.
         UsageError: the script was not found.
     """
+    from autoprec.trial.driver.runner import TrialRunner
+
     command = ScriptCommand.parse(list(script))
     with TrialRunner(command, setup_timeout_s=timeout_s, weights=weights) as runner:
         phases.begin(f"running {command.label} to its first training step")

@@ -17,7 +17,6 @@ from autoprec._version import __version__
 from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
-from autoprec.cost.calibrate.cpu import CpuCost, cpu_model, kept_rates
 from autoprec.errors import AutoPrecError, UsageError
 from autoprec.policy import dump_yaml
 from autoprec.precision.hardware import TARGETS, Target, by_device_name, cpu_instructions, load_targets, target
@@ -33,6 +32,8 @@ _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
 
 
 def _gain() -> str:
+    from autoprec.cost.calibrate.cpu import CpuCost, kept_rates
+
     kept = kept_rates()
     return (
         "`autoprec calibrate --target cpu` measures what int8 gains" if kept is None else CpuCost(kept).gain_of_int8()
@@ -40,6 +41,8 @@ def _gain() -> str:
 
 
 def _devices(torch: Any) -> list[dict[str, Any]]:
+    from autoprec.cost.calibrate.cpu import cpu_model
+
     note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions(), _gain())))
     rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": note}]
     if not torch.cuda.is_available():

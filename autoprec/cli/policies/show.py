@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from pydantic import BaseModel
-from rich.console import Console
 
 from autoprec.cli import options
 from autoprec.cli.console import print_json, stdout_console
@@ -23,6 +22,9 @@ from autoprec.policy.library import is_published
 from autoprec.policy.space import SearchSpace
 from autoprec.policy.table import policy_table
 from autoprec.support.units import memory_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _FRACTIONS = (
     *("divergence", "noise_floor", "interval", "max_divergence"),

@@ -30,8 +30,6 @@ from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import by_recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.tuning.lint.facts import Facts
-from autoprec.tuning.lint.rules import SENSITIVE, findings, new_layers, other_instructions, other_model
 from autoprec.tuning.phases.record import payload_of
 
 if TYPE_CHECKING:
@@ -101,6 +99,8 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
 
 def _differences(policy: Policy, host: HostInfo, rows: list[dict[str, Any]]) -> list[str]:
     """Return notes on how model and machine differ from those that were searched, for which the evidence holds."""
+    from autoprec.tuning.lint.rules import new_layers, other_instructions, other_model
+
     decided = [row["name"] for row in rows if set(row["requested"].values()) != {"keep"}]
     found = [*other_model(policy, host.model), *new_layers(policy, decided)]
     found += other_instructions(policy, cpu_instructions()) if host.device == "cpu" else []
@@ -115,6 +115,8 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     """
     if not graph:
         return audit
+    from autoprec.tuning.lint.facts import Facts
+    from autoprec.tuning.lint.rules import SENSITIVE, findings
 
     policy: Policy = policy_from_dict(document)
     operators = policy.operators.model_dump()

@@ -17,8 +17,6 @@ from autoprec.cli.echo import echo
 from autoprec.cli.progress import TerminalProgress
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
-from autoprec.report.html import write_html
-from autoprec.report.text import verdict_lines
 from autoprec.support.files import write_json
 from autoprec.support.optional import how_to_install, installed_version
 from autoprec.tuning.options import SearchOptions
@@ -81,6 +79,8 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
 
 def write_reports(engine: Search, result: SearchResult) -> Files:
     """Write report.html and result.json beside the study; one that fails is named, never fatal."""
+    from autoprec.report.html import write_html
+
     records = engine.records
     out = {}
     writers: dict[str, Callable[[Path], Any]] = {
@@ -99,6 +99,8 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
 
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
+    from autoprec.report.text import verdict_lines
+
     console = stdout_console()
     console.print(replace(result.table(), notes=("; ".join(result.facts()),)).rich())  # the verdict follows
     first, *caveats = verdict_lines(result)

@@ -11,10 +11,10 @@ from autoprec.cli.recording import gradient_errors
 from autoprec.errors import AuditError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
-from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import HostInfo
 
 if TYPE_CHECKING:
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.tuning.transfer.spot import SpotCheck
 
 #: Training steps before the passes, at each of two moments: the first gradients are those of the initial weights, and

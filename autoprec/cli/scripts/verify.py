@@ -15,7 +15,6 @@ from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError
 from autoprec.support.units import counted, memory_text
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.processes import scratch
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.run import error_text
@@ -48,6 +47,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 
     Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
     """
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.tuning.verify import (
         contenders,
         first_fresh_seed,
