@@ -39,14 +39,14 @@ def test_good_options_pass_and_nothing_is_written(tmp_path: Path) -> None:
 def test_bad_options(
     tmp_path: Path, values: dict[str, Any], error: type[AutoPrecError], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoprec.tuning.checks.visible_gpus", lambda environment: ())
+    monkeypatch.setattr("autoprec.tuning.workers.slots.visible_gpus", lambda environment: ())
     with pytest.raises(error, match=says) as caught:
         check_early(options(tmp_path, **values))
     assert caught.value.exit_code == 2
 
 
 def test_a_scale_of_the_device_at_hand_is_fine_where_that_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.tuning.checks.visible_gpus", lambda environment: ("0",))
+    monkeypatch.setattr("autoprec.tuning.workers.slots.visible_gpus", lambda environment: ("0",))
     assert check_scale("width=16", "auto").width == 16
 
 

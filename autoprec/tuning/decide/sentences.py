@@ -46,7 +46,8 @@ class Reason:
     def from_json(cls, document: Mapping[str, Any]) -> Reason:
         """Rebuild from :meth:`to_json`."""
         data = {key: value for key, value in document.items() if key != "code"}
-        nested = {key: cls.from_json(value) for key, value in data.items() if isinstance(value, dict)}
+        coded = {key: value for key, value in data.items() if isinstance(value, dict) and "code" in value}
+        nested = {key: cls.from_json(value) for key, value in coded.items()}
         return cls(str(document["code"]), data | nested)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from autoprec.tuning.decide.sentences import SENTENCES, Reason, sentence, statements
@@ -68,6 +69,13 @@ def test_reasons_are_joined_in_their_order() -> None:
     )
     size = Reason("does_not_fit", {"text": ". It does not fit"})
     assert sentence((none, size)) == f"{none}. It does not fit"
+
+
+def test_every_reason_is_read_back_as_it_was_written_and_data_that_is_no_reason_stays() -> None:
+    """The caveats of a search under a variant were one line with its verdict: its row was taken for a reason."""
+    chosen = {"chosen": {"name": "whole", "arguments": "--micro 32", "reason": "it is faster"}, "adopted": {}}
+    for reason in (*REASONS, Reason("under_variant", chosen)):
+        assert Reason.from_json(json.loads(json.dumps(reason.to_json()))).to_json() == reason.to_json()
 
 
 def test_reasons_are_plain_data_for_programs() -> None:
