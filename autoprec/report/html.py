@@ -143,7 +143,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
     about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     failed = [f"{name}: {reason}" for name, reason in summary.failures[:50]]
     verdict, *caveats = verdict_lines(result)
-    under = f" under {result.variant['name']}" if result.variant else ""
+    under = f" (under {result.variant['name']}, where no other variant is named)" if result.variant else ""
     word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(result.verdict, "Stay as you are")
     css = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     body = [

@@ -90,8 +90,8 @@ def test_the_variant_that_was_searched_is_in_the_facts_the_chart_and_the_command
     row = {"name": "whole", "arguments": "--micro 1", "status": "accepted", "reason": "faster"}
     for chosen in (False, True):
         page = html_report(replace(result, script="train.py", variants=({**row, "chosen": chosen},)), records)
-        assert ("all under whole: --micro 1" in page) is chosen
-        assert ("Each dot is one policy under whole, " in page) is chosen
+        assert ("under whole: --micro 1, where no other variant is named" in page) is chosen
+        assert ("Each dot is one policy (under whole, where no other variant is named), " in page) is chosen
         assert ("train.py --micro 1\n" in page) is chosen
     given = {**row, "chosen": True, "adopted": False}  # the answer is for the script as given
     page = html_report(replace(result, script="train.py", variants=(given,)), records)

@@ -143,7 +143,8 @@ class SearchResult(Shown):
 
     def facts(self) -> list[str]:
         """Return noise floor, limits and where figures come from, as far as they are known; and what ``~`` means."""
-        out = [f"all under {row['name']}: {row['arguments']}"] if (row := self.variant) else []
+        row = self.variant
+        out = [f"under {row['name']}: {row['arguments']}, where no other variant is named"] if row else []
         out += [f"noise floor {percent(self.noise_floor)}"] if self.noise_floor is not None else []
         out += [f"divergence budget {percent(self.limit)}"] if self.limit is not None else []
         if self.gradient_limit is not None:
