@@ -305,6 +305,8 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> tuple[flo
         own, other = (weights * (made != low), 0.0) if role == "wgrad" else (0.0, result * (made != low))
         return low * (read + other), low * (weights * (role == "fprop") + own)
     tokens, sums = float(gemm.m), 0.0 if walk.gpu or made >= 4.0 else 4.0 * result
+    if row.op == "aten::addmm":  # a bias in float32 is added to a float32 copy, whose sum is narrowed
+        sums *= 2.0
     if role == "fprop":
         codes = 0.0 if kept else codes_bytes(recipe, inputs, tokens)
         return sums + codes, codes_bytes(recipe, weights, 128.0)

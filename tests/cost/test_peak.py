@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "script": {},
     "bf16": {"recipes": {"low": BF16}, "default": "low", "activations": "bf16"},
     "int8": {"recipes": {"low": INT8}, "default": "low"},
+    "int8 in bf16": {"recipes": {"low": INT8}, "default": "low", "activations": "bf16"},
     "bf16 alone": {"recipes": {"low": BF16}, "default": "low"},
 }
 
@@ -92,9 +93,12 @@ def peaks(model: nn.Module, step: Callable[[], Any], report: GraphReport, policy
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("policy", ["script", "bf16", "int8"])
+@pytest.mark.parametrize("policy", ["script", "bf16", "int8", "int8 in bf16"])
 def test_the_peak_is_the_allocators(policy: str, again: bool) -> None:
-    """With gradients counted as there from the start, and what backward holds left out, it was -39 to +12 % off."""
+    """With gradients counted as there from the start, and what backward holds left out, it was -39 to +12 % off.
+
+    With the sum of a bias left out, -14 % in INT8 layers that return bf16 and run again.
+    """
     model, step, report = recorded(again=again)
     modelled, found = peaks(model, step, report, policy)
     assert modelled == pytest.approx(found, rel=0.01 if policy == "script" else 0.08)
