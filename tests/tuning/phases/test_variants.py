@@ -163,6 +163,18 @@ def test_what_the_budget_leaves_for_variants_limits_each_of_them(here: Path) -> 
     assert spec.within_s == spec.timeout_s == pytest.approx(45.0, abs=5.0)
 
 
+def test_the_first_is_timed_when_all_others_had_a_run(here: Path) -> None:  # noqa: F811
+    """What timed the first took all that there was, and no other was tried."""
+    simulated = SimulatedScript()
+    factory = hosts(simulated, half=lambda s: Other(s, faster(0.5)), third=lambda s: Other(s, faster(0.3)))
+    asked = options(variant=("half: --half", "third: --third"), target="cpu")
+    half, third = chosen_of(asked, lambda *_: factory, here, lambda: 60.0 - 10.0 * len(simulated.calls))
+    assert (half["status"], third["status"]) == ("accepted", "accepted")
+    assert third.get("chosen")
+    assert third["low"] > 1.0
+    assert "low" not in half
+
+
 def test_one_that_is_slower_than_another_variant_is_not_timed_further(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
     factory = hosts(simulated, half=lambda s: Other(s, faster(0.5)), some=lambda s: Other(s, faster(0.8)))
