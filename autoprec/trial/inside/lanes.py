@@ -36,7 +36,8 @@ from autoprec.trial.protocol import REFERENCE, TrialSpec
 _BLOCK_S = 0.4
 #: Steps that go by before a block: so many, or as many as take so long (s), but never fewer than two (in the first
 #: optimizer state is made). Until the C library has the pages that a step needs, each asks for some, and a policy of
-#: narrow formats loses more of its gain to that than the script (6 % after two steps, 4 % after five).
+#: narrow formats loses more of its gain to that than the script (6 % after two steps, 4 % after five, after thirty no
+#: less than after ten that could be measured: ``benchmarks/results/2026-11-28_settled.md``).
 _SETTLING, _SETTLING_S, _LEAST_SETTLING = 10, 1.0, 2
 #: What is kept on the heap before a contender's first step: blocks of at most so many bytes.
 _KEPT, _KEPT_BYTES = 32, 1 << 19
