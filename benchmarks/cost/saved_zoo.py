@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.graph import zoo as graph_zoo
 
-#: Convolutions have no 8-bit recipe and stay in bf16.
+#: Convolutions and recurrent layers have no 8-bit recipe and stay in bf16.
 POLICIES: dict[str, str] = {"bf16": "bf16", "fp8_rowwise": "fp8_rowwise"}
 
 
@@ -50,7 +50,7 @@ def case(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> dict[str, floa
     for name, recipe in POLICIES.items():
         recipes = {"low": BUILTIN_RECIPES[recipe], "bf16": BUILTIN_RECIPES["bf16"]}
         rules = tuple(
-            LayerRule(match=layer.name, recipe="bf16" if layer.kind == "conv" else "low") for layer in before.tunable
+            LayerRule(match=layer.name, recipe="bf16" if layer.kind in ("conv", "rnn") else "low") for layer in before.tunable
         )
         policy = Policy(recipes=recipes, layers=rules, activations="bf16")
         try:
