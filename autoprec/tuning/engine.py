@@ -441,8 +441,10 @@ def _typed(variant: Mapping[str, Any]) -> str:
 
 def _told(verdict: Verdict, *, measured: bool) -> str:
     """Return the bound in words: beside real timings it covers GEMMs, not attention or casts, and claims no more."""
-    if verdict.kind == "stay" or not measured:
+    if not measured:
         return verdict.reason
+    if verdict.kind == "stay":
+        return f"by the cost model, which the trials check: {verdict.reason}"
     what = "GEMMs" if verdict.execution == KEEP else "torch.compile and GEMMs"
     bound = speed_text(verdict.bound_speedup, verdict.low, verdict.high)
     return f"{what} could gain about {bound} by the cost model; the trials decide"

@@ -16,6 +16,7 @@ from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.errors import FileError, StudyError, UsageError
 from autoprec.policy import load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.tuning import engine
 from autoprec.tuning.setup import timed_backends
 from tests.tuning.test_engine import H100, options, plain_search, script, search, trained
 
@@ -182,7 +183,10 @@ def test_what_people_write_by_hand_runs_where_the_linears_say_that_nothing_gains
     simulated = script(compile_s=3.0)
     made, result = search(simulated, options(force=False))
     assert made.setup is not None
-    assert made.setup.verdict().bound_speedup < 1.03
+    verdict = made.setup.verdict()
+    assert verdict.bound_speedup < 1.03
+    assert engine._told(verdict, measured=True) == f"by the cost model, which the trials check: {verdict.reason}"
+    assert engine._told(verdict, measured=False) == verdict.reason
     ran = " ".join(policy for _, policy, _ in trained(simulated))
     assert "fp8_tensorwise" in ran
     assert "fp8_delayed" in ran
