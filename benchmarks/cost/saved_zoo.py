@@ -50,7 +50,8 @@ def case(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> dict[str, floa
     for name, recipe in POLICIES.items():
         recipes = {"low": BUILTIN_RECIPES[recipe], "bf16": BUILTIN_RECIPES["bf16"]}
         rules = tuple(
-            LayerRule(match=layer.name, recipe="bf16" if layer.kind in ("conv", "rnn") else "low") for layer in before.tunable
+            LayerRule(match=layer.name, recipe="bf16" if layer.kind in ("conv", "rnn") else "low")
+            for layer in before.tunable
         )
         policy = Policy(recipes=recipes, layers=rules, activations="bf16")
         try:
