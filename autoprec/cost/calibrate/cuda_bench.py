@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,23 @@ from autoprec.support.optional import installed_version
 _CALLS = 20
 #: Clock cycles slept per call that is launched behind: about 100 us at 1.7 GHz, more than a compiled call takes.
 _CYCLES_PER_CALL = 170_000
+
+
+def queued(calls: Sequence[Callable[[], Any]], cycles: int, device: torch.device) -> tuple[float, float]:
+    """Return seconds of a call on the device alone and on the host alone: launched while the device sleeps ``cycles``.
+
+    A call that waits for the device itself keeps its launches in both.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    start.record()
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    host = time.perf_counter() - began
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1e3 / len(calls), host / len(calls)
 
 
 class CudaBench:
@@ -41,17 +58,8 @@ class CudaBench:
         for run in (*runs, *calls[:3]):  # compiles, chooses kernels, and touches every operand set
             run()
         torch.cuda.synchronize(self.device)
-        times = []
-        for _ in range(self.repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(_CYCLES_PER_CALL * len(calls))  # type: ignore[no-untyped-call]
-            start.record()
-            for run in calls:
-                run()
-            end.record()
-            torch.cuda.synchronize(self.device)
-            times.append(start.elapsed_time(end) / 1e3 / len(calls))
-        return float(statistics.median(times))
+        cycles = _CYCLES_PER_CALL * len(calls)
+        return float(statistics.median(queued(calls, cycles, self.device)[0] for _ in range(self.repeats)))
 
     def copy(self, size: int) -> float:
         """Return seconds to copy ``size`` bytes inside the device."""

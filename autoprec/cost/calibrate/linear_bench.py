@@ -31,6 +31,7 @@ from torch._dynamo.utils import counters
 
 from autoprec.applying.policy import TorchPolicy
 from autoprec.backends import BACKENDS, get
+from autoprec.cost.calibrate.cuda_bench import CudaBench, queued
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, NATIVE, Linear
 from autoprec.errors import AutoPrecError
 from autoprec.policy import OperatorPolicy
@@ -149,22 +150,9 @@ def _clocked(step: Callable[[], Any], device: torch.device) -> tuple[float, floa
 
 
 def _apart(step: Callable[[], Any], device: torch.device, seconds: float) -> tuple[float, float]:
-    """Return the median seconds of a step on the device alone, and on the host alone: launched while the device sleeps.
-
-    A step that waits for the device itself, as a library's may, keeps its launches in both.
-    """
-    found = []
-    for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(int(_CYCLES * _QUEUED * seconds))  # type: ignore[no-untyped-call]
-        start.record()
-        began = time.perf_counter()
-        for _ in range(_QUEUED):
-            step()
-        host = time.perf_counter() - began
-        end.record()
-        torch.cuda.synchronize(device)
-        found.append((start.elapsed_time(end) / 1e3 / _QUEUED, host / _QUEUED))
+    """Return the median seconds of a step on the device alone, and on the host alone."""
+    cycles = int(_CYCLES * _QUEUED * seconds)
+    found = [queued([step] * _QUEUED, cycles, device) for _ in range(_REPEATS)]
     return statistics.median(device for device, _ in found), statistics.median(host for _, host in found)
 
 
@@ -267,8 +255,6 @@ def main(path: str) -> None:
         with Path(asked["turns"]).open("a") as turn:  # closed, it is free, however this process ends
             fcntl.flock(turn, fcntl.LOCK_EX)
             if device.type == "cuda":
-                from autoprec.cost.calibrate.cuda_bench import CudaBench
-
                 CudaBench(asked["device"]).warm(_WARM_S)
             yield
 
