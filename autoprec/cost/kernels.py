@@ -106,14 +106,13 @@ def cast_traffic(
 _EAGER_OPERATORS = {"int8": 28, "mxfp8": 34}
 
 
-#: What launching an eager layer whose casts are compiled by themselves takes the host beside its kernels, in operators:
-#: 2.0 to 2.5 ms a linear in FP8 where an operator takes 10.9 us, fprop to wgrad (an H100's host, 2026-11-27).
-_EAGER_LAYER, _COMPILED_CASTS = 180, ("fp8_tensor", "fp8_row", "fp8_block")
-
-
 #: The same of MXFP8 tokens of experts, whose groups are padded and whose scales are arranged group by group: along
 #: their rows, and for sums over each expert's rows; and kernels per use that a compiler makes of an operand.
 _GROUPED_MX_OPERATORS, _GROUPED_MX_KERNELS = (57, 100), 3
+
+#: What launching an eager layer whose casts are compiled by themselves takes the host beside its kernels, in operators:
+#: 2.0 to 2.5 ms a linear in FP8 where an operator takes 10.9 us, fprop to wgrad (an H100's host, 2026-11-27).
+_EAGER_LAYER, _COMPILED_CASTS = 180, ("fp8_tensor", "fp8_row", "fp8_block")
 
 
 def grouped_traffic(
@@ -289,8 +288,9 @@ def layer_cost(
             )
             cast += spent * share
             kernels += count * share
-    families = {recipe_family(recipe) for recipe in recipes.values() if recipe is not None and recipe.scaled}
-    launched = len(work.roles) + (_EAGER_LAYER if eager and families & {*_COMPILED_CASTS} else 0)
+    launched = len(work.roles)
+    if eager and any(recipe is not None and recipe_family(recipe) in _COMPILED_CASTS for recipe in recipes.values()):
+        launched += _EAGER_LAYER
     if work.grouped:  # each product is prepared by a small kernel of its own
         gemm_time += len(work.roles) * rates.launch_us * 1e-6
         kernels += len(work.roles)

@@ -13,34 +13,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from autoprec.cost.kernels import layer_cost  # noqa: E402
+from autoprec.cost.calibrate.linears import Linear, modelled  # noqa: E402
 from autoprec.cost.rates import default_rates  # noqa: E402
-from autoprec.cost.scale import GemmWork  # noqa: E402
-from autoprec.policy.schema import LayerPlan  # noqa: E402
 from autoprec.precision.hardware import TARGETS  # noqa: E402
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS  # noqa: E402
 
 FIRST = ROOT / "benchmarks" / "results" / "2026-11-27_h100_calibration.json"
-
-
-def modelled_us(target: str, row: dict[str, Any]) -> float:
-    """Return the model's microseconds of a timed linear, without its calibration."""
-    library = row["backend"] == "transformer_engine"
-    cost = layer_cost(
-        TARGETS[target],
-        default_rates(TARGETS[target], library=library),
-        GemmWork(*row["shape"], batch=1, copies=1.0, roles=GEMMS),
-        LayerPlan.uniform(BUILTIN_RECIPES[row["recipe"]]),
-        activations="bf16",
-        script="fp32",
-        eager=row["how"] == "eager" and not library,
-    )
-    return 1e6 * cost.seconds
 
 
 def main() -> None:
@@ -53,19 +34,15 @@ def main() -> None:
     )
     print("\n| linear | recipe | by | how | us as called | device; host | error | modelled us | modelled / device |")
     print("|---|---|---|---|--:|--:|--:|--:|--:|")
-    for row in document["linears"]:
-        if not row["seconds"]:
+    target = TARGETS[document["target"]]
+    for row in map(Linear.from_json, document["linears"]):
+        if not row.seconds:
             continue
-        said, device = modelled_us(document["target"], row), row.get("device_s") or row["seconds"]
-        apart = f"{1e6 * device:.0f}; {1e6 * row['host_s']:.0f}" if row.get("device_s") else "-"
-        cells = ["x".join(map(str, row["shape"])), row["recipe"], row["backend"], row["how"]]
-        cells += [
-            f"{1e6 * row['seconds']:.0f}",
-            apart,
-            f"{row['error']:.4f}",
-            f"{said:.0f}",
-            f"{said / device / 1e6:.2f}",
-        ]
+        rates = default_rates(target, library=row.backend == "transformer_engine")
+        said, device = modelled(target, rates, row).seconds, row.device_s or row.seconds
+        apart = f"{1e6 * device:.0f}; {1e6 * row.host_s:.0f}" if row.device_s else "-"
+        cells = ["x".join(map(str, row.shape)), row.recipe, row.backend, row.how, f"{1e6 * row.seconds:.0f}", apart]
+        cells += [f"{row.error:.4f}", f"{1e6 * said:.0f}", f"{said / device:.2f}"]
         print(f"| {' | '.join(cells)} |")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from autoprec.cost.kernels import layer_cost
+from autoprec.cost.kernels import LayerCost, layer_cost
 from autoprec.cost.rates import Rates
 from autoprec.cost.scale import GemmWork
 from autoprec.errors import FileError
@@ -75,8 +75,7 @@ class Linear:
         """
         try:
             made = cls(**row | {"shape": tuple(int(size) for size in row["shape"])})
-            numbers = [made.seconds, made.device_s, made.host_s, made.spread, made.error]
-            numbers = [float(value) for value in numbers]
+            numbers = [float(value) for value in (made.seconds, made.spread, made.error, made.device_s, made.host_s)]
             sound = all(0 <= value < math.inf for value in numbers) and len(made.shape) == 3
         except (TypeError, KeyError, ValueError):
             sound = False
@@ -150,13 +149,18 @@ class Linears:
         return {family: (_mean(d for d, _ in found), _mean(h for _, h in found)) for family, found in ratios.items()}
 
 
-def _over_modelled(target: Target, rates: Rates, row: Linear) -> tuple[float, float]:
-    """Return how much longer than modelled a linear took, on the device and on the host: alone, as it was timed."""
-    eager = row.how == "eager"
+def modelled(target: Target, rates: Rates, row: Linear) -> LayerCost:
+    """Return what the model says of a timed linear: alone, with FP32 weights under bf16 autocast."""
     work = GemmWork(*row.shape, batch=1, copies=1.0, roles=GEMMS)
     plan = LayerPlan.uniform(BUILTIN_RECIPES[row.recipe])
-    cost = layer_cost(target, rates, work, plan, activations="bf16", script="fp32", eager=eager)
-    host = row.host_s / (cost.kernels * rates.host_us * 1e-6) if eager and row.host_s else 1.0
+    eager = row.how == "eager" and not rates.library
+    return layer_cost(target, rates, work, plan, activations="bf16", script="fp32", eager=eager)
+
+
+def _over_modelled(target: Target, rates: Rates, row: Linear) -> tuple[float, float]:
+    """Return how much longer than modelled a linear took, on the device and on the host."""
+    cost = modelled(target, rates, row)
+    host = row.host_s / (cost.kernels * rates.host_us * 1e-6) if row.how == "eager" and row.host_s else 1.0
     return (row.device_s or row.seconds) / cost.seconds, host
 
 
