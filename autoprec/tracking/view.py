@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoprec.tuning.decide.problem import VARIANT
+
 #: Columns of the trials table, in order, with their widths in pixels; MLflow alone sorts them by name.
 COLUMNS = {
     "tags.`best`": 65,
@@ -28,8 +30,7 @@ COLUMNS = {
     "tags.`autoprec.status`": 115,
 }
 _NAME = "attributes.`Run Name`"
-#: A parameter of studies with ``--variant``, and its column.
-_VARIANT, _VARIANT_COLUMN = "variant", {"params.`variant`": 110}
+_VARIANT_COLUMN = {f"params.`{VARIANT}`": 110}
 _PREFIX = "mlflow.sharedViewState."
 _LONGEST_TAG = 5000
 #: Axes of the parallel coordinates that say what layers run: with more, MLflow's labels overlap.
@@ -56,7 +57,7 @@ def telling_params(runs: Sequence[Mapping[str, str]]) -> list[str]:
     """
     names = dict.fromkeys(name for run in runs for name in run)
     found = [name for name in names if len({run[name] for run in runs if name in run}) > 1]
-    return sorted(found, key=lambda name: name != _VARIANT)[:MOST_PARAMS]
+    return sorted(found, key=lambda name: name != VARIANT)[:MOST_PARAMS]
 
 
 def _chart(kind: str, number: int, **settings: Any) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def shared_view(uid: str, study: str, params: Sequence[str] = ()) -> tuple[str, 
     Args:
         params: axes of the parallel coordinates, see :func:`telling_params`; without any there is no such chart.
     """
-    columns = (_VARIANT_COLUMN if _VARIANT in params else {}) | COLUMNS
+    columns = (_VARIANT_COLUMN if VARIANT in params else {}) | COLUMNS
     view: dict[str, Any] = {
         "orderByKey": "metrics.`gain`",
         "orderByAsc": False,
