@@ -113,7 +113,7 @@ class SearchOptions:
     )
     steps: int = option(STEPS, "Measured steps per trial.", HOW_LONG, metavar="N", least=FEWEST_STEPS)
     warmup: int = option(3, "Steps before measuring.", HOW_LONG, metavar="N", least=1)
-    force: bool = option(False, "Search even where the verdict is 'stay'.", HOW_LONG)
+    force: bool = option(False, "In a rehearsal: search even where the cost model says 'stay'.", HOW_LONG)
     max_divergence: float = option(
         0.0025,
         "Largest acceptable mean relative loss gap.",
