@@ -2,6 +2,7 @@
 
     python benchmarks/search/by_hand.py conv tab lstm unet gpt --search --repeats 3 --out FILE.md
     python benchmarks/search/by_hand.py all --search --options "--budget 15m" --out FILE.md     # hours
+    python benchmarks/search/by_hand.py all --search --at-once 8 --out FILE.md                   # beside a load of 8
     python benchmarks/search/by_hand.py conv --policy policy.yaml
 
 By hand are the script as written, the script under ``torch.autocast("cpu", bfloat16)``, and every layer in bf16. They
@@ -12,10 +13,11 @@ what another's process took beside it; the median of these ratios, one for each 
 (blocks of one process are alike, and would make it too narrow). Nothing of the product takes part but
 ``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes; the loop is the script's own.
 
-With ``--search`` the policies are what ``autoprec search`` adopts, script after script (answers that are in ``--work``
-already are not searched again), and the gain of each answer over the fastest by hand is said. A row is wrong where the
-speed it claims is outside the true one's interval and more than 3 % from it, or where autocast by hand is surely faster
-than what was adopted (than the script, where the answer is to stay).
+With ``--search`` the policies are what ``autoprec search`` adopts, script after script or several at once, each beside
+the others (answers that are in ``--work`` already are not searched again). What all the searches of a script adopted is
+then timed together, and the gain of each answer over the fastest by hand is said. A row is wrong where the speed it
+claims is outside the true one's interval and more than 3 % from it, or where autocast by hand is surely faster than
+what was adopted (than the script, where the answer is to stay).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import import_module
@@ -81,7 +84,8 @@ ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16"
 #: A block has so many steps at least, takes so long at least (s), and so many steps go by before it; before the first
 #: block of a process so many: the longest that page faults of a step were seen to go on falling. A process that has
 #: settled for so long is worth a longer block: blocks of 0.4 s differ twice as much where faults come in bursts.
-BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST = 3, 1.5, 1, 30
+#: Where steps are slow, so many seconds are enough.
+BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST, SETTLING_S = 3, 1.5, 1, 30, 8.0
 #: Processes that each contender has, one after the other.
 PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
@@ -192,13 +196,15 @@ def train(name: str, kind: str, stepped: Callable[[float], None], seed: int | No
 
 def serve(name: str, kind: str) -> None:
     """Train, a block of steps for each line of standard input, and answer with a block's CPU milliseconds per step."""
-    answers, count, steps, began = os.fdopen(os.dup(1), "w"), 0, 0, 0.0
+    answers, count, steps, first, began = os.fdopen(os.dup(1), "w"), 0, 0, 0.0, 0.0
     settling = SETTLING_FIRST
 
     def stepped(_loss: float) -> None:
-        nonlocal count, steps, settling, began
+        nonlocal count, steps, settling, first, began
         now, count = time.process_time(), count + 1
-        if count == settling and not steps:
+        first = first or now
+        if not steps and (count == settling or (count > BLOCK and now - first > SETTLING_S)):
+            settling = count
             steps = max(BLOCK, math.ceil(BLOCK_S / max(now - began, 1e-4)))
         if count <= settling:
             began = now
@@ -280,19 +286,20 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
     write_json(folder / "result.json", found | {"seconds": time.monotonic() - began})
 
 
-def judged(name: str, folder: Path, rounds: int) -> Row:
-    """Time what a search adopted against the script and autocast by hand."""
-    result = json.loads((folder / "result.json").read_text())
-    adopted = result["verdict"] == "adopt"
+def judged(name: str, folders: Sequence[Path], rounds: int) -> list[Row]:
+    """Time what searches of a script adopted beside the script and autocast by hand; returns a row for each."""
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    adopted = {f"{ADOPTED} {i}": folders[i] for i, found in enumerate(results) if found["verdict"] == "adopt"}
     contenders = {kind: kind for kind in BY_HAND}
-    if adopted:
-        contenders[ADOPTED] = str(folder / "policy.yaml")
-    times = race(name, contenders, rounds)
+    times = race(name, contenders | {who: str(folder / "policy.yaml") for who, folder in adopted.items()}, rounds)
     fastest = min(BY_HAND, key=lambda who: statistics.median(times[who]))
-    best, claimed = result["best"], None
-    if adopted and (bounds := best.get("intervals", {}).get("speedup")) is not None:  # else no speed is claimed
+    return [_row(name, result, times, f"{ADOPTED} {i}", fastest) for i, result in enumerate(results)]
+
+
+def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], adopted: str, fastest: str) -> Row:
+    best, claimed, answer = result["best"], None, times.get(adopted, times[WRITTEN])
+    if adopted in times and (bounds := best.get("intervals", {}).get("speedup")) is not None:  # else none is claimed
         claimed = (best["speedup"], *bounds)
-    answer = times[ADOPTED if adopted else WRITTEN]
     return Row(
         name,
         result["verdict"],
@@ -329,6 +336,7 @@ def main() -> None:
     parser.add_argument("--options", default="", help="options of the searches, e.g. '--steps 10 --trials 6'")
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
     parser.add_argument("--repeats", type=int, default=1, help="searches of each script")
+    parser.add_argument("--at-once", type=int, default=1, help="searches at once: each has the others as its load")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--serve", metavar="CONTENDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
@@ -347,20 +355,22 @@ def main() -> None:
                 print(f"{name:6}{who:40}{statistics.median(ms):9.1f} ms  {text(over(ms, times[WRITTEN]))}")
         return
     rows = []
+    folders = {name: [args.work / name / str(number) for number in range(args.repeats)] for name in args.scripts}
+    with ThreadPoolExecutor(args.at_once) as searches:
+        asked = [(name, folders[name][number]) for number in range(args.repeats) for name in args.scripts]
+        list(searches.map(lambda one: search(one[0], one[1], args.options.split()), asked))
+    load = os.getloadavg()[0]
     for name in args.scripts:
-        for number in range(args.repeats):
-            folder = args.work / name / str(number)
-            search(name, folder, args.options.split())
-            rows.append(judged(name, folder, args.rounds))
-            print(table(rows)[-1], flush=True)
+        rows += judged(name, folders[name], args.rounds)
+        print("\n".join(table(rows)[-args.repeats :]), flush=True)
     verdicts = {name: {row.verdict for row in rows if row.script == name} for name in args.scripts}
     apart = [name for name, found in verdicts.items() if len(found) > 1]
     gains = [row.gain[0] - 1.0 for row in rows]
     lines = ["# What a search claims, the truth, and what is done by hand", "", f"`python {' '.join(sys.argv)}`", ""]
     lines += [
         f"{datetime.now():%Y-%m-%d}; {platform.processor() or platform.machine()}, {os.cpu_count()} cores; torch "
-        f"{torch.__version__}; one thread, CPU time, {args.rounds} rounds of blocks of {BLOCK} steps; load average "
-        f"{os.getloadavg()[0]:.1f} at the end.",
+        f"{torch.__version__}; one thread, CPU time, {args.rounds} rounds; searches {args.at_once} at once; load "
+        f"average {load:.1f} after the searches, {os.getloadavg()[0]:.1f} at the end.",
         "",
         *table(rows),
         "",

@@ -34,8 +34,8 @@ PRECISE = 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
 _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 #: Seconds of its own that a second duel takes at most, of what was picked: page faults make two processes of one
-#: program differ by 6 % (standard deviation), so that six rounds leave a speed-up uncertain by 5 %.
-_AGAIN_S = 30.0
+#: program differ by 4 to 6 % (standard deviation), so that it takes thirty rounds to know a speed-up within 2 %.
+_AGAIN_S = 40.0
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
@@ -116,7 +116,7 @@ class Duels:
         if run.name in self._again or not self._can_fork([run]):
             return False
         self._again.add(run.name)
-        within = min(_AGAIN_S, self._seconds(1))
+        within = min(_AGAIN_S, self._seconds(1, usual_s=_AGAIN_S))
         return within > 0 and self._time([run], within)
 
     def _time(self, wanted: Sequence[Run], within: float) -> bool:
@@ -156,7 +156,7 @@ class Duels:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free
 
-    def _seconds(self, count: int, *, may_overrun: bool = False) -> float:
+    def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
 
         Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
@@ -164,7 +164,7 @@ class Duels:
         """
         ledger, budget = self._ledger, self._setup.options.budget_s
         least = self._least_s(count)
-        most = max(least, usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
+        most = max(least, usual_s or usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
         if budget is None:
             return most
         used = ledger.elapsed() + ledger.seconds_to_close()

@@ -144,10 +144,11 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lucky duel of several makes what it favours 12 % faster than it is; a duel of that alone does not."""
-    real = SimulatedRunner._duel
+    real, within = SimulatedRunner._duel, []
     spread = [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1]
 
     def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+        within.append(spec.within_s)
         rounds = real(runner, spec).payload["duel"]["rounds"]
         luck = 1.12 if len(spec.probes) > 1 else 1.0
         noisy = [
@@ -162,6 +163,7 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
     first, second = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
     assert 1.04 < first["speedup"] / second["speedup"] < 1.08, "half of the luck is gone"
     assert result.best["speedup"] == pytest.approx(second["speedup"])
+    assert within[-1] == pytest.approx(duels._AGAIN_S, abs=1.0), "longer than one of the first has for a policy"
 
 
 def test_what_is_known_well_is_not_timed_again(here: Path) -> None:  # noqa: F811
