@@ -37,7 +37,7 @@ class Listener:
     """Receives the events of one search, in order, from one thread; must return quickly and never raise."""
 
     def phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: script, graph, reference, sensitivity, search, finalists, answer."""
+        """A phase begins: script, graph, reference, sensitivity, search, finalists, duel, answer."""
 
     def started(self, info: SearchInfo) -> None:
         """The script reached its first training step and its operators are known."""

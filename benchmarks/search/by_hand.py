@@ -287,18 +287,32 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
 
 
 def judged(name: str, folders: Sequence[Path], rounds: int) -> list[Row]:
-    """Time what searches of a script adopted beside the script and autocast by hand; returns a row for each."""
+    """Time what searches of a script adopted beside the script and autocast by hand; returns a row for each.
+
+    What several of them adopted is timed once. Times are kept beside the searches' folders, and not taken again.
+    """
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
-    adopted = {f"{ADOPTED} {i}": folders[i] for i, found in enumerate(results) if found["verdict"] == "adopt"}
-    contenders = {kind: kind for kind in BY_HAND}
-    times = race(name, contenders | {who: str(folder / "policy.yaml") for who, folder in adopted.items()}, rounds)
+    policies = {i: str(folders[i] / "policy.yaml") for i, found in enumerate(results) if found["verdict"] == "adopt"}
+    texts = {
+        i: repr(autoprec.load(path).model_copy(update={"evidence": None}).to_dict()) for i, path in policies.items()
+    }
+    first = {i: min(j for j, text in texts.items() if text == own) for i, own in texts.items()}
+    kept = folders[0].parent / "truth.json"
+    times = json.loads(kept.read_text()) if kept.exists() else {}
+    contenders = {kind: kind for kind in BY_HAND} | {f"{ADOPTED} {i}": policies[i] for i in sorted(set(first.values()))}
+    if not contenders.keys() <= times.keys():
+        times = race(name, contenders, rounds)
+        write_json(kept, times)
     fastest = min(BY_HAND, key=lambda who: statistics.median(times[who]))
-    return [_row(name, result, times, f"{ADOPTED} {i}", fastest) for i, result in enumerate(results)]
+    return [
+        _row(name, result, times, f"{ADOPTED} {first[i]}" if i in first else WRITTEN, fastest)
+        for i, result in enumerate(results)
+    ]
 
 
-def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], adopted: str, fastest: str) -> Row:
-    best, claimed, answer = result["best"], None, times.get(adopted, times[WRITTEN])
-    if adopted in times and (bounds := best.get("intervals", {}).get("speedup")) is not None:  # else none is claimed
+def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answered: str, fastest: str) -> Row:
+    best, claimed, answer = result["best"], None, times[answered]
+    if answered != WRITTEN and (bounds := best.get("intervals", {}).get("speedup")) is not None:  # else none is claimed
         claimed = (best["speedup"], *bounds)
     return Row(
         name,

@@ -193,7 +193,7 @@ class Case:
         """Return what a search under a trial seed knows at its start."""
         table = self.scans[seed].table.error2
         effects = self.effects_ms
-        return Prior(self.time_ms, table, self.base_ms, parameter_time_ms=effects, time_noise=1e-4, time_trust=0.001)
+        return Prior(self.time_ms, table, self.base_ms, parameter_time_ms=effects, time_trust=0.001)
 
     def trial(self, row: bytes, seed: int) -> float:
         """Return what a trial of this assignment measures under a trial seed."""

@@ -91,4 +91,4 @@ def test_a_trial_that_failed_says_why() -> None:
 
 def test_every_phase_of_a_search_has_words() -> None:
     phases = {"script", "graph", "reference", "verdict", "sensitivity", "search", "finalists", "variants", "answer"}
-    assert set(PHASES) == phases | {"tracking"}
+    assert set(PHASES) == phases | {"duel", "tracking"}

@@ -121,6 +121,7 @@ class Duels:
 
     def _time(self, wanted: Sequence[Run], within: float) -> bool:
         began = time.time(), time.monotonic()
+        self._ledger.listener.phase("duel", ", ".join(run.name for run in wanted))
         forks = self._can_fork(wanted)
         here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
         together = [run for run in here if forks or can_be_exchanged(run.policy)]

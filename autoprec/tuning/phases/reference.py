@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
             f"two trials of the unchanged script differ by {own:.3%}, which is part of the noise floor "
             "(whether it does so without AutoPrec, too, was not tried)"
         )
-    reference = reference_of(setup, first, second).with_noise(baseline, deterministic)
+    reference = reference_of(setup, first, second, *noisy).with_noise(baseline, deterministic)
     if blocks is not None and whole is not None:
         written = reference_of(setup, whole).with_noise(baseline, deterministic)
         runner.by_block.calibrate(written, reference, int(blocks.payload[BY_BLOCK]))
@@ -84,12 +85,13 @@ def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
 
 
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:
-    """Return a reference from one or more identical runs (the faster clock reading counts).
+    """Return a reference from one or more runs that take equally long: their median counts, as a trial has one.
 
-    The peak of its step is modelled where that of a script that is timed could not be measured.
+    The fastest of three would be 4 % faster than a trial of the script is, where runs differ by 5 %. The peak of its
+    step is modelled where that of a script that is timed could not be measured.
     """
     modelled = setup.steps.of_reference()
-    measured = min(step_time(result.step_ms, result.warmup) for result in results)
+    measured = statistics.median(step_time(result.step_ms, result.warmup) for result in results)
     first, scale = results[0], setup.cost.scale
     return Reference(
         losses=first.losses,

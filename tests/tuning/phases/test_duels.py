@@ -9,6 +9,7 @@ import pytest
 
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.phases import duels
 from autoprec.tuning.phases.duels import Duels, can_be_exchanged
@@ -23,13 +24,18 @@ def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda: ("AVX512-BF16",))
 
 
-def test_what_is_adopted_was_timed_in_a_duel_and_says_its_interval(here: Path) -> None:  # noqa: F811
-    simulated = SimulatedScript()
+def test_what_is_adopted_was_timed_in_a_duel_and_says_its_interval(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated, told = SimulatedScript(), dict[str, str]()
+    monkeypatch.setattr(Listeners, "phase", lambda _self, name, detail="": told.update({name: detail}))
     made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=6))
     assert result.verdict == "adopt"
     duels = {run.name: run for run in made.records if run.kind == DUEL}
     assert {"bf16 autocast", "all bf16"} & duels.keys(), "the best that people write by hand"
     assert result.best["name"] in duels
+    assert result.best["name"] in told["duel"], "a duel takes a minute or more: what is timed is said before"
     kinds = [
         spec.kind if spec.kind != "train" else ("policy" if spec.policy else "script") for _, spec in simulated.calls
     ]

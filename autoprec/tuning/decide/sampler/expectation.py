@@ -220,7 +220,7 @@ class Expectation:
         )
         held = prior.memory if prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
         base = prior.base_memory or max((run.get("memory_bytes") or 0.0 for run in runs), default=0.0)
-        self.memory = LinearModel(held, base, self._sizes, noise=1e-3, trust=0.1)
+        self.memory = LinearModel(held, base, self._sizes, noise={1e-3: 1.0}, trust=0.1)
         points = self.points([run.params for run in runs])
         most = self.goals.max_divergence
         known = [
@@ -231,7 +231,7 @@ class Expectation:
         self._price = self.goals.stop.price * max(1.0, len(runs) / self.goals.stop.patience)
         seeds = paired.astype(np.int64)
         self.divergence.fit(points, gaps, seeds)
-        self.time.fit(points, times)
+        self.time.fit(points, times, _known_noise(runs, _keys(points)) if self.goals.timed else None)
         self.memory.fit(points, sizes)
         self._references = 1 + int(seeds.max(initial=0))
         self._seeds = dict(sorted(zip(_keys(points), (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
@@ -361,6 +361,21 @@ def bounded_divergence(run: Run, max_divergence: float) -> float | None:
         gap = math.inf
     far = max(_FAR_OFF * max_divergence, _LEAST_FAR_OFF)
     return min(gap, far) if gap is not None and not math.isnan(gap) else None
+
+
+def _known_noise(runs: Sequence[Run], keys: Sequence[bytes]) -> Vector:
+    """Return the standard deviation (ms) of each step time that has an interval, as those of duels; NaN elsewhere.
+
+    All runs of a policy have the time of its duel: together they tell as much as that once.
+    """
+
+    def known(run: Run, key: bytes) -> float:
+        time = run.metrics.get("step_time_ms")
+        if time is None or time.low is None or time.high is None:
+            return math.nan
+        return (time.high - time.low) / 4.0 * math.sqrt(keys.count(key))
+
+    return np.array([known(run, key) for run, key in zip(runs, keys, strict=True)], dtype=np.float64)
 
 
 def _keys(points: Points) -> list[bytes]:

@@ -19,6 +19,7 @@ How large that seed noise is depends on the model that is trained; it is estimat
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoprec.policy.solver import FloatTable, IntVector
@@ -43,7 +44,9 @@ _SEED, _OVERLAP = 0.1, 0.4
 _TINY, _MOST = 1e-8, 10.0
 #: ln(D) at the largest squared error of a table, before anything was measured.
 _START = math.log(0.02)
-
+#: Relative noises of a step time that one run has measured, and what is believed of them before any did: processes of
+#: one program differ by 1.5 % (GPT) to 7 % (ConvNeXt) on a CPU, by which pages they get (2026-11-28_by_hand.md).
+TIMED_NOISE = {0.01: 0.2, 0.02: 0.3, 0.04: 0.3, 0.08: 0.2}
 
 _NO_ROWS, _NO_VALUES = np.zeros((0, 0)), np.zeros(0)
 
@@ -212,12 +215,12 @@ class LinearModel:
         table: ``[G, C]`` prior; infinite where not offered.
         base: prior of what does not depend on the choices, in the same unit.
         parameter: ``[K]`` prior effect of each parameter feature.
-        noise: relative noise of one measurement.
+        noise: possible relative noises of one measurement -> their prior weights; the study itself shows which it is.
         trust: relative uncertainty of a choice's times.
     """
 
     def __init__(
-        self, table: FloatTable, base: float, parameter: Vector, *, noise: float = 0.01, trust: float = 0.2
+        self, table: FloatTable, base: float, parameter: Vector, *, noise: Mapping[float, float], trust: float = 0.2
     ) -> None:
         self._allowed = np.isfinite(table)
         self._table = np.where(self._allowed, table, 0.0)
@@ -227,8 +230,8 @@ class LinearModel:
         effect = trust * np.abs(parameter) + 0.01 * trust * self.scale  # most parameters cost nothing
         factors = np.repeat([trust, 0.15 * trust], [table.shape[1], table.size])
         self._sd = np.concatenate([[0.3 * self.scale], effect, factors])
-        self._noise = max(noise, 1e-4) * self.scale
-        self._fit = _Fit(self._sd)
+        self._noises, self._prior_weights = np.array(list(noise)) * self.scale, np.array(list(noise.values()))
+        self._fits, self._weights = [_Fit(self._sd)], np.ones(1)
 
     def _start(self, points: Points) -> tuple[FloatTable, Vector]:
         """Return the regressors ``[N, P]`` of points, and their prior mean ``[N]``."""
@@ -236,20 +239,33 @@ class LinearModel:
         prior = self._base + picked.sum(axis=1) + points.features @ self._prior
         return points.rows(picked, self._table.shape[1]), prior
 
-    def fit(self, points: Points, values: Vector) -> None:
-        """Refit to runs, of values ``[N]`` (NaN where there is none)."""
+    def fit(self, points: Points, values: Vector, known: Vector | None = None) -> None:
+        """Refit to runs, of values ``[N]`` (NaN where there is none).
+
+        Args:
+            known: ``[N]`` standard deviations of values, in their unit, where they are known (elsewhere NaN).
+        """
         rows, prior = self._start(points)
         kept = np.isfinite(values)
-        self._fit = _Fit(self._sd, rows[kept], (values - prior)[kept], np.eye(int(kept.sum())) * self._noise**2)
+        rows, residual = rows[kept], (values - prior)[kept]
+        sds = np.full(len(residual), np.nan) if known is None else known[kept]
+        self._fits = [
+            _Fit(self._sd, rows, residual, np.diag(np.where(np.isnan(sds), noise, sds) ** 2)) for noise in self._noises
+        ]
+        logs = np.array([fit.evidence for fit in self._fits])
+        weights = np.exp(logs - logs.max()) * self._prior_weights
+        self._weights = weights / weights.sum()
 
     def predict(self, points: Points) -> tuple[Vector, Vector]:
         """Return mean and standard deviation ``[N]`` of points."""
         rows, prior = self._start(points)
-        mean, variance = self._fit.at(rows)
-        return prior + mean, np.sqrt(variance)
+        means, variances = np.moveaxis(np.array([fit.at(rows) for fit in self._fits]), 1, 0)
+        mean = self._weights @ means
+        return prior + mean, np.sqrt(self._weights @ (variances + (means - mean) ** 2))
 
     def mean(self) -> tuple[FloatTable, float, Vector]:
         """Return the most likely (table ``[G, C]``, base, parameter effects ``[K]``)."""
-        c, k, theta = self._table.shape[1], self._features, self._fit.coefficients
+        c, k = self._table.shape[1], self._features
+        theta = self._weights @ np.array([fit.coefficients for fit in self._fits])
         table = self._table * (1.0 + theta[1 + k : 1 + k + c] + theta[1 + k + c :].reshape(-1, c))
         return np.where(self._allowed, table, np.inf), self._base + float(theta[0]), self._prior + theta[1 : 1 + k]

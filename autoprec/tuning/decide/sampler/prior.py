@@ -16,12 +16,14 @@ from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
 from autoprec.support.arrays import np
 from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
-from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Points
+from autoprec.tuning.decide.sampler.posterior import TIMED_NOISE, DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable
 
 #: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
 #: times, on a small GPT and a small ViT alike (benchmarks/search/quality.py); the fit to the trials corrects it.
 HEAD_WEIGHT = 3.0
+#: The noise of times that are modelled.
+EXACT = {1e-4: 1.0}
 #: (layer name, plan, activations) -> milliseconds of its GEMMs and casts
 LayerTime = Callable[[str, LayerPlan, str], float]
 #: params -> (milliseconds, bytes) of a whole step
@@ -40,7 +42,7 @@ class Prior:
         with_memory: makes this prior with the table of bytes, where it has none: of a search that ran out of memory.
         base_memory: bytes of the baseline.
         parameter_time_ms, parameter_memory: (name, value) -> milliseconds and bytes against the parameter's default.
-        time_noise: relative noise of one measured step time; tiny for modelled times.
+        time_noise: possible relative noises of one measured step time, with weights; a tiny one for modelled times.
         time_trust: relative uncertainty of ``time_ms``.
     """
 
@@ -52,7 +54,7 @@ class Prior:
     parameter_error2: Callable[[Params], float] = field(default=lambda _params: 0.0)
     parameter_time_ms: Mapping[tuple[str, Any], float] = field(default_factory=dict)
     parameter_memory: Mapping[tuple[str, Any], float] = field(default_factory=dict)
-    time_noise: float = 0.01
+    time_noise: Mapping[float, float] = field(default_factory=lambda: EXACT)
     time_trust: float = 0.2
     with_memory: Callable[[], Prior] | None = None
 
@@ -106,7 +108,7 @@ def build_prior(
         parameter_error2=partial(table.parameter_error2, problem),
         parameter_time_ms=effects(beyond_groups, base),
         parameter_memory=effects(held, whole) if with_memory else {},
-        time_noise=0.02 if measured else 1e-4,
+        time_noise=TIMED_NOISE if measured else EXACT,
         time_trust=0.3 if measured else 0.001,
         with_memory=None
         if with_memory
