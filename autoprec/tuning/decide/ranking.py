@@ -72,7 +72,10 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
         return not one.final and (not uninformative or not one.rejection or one.seeds < fewest)
 
     open_ones = [i for i in range(len(entrants)) if is_open(i)]
-    ahead = max(open_ones, key=lambda i: value[i], default=None)
+    most = max((float(value[i]) for i in open_ones), default=0.0)
+    apart = expectation.goals.resolution if expectation.goals.timed else 0.0
+    worth = [i for i in open_ones if value[i] > 0.0 and value[i] >= most - apart]
+    ahead = min(worth, default=None)  # of a tie what was tried first
     gain = float(value[ahead]) if ahead is not None else 0.0
     shown = _shown_faster(standings, open_ones, accepted) if expectation.goals.objective == "throughput" else None
     if shown is not None:

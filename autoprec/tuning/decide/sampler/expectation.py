@@ -77,6 +77,10 @@ _FAR_OFF, _LEAST_FAR_OFF = 8.0, 0.02
 _MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
 
 
+#: No duel is taken to know a step time better than this, relative.
+_SUREST = 1e-3
+
+
 @dataclass(frozen=True, slots=True)
 class Goals:
     """What makes a policy acceptable, and better than another.
@@ -216,7 +220,12 @@ class Expectation:
         prior = self.prior
         self.divergence = divergence_model(self.problem, prior.error2)
         self.time = LinearModel(
-            prior.time_ms, prior.base_time_ms, self._effects, noise=prior.time_noise, trust=prior.time_trust
+            prior.time_ms,
+            prior.base_time_ms,
+            self._effects,
+            noise=prior.time_noise,
+            trust=prior.time_trust,
+            kinds=self._kinds if self.goals.timed else (),
         )
         held = prior.memory if prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
         base = prior.base_memory or max((run.get("memory_bytes") or 0.0 for run in runs), default=0.0)
@@ -373,7 +382,7 @@ def _known_noise(runs: Sequence[Run], keys: Sequence[bytes]) -> Vector:
         time = run.metrics.get("step_time_ms")
         if time is None or time.low is None or time.high is None:
             return math.nan
-        return (time.high - time.low) / 4.0 * math.sqrt(keys.count(key))
+        return max((time.high - time.low) / 4.0, _SUREST * time.value) * math.sqrt(keys.count(key))
 
     return np.array([known(run, key) for run, key in zip(runs, keys, strict=True)], dtype=np.float64)
 

@@ -19,7 +19,7 @@ How large that seed noise is depends on the model that is trained; it is estimat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoprec.policy.solver import FloatTable, IntVector
@@ -66,14 +66,18 @@ class Points:
         """Return the entries ``[N, G]`` of a table ``[G, C]`` that the points use."""
         return table[np.arange(self.index.shape[1]), self.index]
 
-    def rows(self, weight: FloatTable, choices: int) -> FloatTable:
-        """Return regressors ``[N, 1 + K + C + G * C]``: 1, the features, weights ``[N, G]`` by choice and by entry."""
+    def rows(self, weight: FloatTable, choices: int, kinds: Sequence[Sequence[int]] = ()) -> FloatTable:
+        """Return regressors ``[N, 1 + K + C + len(kinds) * C + G * C]`` from weights ``[N, G]``.
+
+        They are 1, the features, and the weights by choice, by kind of group and choice, and by entry.
+        """
         entries = np.zeros((*self.index.shape, choices))
         np.put_along_axis(entries, self.index[:, :, None], weight[:, :, None], axis=2)
         parts = (
             np.ones((len(self), 1)),
             self.features,
             entries.sum(axis=1),
+            *(entries[:, list(kind)].sum(axis=1) for kind in kinds),
             entries.reshape(len(self), weight.shape[1] * choices),
         )
         return np.concatenate(parts, axis=1)
@@ -208,27 +212,38 @@ class DivergenceModel:
 class LinearModel:
     """Posterior of an additive quantity (step time in ms, memory in bytes) per group, choice and parameter value.
 
-    ``value = base + sum_g table[g, i_g] * (1 + factor of the choice + factor of the entry) + parameters``: a recipe may
-    be faster or slower everywhere than the table says, and a group on its own.
+    ``value = base + sum_g table[g, i_g] * (1 + factors of choice, kind and entry) + parameters``: a recipe may
+    be faster or slower than the table says everywhere, in layers of one kind (a depthwise convolution in bf16), and in
+    one group.
 
     Args:
         table: ``[G, C]`` prior; infinite where not offered.
         base: prior of what does not depend on the choices, in the same unit.
         parameter: ``[K]`` prior effect of each parameter feature.
         noise: possible relative noises of one measurement -> their prior weights; the study itself shows which it is.
-        trust: relative uncertainty of a choice's times.
+        trust: relative uncertainty of a choice's times in groups of one kind; half of its variance is the kind's own.
+        kinds: positions of groups of one kind.
     """
 
     def __init__(
-        self, table: FloatTable, base: float, parameter: Vector, *, noise: Mapping[float, float], trust: float = 0.2
+        self,
+        table: FloatTable,
+        base: float,
+        parameter: Vector,
+        *,
+        noise: Mapping[float, float],
+        trust: float = 0.2,
+        kinds: Sequence[Sequence[int]] = (),
     ) -> None:
         self._allowed = np.isfinite(table)
         self._table = np.where(self._allowed, table, 0.0)
-        self._base, self._prior, self._features = base, parameter, len(parameter)
+        self._base, self._prior, self._features, self._kinds = base, parameter, len(parameter), kinds
         #: The size of the whole quantity: its prior at the most expensive choices.
         self.scale = max(abs(base) + float(np.abs(self._table).max(axis=1).sum()), 1e-12)
         effect = trust * np.abs(parameter) + 0.01 * trust * self.scale  # most parameters cost nothing
-        factors = np.repeat([trust, 0.15 * trust], [table.shape[1], table.size])
+        shared = trust / math.sqrt(2.0) if kinds else trust
+        counts = (table.shape[1], len(kinds) * table.shape[1], table.size)
+        factors = np.repeat([shared, shared, 0.15 * trust], counts)
         self._sd = np.concatenate([[0.3 * self.scale], effect, factors])
         self._noises, self._prior_weights = np.array(list(noise)) * self.scale, np.array(list(noise.values()))
         self._fits, self._weights = [_Fit(self._sd)], np.ones(1)
@@ -237,7 +252,7 @@ class LinearModel:
         """Return the regressors ``[N, P]`` of points, and their prior mean ``[N]``."""
         picked = points.pick(self._table)
         prior = self._base + picked.sum(axis=1) + points.features @ self._prior
-        return points.rows(picked, self._table.shape[1]), prior
+        return points.rows(picked, self._table.shape[1], self._kinds), prior
 
     def fit(self, points: Points, values: Vector, known: Vector | None = None) -> None:
         """Refit to runs, of values ``[N]`` (NaN where there is none).
@@ -265,7 +280,11 @@ class LinearModel:
 
     def mean(self) -> tuple[FloatTable, float, Vector]:
         """Return the most likely (table ``[G, C]``, base, parameter effects ``[K]``)."""
-        c, k = self._table.shape[1], self._features
+        c, k, count = self._table.shape[1], self._features, len(self._kinds)
         theta = self._weights @ np.array([fit.coefficients for fit in self._fits])
-        table = self._table * (1.0 + theta[1 + k : 1 + k + c] + theta[1 + k + c :].reshape(-1, c))
+        factors = theta[1 + k :].reshape(-1, c)  # of choices, of kinds, of groups
+        own = 1.0 + factors[0] + factors[1 + count :]
+        for factor, kind in zip(factors[1:], self._kinds, strict=False):
+            own[list(kind)] += factor
+        table = self._table * own
         return np.where(self._allowed, table, np.inf), self._base + float(theta[0]), self._prior + theta[1 : 1 + k]
