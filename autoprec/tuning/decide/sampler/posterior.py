@@ -46,7 +46,9 @@ _TINY, _MOST = 1e-8, 10.0
 _START = math.log(0.02)
 #: Relative noises of a step time that one run has measured, and what is believed of them before any did: processes of
 #: one program differ by 1.5 % (GPT) to 7 % (ConvNeXt) on a CPU, by which pages they get (2026-11-28_by_hand.md).
-TIMED_NOISE = {0.01: 0.2, 0.02: 0.3, 0.04: 0.3, 0.08: 0.2}
+TIMED_NOISE = {0.01: 0.15, 0.02: 0.3, 0.04: 0.3, 0.08: 0.15, 0.16: 0.1}
+#: Times are relative to the script's, which three runs have measured: what all runs share of noise, of that of one.
+_REFERENCE = 1.0 / math.sqrt(3.0)
 
 _NO_ROWS, _NO_VALUES = np.zeros((0, 0)), np.zeros(0)
 
@@ -223,6 +225,7 @@ class LinearModel:
         noise: possible relative noises of one measurement -> their prior weights; the study itself shows which it is.
         trust: relative uncertainty of a choice's times in groups of one kind; half of its variance is the kind's own.
         kinds: positions of groups of one kind.
+        doubt: ``[K]`` how far each parameter's effect may be off, relative to the whole quantity.
     """
 
     def __init__(
@@ -234,13 +237,14 @@ class LinearModel:
         noise: Mapping[float, float],
         trust: float = 0.2,
         kinds: Sequence[Sequence[int]] = (),
+        doubt: Vector | float = 0.0,
     ) -> None:
         self._allowed = np.isfinite(table)
         self._table = np.where(self._allowed, table, 0.0)
         self._base, self._prior, self._features, self._kinds = base, parameter, len(parameter), kinds
         #: The size of the whole quantity: its prior at the most expensive choices.
         self.scale = max(abs(base) + float(np.abs(self._table).max(axis=1).sum()), 1e-12)
-        effect = trust * np.abs(parameter) + 0.01 * trust * self.scale  # most parameters cost nothing
+        effect = trust * np.abs(parameter) + (0.01 * trust + doubt) * self.scale  # most parameters cost nothing
         shared = trust / math.sqrt(2.0) if kinds else trust
         counts = (table.shape[1], len(kinds) * table.shape[1], table.size)
         factors = np.repeat([shared, shared, 0.15 * trust], counts)
@@ -258,14 +262,18 @@ class LinearModel:
         """Refit to runs, of values ``[N]`` (NaN where there is none).
 
         Args:
-            known: ``[N]`` standard deviations of values, in their unit, where they are known (elsewhere NaN).
+            known: ``[N]`` standard deviations of values, in their unit, where they are known; elsewhere NaN, and such
+                values have the noise of their reference in common.
         """
         rows, prior = self._start(points)
         kept = np.isfinite(values)
         rows, residual = rows[kept], (values - prior)[kept]
         sds = np.full(len(residual), np.nan) if known is None else known[kept]
+        free = np.isnan(sds)
+        shared = np.outer(free, free) * (0.0 if known is None else _REFERENCE**2)
         self._fits = [
-            _Fit(self._sd, rows, residual, np.diag(np.where(np.isnan(sds), noise, sds) ** 2)) for noise in self._noises
+            _Fit(self._sd, rows, residual, np.diag(np.where(free, noise, sds) ** 2) + shared * noise**2)
+            for noise in self._noises
         ]
         logs = np.array([fit.evidence for fit in self._fits])
         weights = np.exp(logs - logs.max()) * self._prior_weights
