@@ -40,6 +40,8 @@ from autoprec.tuning.study.run import DUEL, MODELLED, Metric, Run, pooled
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.
 _LEAST_GAIN = 0.001
+#: Of policies that duels cannot tell apart, those that seem slower than the fastest by more than this are not tied.
+_TIED = 0.03
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,9 @@ def choose(
     tied = [i for i in gaining if not any(spans[i][1] < spans[j][0] for j in accepted)]
     if not tied:
         return stay(_no_gain(ranking[leader], merit[leader], timing_noise), leader)
+    # where few rounds leave intervals wide, what is slower by more than duels are off by is not taken for its safety
+    near = (1.0 - _TIED) * max((merit[i] for i in tied if timed and ranking[i].timed), default=0.0)
+    tied = [i for i in tied if merit[i] >= near or not ranking[i].timed]
     chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i]))
     best = ranking[chosen]
     reason = Reason(

@@ -15,6 +15,9 @@ from autoprec.tuning.decide.decision import Rules, Standing
 from autoprec.tuning.decide.problem import Params
 from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS, Expectation
 
+#: What is worth so much of the most is worth about the same.
+_TIED = 0.9
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -73,9 +76,8 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
 
     open_ones = [i for i in range(len(entrants)) if is_open(i)]
     most = max((float(value[i]) for i in open_ones), default=0.0)
-    apart = expectation.goals.resolution if expectation.goals.timed else 0.0
-    worth = [i for i in open_ones if value[i] > 0.0 and value[i] >= most - apart]
-    ahead = min(worth, default=None)  # of a tie what was tried first
+    tied = _TIED if expectation.goals.timed else 1.0  # where times are noisy, of about the same what was tried first
+    ahead = min((i for i in open_ones if value[i] > 0.0 and value[i] >= tied * most), default=None)
     gain = float(value[ahead]) if ahead is not None else 0.0
     shown = _shown_faster(standings, open_ones, accepted) if expectation.goals.objective == "throughput" else None
     if shown is not None:

@@ -135,6 +135,15 @@ def test_among_ties_the_safest_wins() -> None:
     assert choose([SCRIPT, fast, safe], timing_noise=0.0).index == 1
 
 
+def test_wide_intervals_are_not_a_reason_to_give_speed_away_for_safety() -> None:
+    """Two duels of few rounds: 1.53x [1.44, 1.60] was adopted for its smaller error beside 1.63x [1.55, 1.69]."""
+    safe = candidate("safe", 1.53, gradient_error=0.001, low=1.44, high=1.60)
+    fast = candidate("fast", 1.63, gradient_error=0.01, low=1.55, high=1.69)
+    near = candidate("near", 1.60, gradient_error=0.005, low=1.50, high=1.66)
+    assert choose([SCRIPT, safe, fast], max_gradient=0.1).index == 2
+    assert choose([SCRIPT, safe, fast, near], max_gradient=0.1).index == 3
+
+
 def test_what_cannot_be_told_apart_in_speed_is_a_tie_and_what_can_is_none() -> None:
     preset = candidate("preset", 1.50, preset=True, gradient_error=0.09)
     safer = candidate("safer", 1.49, gradient_error=0.01)

@@ -28,14 +28,14 @@ def test_what_is_adopted_was_timed_in_a_duel_and_says_its_interval(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    simulated, told = SimulatedScript(), dict[str, str]()
-    monkeypatch.setattr(Listeners, "phase", lambda _self, name, detail="": told.update({name: detail}))
+    simulated, told = SimulatedScript(), list[tuple[str, str]]()
+    monkeypatch.setattr(Listeners, "phase", lambda _self, name, detail="": told.append((name, detail)))
     made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=6))
     assert result.verdict == "adopt"
     duels = {run.name: run for run in made.records if run.kind == DUEL}
     assert {"bf16 autocast", "all bf16"} & duels.keys(), "the best that people write by hand"
     assert result.best["name"] in duels
-    assert result.best["name"] in told["duel"], "a duel takes a minute or more: what is timed is said before"
+    assert any(name == "duel" and result.best["name"] in detail for name, detail in told), "it may take minutes"
     kinds = [
         spec.kind if spec.kind != "train" else ("policy" if spec.policy else "script") for _, spec in simulated.calls
     ]
@@ -169,7 +169,7 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
     first, second = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
     assert 1.04 < first["speedup"] / second["speedup"] < 1.08, "half of the luck is gone"
     assert result.best["speedup"] == pytest.approx(second["speedup"])
-    assert within[-1] == pytest.approx(duels._AGAIN_S, abs=1.0), "longer than one of the first has for a policy"
+    assert max(within) == pytest.approx(duels._AGAIN_S, abs=1.0), "longer than the first duel of two has"
 
 
 def test_what_is_known_well_is_not_timed_again(here: Path) -> None:  # noqa: F811

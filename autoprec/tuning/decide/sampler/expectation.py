@@ -79,6 +79,8 @@ _MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
 
 #: No duel is taken to know a step time better than this, relative.
 _SUREST = 1e-3
+#: Runs of the script that its step time is the median of.
+_REFERENCE_RUNS = 3
 #: How far the modelled effect of a parameter may be off, in parts of a step: of those that change operators outside the
 #: layers. (`dlrm` under INT8 is 11 % faster without autocast than with it.)
 _DOUBT = {"activations": 0.05, "norm": 0.02, "softmax": 0.02, "attention": 0.02}
@@ -160,6 +162,8 @@ class Expectation:
         self._start_from(prior)
         self._most_memory = goals.max_memory
         self.best_cost: float | None = None
+        self._baseline = problem.params_of(problem.baseline)
+        self._has_script = problem.is_script(self._baseline)  # else no point of the space is the script as written
         self._presets = set(_keys(self.points([params for _, params in presets])))
         self._kinds = families(problem)
         self.fit([])
@@ -258,16 +262,17 @@ class Expectation:
             self._shown[kind] = self._shown[kind].any(axis=0)
 
     def _fit_times(self, points: Points, times: Vector, runs: Sequence[Run]) -> None:
-        """Refit step times; those of timed runs are relative to the script's, which counts as known."""
-        if not self.goals.timed or self.goals.reference is None:
-            self.time.fit(points, times)
+        """Refit step times; where they are timed the script's own is one of them, as noisy as the others."""
+        known = _known_noise(runs, _keys(points)) if self.goals.timed else None
+        if known is None or self.goals.reference is None or not self._has_script:
+            self.time.fit(points, times, known)
             return
-        script = self.points([self.problem.params_of(self.problem.baseline)])
-        step_ms = self.goals.reference[0]
+        script, step_ms = self.points([self._baseline]), self.goals.reference[0]
         self.time.fit(
             Points(*(np.concatenate(both) for both in zip(_arrays(script), _arrays(points), strict=True))),
             np.array([step_ms, *times]),
-            np.array([_SUREST * step_ms, *_known_noise(runs, _keys(points))]),
+            np.array([math.nan, *known]),
+            _REFERENCE_RUNS,
         )
 
     def _used(self, points: Points) -> npt.NDArray[np.bool_]:
@@ -367,9 +372,9 @@ class Expectation:
         """Return the cost of the best policy that is surely acceptable; the script's where none is."""
         if self.best_cost is not None:
             return self.best_cost
-        if self.goals.reference is not None:
+        if self.goals.reference is not None and not (self.goals.timed and self._has_script):
             return float(self.goals.cost(*self.goals.reference))
-        return float(self._cost(self.points([self.problem.params_of(self.problem.baseline)]))[0][0])
+        return float(self._cost(self.points([self._baseline]))[0][0])
 
     def _cost(self, points: Points) -> tuple[Vector, Vector]:
         """Return mean and standard deviation ``[N]`` of the cost of points."""

@@ -47,8 +47,6 @@ _START = math.log(0.02)
 #: Relative noises of a step time that one run has measured, and what is believed of them before any did: processes of
 #: one program differ by 1.5 % (GPT) to 7 % (ConvNeXt) on a CPU, by which pages they get (2026-11-28_by_hand.md).
 TIMED_NOISE = {0.01: 0.15, 0.02: 0.3, 0.04: 0.3, 0.08: 0.15, 0.16: 0.1}
-#: Times are relative to the script's, which three runs have measured: what all runs share of noise, of that of one.
-_REFERENCE = 1.0 / math.sqrt(3.0)
 #: How many times as wrong as it is usually a table may be of layers of one kind, with weights (depthwise convolutions).
 _WRONG = {1.0: 0.85, 3.0: 0.15}
 
@@ -115,12 +113,18 @@ class _Fit:
         seen = self._rows @ prior + noise
         return np.asarray(self.sd * (prior + self._rows.T @ (self._inverse @ (self._residual - seen))))
 
+    def before(self, rows: FloatTable) -> tuple[FloatTable, Vector]:
+        """Return what rows ``[N, P]`` have in common with those observed ``[N, n]``, and the variance before them."""
+        rows = rows * self.sd
+        return rows @ self._rows.T, (rows**2).sum(axis=1)
+
+    def after(self, known: FloatTable, variance: Vector) -> tuple[Vector, Vector]:
+        """Return mean and variance ``[N]``, from what :meth:`before` gives for the same prior and rows."""
+        return known @ self._weights, np.maximum(variance - ((known @ self._inverse) * known).sum(axis=1), 0.0)
+
     def at(self, rows: FloatTable) -> tuple[Vector, Vector]:
         """Return mean and variance ``[N]`` at rows ``[N, P]``."""
-        rows = rows * self.sd
-        known = rows @ self._rows.T
-        variance = (rows**2).sum(axis=1) - ((known @ self._inverse) * known).sum(axis=1)
-        return known @ self._weights, np.maximum(variance, 0.0)
+        return self.after(*self.before(rows))
 
 
 class DivergenceModel:
@@ -253,6 +257,7 @@ class LinearModel:
             np.concatenate([[0.3 * self.scale], effect, np.repeat([shared, times * shared, 0.15 * trust], counts)])
             for times in wrong
         ]
+        self._priors = len(sds)
         self._possible = [(sd, level * self.scale) for sd in sds for level in noise]
         self._prior_weights = np.outer(list(wrong.values()), list(noise.values())).ravel()
         self._fits, self._weights = [_Fit(sd) for sd, _ in self._possible], self._prior_weights
@@ -263,21 +268,21 @@ class LinearModel:
         prior = self._base + picked.sum(axis=1) + points.features @ self._prior
         return points.rows(picked, self._table.shape[1], self._kinds), prior
 
-    def fit(self, points: Points, values: Vector, known: Vector | None = None) -> None:
+    def fit(self, points: Points, values: Vector, known: Vector | None = None, of: int = 1) -> None:
         """Refit to runs, of values ``[N]`` (NaN where there is none).
 
         Args:
-            known: ``[N]`` standard deviations of values, in their unit, where they are known; elsewhere NaN, and such
-                values have the noise of their reference in common.
+            known: ``[N]`` standard deviations of values, in their unit, where they are known; elsewhere NaN.
+            of: runs that the first value is of.
         """
         rows, prior = self._start(points)
         kept = np.isfinite(values)
         rows, residual = rows[kept], (values - prior)[kept]
         sds = np.full(len(residual), np.nan) if known is None else known[kept]
-        free = np.isnan(sds)
-        shared = np.outer(free, free) * (0.0 if known is None else _REFERENCE**2)
+        share = np.ones(len(residual))
+        share[:1] = 1.0 / math.sqrt(of)
         self._fits = [
-            _Fit(sd, rows, residual, np.diag(np.where(free, noise, sds) ** 2) + shared * noise**2)
+            _Fit(sd, rows, residual, np.diag(np.where(np.isnan(sds), noise * share, sds) ** 2))
             for sd, noise in self._possible
         ]
         logs = np.array([fit.evidence for fit in self._fits])
@@ -287,7 +292,10 @@ class LinearModel:
     def predict(self, points: Points) -> tuple[Vector, Vector]:
         """Return mean and standard deviation ``[N]`` of points."""
         rows, prior = self._start(points)
-        means, variances = np.moveaxis(np.array([fit.at(rows) for fit in self._fits]), 1, 0)
+        each = len(self._fits) // self._priors  # these share a prior, and what follows from it alone
+        shared = [fit.before(rows) for fit in self._fits[::each]]
+        found = [fit.after(*shared[i // each]) for i, fit in enumerate(self._fits)]
+        means, variances = np.moveaxis(np.array(found), 1, 0)
         mean = self._weights @ means
         return prior + mean, np.sqrt(self._weights @ (variances + (means - mean) ** 2))
 
