@@ -75,9 +75,9 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
         return not one.final and (not uninformative or not one.rejection or one.seeds < fewest)
 
     open_ones = [i for i in range(len(entrants)) if is_open(i)]
-    most = max((float(value[i]) for i in open_ones), default=0.0)
+    top = max((float(value[i]) for i in open_ones), default=0.0)
     tied = _TIED if expectation.goals.timed else 1.0  # where times are noisy, of about the same what was tried first
-    ahead = min((i for i in open_ones if value[i] > 0.0 and value[i] >= tied * most), default=None)
+    ahead = min((i for i in open_ones if value[i] > 0.0 and value[i] >= tied * top), default=None)
     gain = float(value[ahead]) if ahead is not None else 0.0
     shown = _shown_faster(standings, open_ones, accepted) if expectation.goals.objective == "throughput" else None
     if shown is not None:

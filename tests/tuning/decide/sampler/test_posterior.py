@@ -275,6 +275,20 @@ def test_a_recipe_that_is_slow_in_layers_of_one_kind_may_be_fast_in_others() -> 
     assert table[0, 1] < table[-1, 1], "what is learnt of one kind is that of its groups above all"
 
 
+def test_an_effect_that_is_doubted_follows_what_was_measured() -> None:
+    """Autocast is modelled to cost nothing outside the layers, and costs a tenth of a step."""
+    prior = np.ones((GROUPS, 1)) * np.array([1.0, 0.8])
+    index = np.full((4, GROUPS), 1, dtype=np.int64)
+    runs = Points(index, np.array([[0.0], [0.0], [1.0], [1.0]]), np.zeros(4))
+    times = np.array([14.6, 14.6, 16.1, 16.1])
+    learnt = []
+    for doubt in (0.0, 0.05):
+        model = LinearModel(prior, 5.0, np.zeros(1), noise={0.02: 1.0}, trust=0.3, doubt=np.array([doubt]))
+        model.fit(runs, times)
+        learnt.append(float(model.mean()[2][0]))
+    assert learnt[0] < 0.3 < 1.0 < learnt[1] < 1.6
+
+
 def test_laws_are_drawn_around_the_most_likely_one_and_are_sharper_after_runs() -> None:
     error2 = np.array([[0.0, 1.0], [0.0, 1.0]])
     model = DivergenceModel(error2, 0)
