@@ -293,13 +293,11 @@ def judged(name: str, folders: Sequence[Path], rounds: int) -> list[Row]:
     """
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     policies = {i: str(folders[i] / "policy.yaml") for i, found in enumerate(results) if found["verdict"] == "adopt"}
-    texts = {
-        i: repr(autoprec.load(path).model_copy(update={"evidence": None}).to_dict()) for i, path in policies.items()
-    }
-    first = {i: min(j for j, text in texts.items() if text == own) for i, own in texts.items()}
+    bare = {i: autoprec.load(path).model_copy(update={"evidence": None}).to_dict() for i, path in policies.items()}
+    first = {i: next(j for j, other in bare.items() if other == own) for i, own in bare.items()}
     kept = folders[0].parent / "truth.json"
     times = json.loads(kept.read_text()) if kept.exists() else {}
-    contenders = {kind: kind for kind in BY_HAND} | {f"{ADOPTED} {i}": policies[i] for i in sorted(set(first.values()))}
+    contenders = {kind: kind for kind in BY_HAND} | {f"{ADOPTED} {i}": policies[i] for i in set(first.values())}
     if not contenders.keys() <= times.keys():
         times = race(name, contenders, rounds)
         write_json(kept, times)

@@ -21,6 +21,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.reference import reference_of
+from autoprec.tuning.schedule import REFERENCE_RUNS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run, pooled
@@ -62,6 +63,7 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
         uninformative=uninformative(setup.options.max_divergence, reference.baseline) is not None,
         seeds=setup.options.seeds,
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
+        reference_runs=REFERENCE_RUNS,
         timed=setup.measured,
     )
 

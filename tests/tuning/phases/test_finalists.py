@@ -221,7 +221,7 @@ class NotTheThird(OneSeed):
 
 
 def test_a_script_that_fails_under_further_seeds_leaves_the_answer_undecided(here: Path) -> None:  # noqa: F811
-    simulated, asked = script(), options(trials=13)
+    simulated, asked = script(), options(trials=10)
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: OneSeed(simulated, seed))
     result = made.run()

@@ -79,8 +79,6 @@ _MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
 
 #: No duel is taken to know a step time better than this, relative.
 _SUREST = 1e-3
-#: Runs of the script that its step time is the median of.
-_REFERENCE_RUNS = 3
 #: How far the modelled effect of a parameter may be off, in parts of a step: of those that change operators outside the
 #: layers. (`dlrm` under INT8 is 11 % faster without autocast than with it.)
 _DOUBT = {"activations": 0.05, "norm": 0.02, "softmax": 0.02, "attention": 0.02}
@@ -98,6 +96,7 @@ class Goals:
         uninformative: the loss cannot judge, so only the limits do.
         seeds: paired seeds that a policy is then measured under.
         reference: (milliseconds, bytes) of the script as written, which the first gain is given over.
+        reference_runs: runs that its time is the median of.
         timed: step times are measured.
     """
 
@@ -108,6 +107,7 @@ class Goals:
     uninformative: bool = False
     seeds: int = 4
     reference: tuple[float, float] | None = None
+    reference_runs: int = 1
     timed: bool = False
 
     @property
@@ -239,6 +239,7 @@ class Expectation:
         base = prior.base_memory or max((run.get("memory_bytes") or 0.0 for run in runs), default=0.0)
         self.memory = LinearModel(held, base, self._sizes, noise={1e-3: 1.0}, trust=0.1)
         points = self.points([run.params for run in runs])
+        keys = _keys(points)
         most = self.goals.max_divergence
         known = [
             (run.seed, bounded_divergence(run, most), run.get("step_time_ms"), run.get("memory_bytes") or None)
@@ -248,11 +249,11 @@ class Expectation:
         self._price = self.goals.stop.price * max(1.0, len(runs) / self.goals.stop.patience)
         seeds = paired.astype(np.int64)
         self.divergence.fit(points, gaps, seeds)
-        self._fit_times(points, times, runs)
+        self._fit_times(points, times, runs, keys)
         self.memory.fit(points, sizes)
         self._references = 1 + int(seeds.max(initial=0))
-        self._seeds = dict(sorted(zip(_keys(points), (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
-        self._doubts = {key for run, key in zip(runs, _keys(points), strict=True) if DOUBT in run.tags}
+        self._seeds = dict(sorted(zip(keys, (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
+        self._doubts = {key for run, key in zip(runs, keys, strict=True) if DOUBT in run.tags}
         # per choice and parameter value that never ran to its end: the runs that failed with it
         used, failed = self._used(points), np.isnan(times)
         self._failed = np.where(used[~failed].any(axis=0), 0, used[failed].sum(axis=0))
@@ -261,19 +262,16 @@ class Expectation:
         for kind in self._kinds:
             self._shown[kind] = self._shown[kind].any(axis=0)
 
-    def _fit_times(self, points: Points, times: Vector, runs: Sequence[Run]) -> None:
+    def _fit_times(self, points: Points, times: Vector, runs: Sequence[Run], keys: Sequence[bytes]) -> None:
         """Refit step times; where they are timed the script's own is one of them, as noisy as the others."""
-        known = _known_noise(runs, _keys(points)) if self.goals.timed else None
-        if known is None or self.goals.reference is None or not self._has_script:
+        goals = self.goals
+        known = _known_noise(runs, keys) if goals.timed else None
+        if known is None or goals.reference is None or not self._has_script:
             self.time.fit(points, times, known)
             return
-        script, step_ms = self.points([self._baseline]), self.goals.reference[0]
-        self.time.fit(
-            Points(*(np.concatenate(both) for both in zip(_arrays(script), _arrays(points), strict=True))),
-            np.array([step_ms, *times]),
-            np.array([math.nan, *known]),
-            _REFERENCE_RUNS,
-        )
+        with_script = self.points([self._baseline, *(run.params for run in runs)])
+        step_ms = np.array([goals.reference[0], *times])
+        self.time.fit(with_script, step_ms, np.array([math.nan, *known]), goals.reference_runs)
 
     def _used(self, points: Points) -> npt.NDArray[np.bool_]:
         """Return ``[N, C + K]``: which choices and parameter values points use."""
@@ -392,10 +390,6 @@ def bounded_divergence(run: Run, max_divergence: float) -> float | None:
         gap = math.inf
     far = max(_FAR_OFF * max_divergence, _LEAST_FAR_OFF)
     return min(gap, far) if gap is not None and not math.isnan(gap) else None
-
-
-def _arrays(points: Points) -> tuple[npt.NDArray[Any], ...]:
-    return points.index, points.features, points.base2
 
 
 def _known_noise(runs: Sequence[Run], keys: Sequence[bytes]) -> Vector:

@@ -45,7 +45,7 @@ _TINY, _MOST = 1e-8, 10.0
 #: ln(D) at the largest squared error of a table, before anything was measured.
 _START = math.log(0.02)
 #: Relative noises of a step time that one run has measured, and what is believed of them before any did: processes of
-#: one program differ by 1.5 % (GPT) to 7 % (ConvNeXt) on a CPU, by which pages they get (2026-11-28_by_hand.md).
+#: one program differ by 2 % (GPT) to 13 % (ConvNeXt) on a CPU, by which pages they get (2026-11-28_by_hand.md).
 TIMED_NOISE = {0.01: 0.15, 0.02: 0.3, 0.04: 0.3, 0.08: 0.15, 0.16: 0.1}
 #: How many times as wrong as it is usually a table may be of layers of one kind, with weights (depthwise convolutions).
 _WRONG = {1.0: 0.85, 3.0: 0.15}
