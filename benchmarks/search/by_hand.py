@@ -16,8 +16,9 @@ what another's process took beside it; the median of these ratios, one for each 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script or several at once, each beside
 the others (answers that are in ``--work`` already are not searched again). What all the searches of a script adopted is
 then timed together, and the gain of each answer over the fastest by hand is said. A row is wrong where the speed it
-claims is outside the true one's interval and more than 3 % from it, or where autocast by hand is surely faster than
-what was adopted (than the script, where the answer is to stay).
+claims is outside the true one's interval and more than 3 % from it, where autocast by hand is surely faster than
+what was adopted (than the script, where the answer is to stay), or where another search of the script adopted what is
+surely faster by more than this one said is left at most.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import math
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -90,12 +92,17 @@ BLOCK, BLOCK_S, SETTLING, SETTLING_FIRST, SETTLING_S = 3, 1.5, 1, 30, 8.0
 PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
 CLOSE = 0.03
+#: What a search that has ended says is left at most, in percent.
+LEFT = re.compile(r"none of them more than about ([\d.]+)%")
 Interval = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a search claimed of one script, and what is true."""
+    """What a search claimed of one script, and what is true.
+
+    ``left`` is what no untried policy gains more than, as it says; ``other`` the best answer of all over this one.
+    """
 
     script: str
     verdict: str
@@ -106,6 +113,8 @@ class Row:
     paired: Interval
     by_hand: str
     gain: Interval
+    left: float | None
+    other: Interval
     seconds: float
 
     @property
@@ -115,6 +124,8 @@ class Row:
             return ""
         if self.paired[2] < 1.0:
             return "autocast by hand is faster"
+        if self.left is not None and self.other[1] > 1.0 + self.left:
+            return "more was left"
         if self.claimed is not None and not self.truth[1] <= self.claimed[0] <= self.truth[2]:
             apart = self.claimed[0] / self.truth[0] - 1.0
             return f"the claim is {apart:+.0%} off" if abs(apart) > CLOSE else ""
@@ -301,15 +312,17 @@ def judged(name: str, folders: Sequence[Path], rounds: int) -> list[Row]:
     if not contenders.keys() <= times.keys():
         times = race(name, contenders, rounds)
         write_json(kept, times)
-    fastest = min(BY_HAND, key=lambda who: statistics.median(times[who]))
+    answers = [f"{ADOPTED} {first[i]}" if i in first else WRITTEN for i in range(len(results))]
     return [
-        _row(name, result, times, f"{ADOPTED} {first[i]}" if i in first else WRITTEN, fastest)
-        for i, result in enumerate(results)
+        _row(name, result, times, answer, {*answers} - {WRITTEN})
+        for result, answer in zip(results, answers, strict=True)
     ]
 
 
-def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answered: str, fastest: str) -> Row:
+def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answered: str, others: set[str]) -> Row:
     best, claimed, answer = result["best"], None, times[answered]
+    fastest = min(BY_HAND, key=lambda who: statistics.median(times[who]))
+    left = LEFT.search(result.get("stopped") or "")
     if answered != WRITTEN and (bounds := best.get("intervals", {}).get("speedup")) is not None:  # else none is claimed
         claimed = (best["speedup"], *bounds)
     return Row(
@@ -322,6 +335,8 @@ def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answe
         over(answer, times[AUTOCAST]),
         fastest,
         over(answer, times[fastest]),
+        float(left[1]) / 100 if left else None,
+        max((over(times[other], answer) for other in others), key=lambda found: found[1], default=(1.0, 1.0, 1.0)),
         result["seconds"],
     )
 
@@ -329,12 +344,13 @@ def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answe
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| script | verdict | claimed | truth | autocast by hand | all bf16 | answer over autocast by hand "
-        "| fastest by hand | answer over it | search | wrong |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| fastest by hand | answer over it | left at most | best answer over this | search | wrong |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         figures = [text(found) for found in (row.claimed, row.truth, row.autocast, row.bf16, row.paired)]
-        end = [row.by_hand, text(row.gain), f"{row.seconds:.0f} s", row.wrong or "no"]
+        left = "" if row.left is None else f"{row.left:.1%}"
+        end = [row.by_hand, text(row.gain), left, text(row.other), f"{row.seconds:.0f} s", row.wrong or "no"]
         cells = [row.script, row.verdict, *figures, *end]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

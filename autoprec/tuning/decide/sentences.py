@@ -199,8 +199,16 @@ def _faster_not_taken(name: str, speedup: float, why: Reason, more: int) -> str:
 
 
 def _over_preset(
-    name: str, gain: float, measured: bool, noise: float = 0.0, low: float | None = None, high: float | None = None
+    name: str,
+    gain: float,
+    measured: bool,
+    noise: float = 0.0,
+    low: float | None = None,
+    high: float | None = None,
+    itself: bool = False,
 ) -> str:
+    if itself:
+        return f"a preset is enough here: {name}"
     doubt = "" if measured else ", which was not run: predicted"
     text = f"{gain:.1%} over the best preset ({name}{doubt})"
     enough = gain < ENOUGH

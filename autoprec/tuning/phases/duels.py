@@ -33,9 +33,9 @@ from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
 PRECISE = 0.02
 #: Seconds of its own that a duel of one policy takes at most, for each further one, and in runs of the reference.
 _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
-#: Seconds of its own that a second duel takes at most, of what was picked: page faults make two processes of one
+#: Policies of a second duel, and seconds of its own that it takes at most: page faults make two processes of one
 #: program differ by 4 to 6 % (standard deviation), so that it takes thirty rounds to know a speed-up within 2 %.
-_AGAIN_S = 40.0
+_AGAIN, _AGAIN_S = 3, 40.0
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
@@ -88,13 +88,14 @@ class Duels:
         wanted = self.wanted(runs)[:MOST_AT_ONCE]
         return self._least_s(len(wanted)) if wanted else 0.0
 
-    def time(self, runs: Sequence[Run]) -> bool:
+    def time(self, runs: Sequence[Run], rivals: Sequence[Run] = ()) -> bool:
         """Time policies that were not yet, a few at once; returns whether anything was learnt.
 
         Args:
             runs: of a policy each, what an answer rests on first; a time budget that is short leaves out the last.
+            rivals: are timed beside them where there is room, whether they were before or not.
         """
-        wanted = self.wanted(runs)[:MOST_AT_ONCE]
+        wanted = self._beside(self.wanted(runs), rivals)
         if not wanted:
             return False
         while wanted and self._seconds(len(wanted), may_overrun=True) <= 0:
@@ -105,19 +106,30 @@ class Duels:
         self._tried |= {run.name for run in wanted}
         return self._time(wanted, self._seconds(len(wanted), may_overrun=True))
 
-    def time_again(self, run: Run) -> bool:
-        """Time a policy once more alone, where a time budget leaves the time; returns whether anything was learnt.
+    def time_again(self, picked: Sequence[Run], rivals: Sequence[Run]) -> bool:
+        """Time once more what is not known well yet, where a time budget leaves the time.
 
         The fastest of several that were timed is on average slower than it seemed. Rounds of both duels count.
+
+        Args:
+            picked: policies, each of them timed.
+            rivals: are timed beside them if they were timed, and not yet again.
+
+        Returns:
+            Whether anything was learnt.
         """
-        known = self.known().get(run.name)
-        if not self._are_timed() or known is None or half_width(known) <= PRECISE:
+        known, again = self.known(), self._again
+        unsure = [run for run in picked if run.name in known.keys() - again and half_width(known[run.name]) > PRECISE]
+        wanted = self._beside(unsure, [run for run in rivals if run.name in known.keys() - again])[:_AGAIN]
+        if not self._are_timed() or not wanted or not self._can_fork(wanted):
             return False
-        if run.name in self._again or not self._can_fork([run]):
-            return False
-        self._again.add(run.name)
-        within = min(_AGAIN_S, self._seconds(1, usual_s=_AGAIN_S))
-        return within > 0 and self._time([run], within)
+        within = min(_AGAIN_S, self._seconds(len(wanted), usual_s=_AGAIN_S))
+        self._again |= {run.name for run in wanted}
+        return within > 0 and self._time(wanted, within)
+
+    @staticmethod
+    def _beside(runs: Sequence[Run], rivals: Sequence[Run]) -> list[Run]:
+        return [*runs, *(rival for rival in rivals if rival not in runs)][:MOST_AT_ONCE] if runs else []
 
     def _time(self, wanted: Sequence[Run], within: float) -> bool:
         began = time.time(), time.monotonic()

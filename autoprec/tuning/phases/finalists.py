@@ -36,6 +36,8 @@ from autoprec.tuning.study.run import Metric, Run
 UNUSABLE_SEEDS = 2
 #: What a measured gradient error may be of the predicted one (0.7 to 1.4 of mixed assignments, and of unlike batches).
 _OFF_BY = 1.5
+#: How many times as fast as by its trials a policy may be beside others (an LSTM under autocast: 1.22x, then 1.7x).
+_OFF_TRIALS = 1.5
 
 
 class Race:
@@ -413,11 +415,11 @@ class Race:
             preset = best.run if best is not None else None
             if best is not None and preset is not None and decision.chosen.speedup <= best.speedup * (1.0 + noise):
                 rests = [decision.run, preset, *rests]
+        hand, near = self._by_hand(), self._may_be_faster(decision)
         if not self._is_timed:
             self._is_timed = True
-            hand = self._by_hand()[: 1 if decision.run is not None else None]
-            rests = [*rests[:1], *hand, *rests[1:], *self._may_be_faster(decision)]
-        if not self.duels.time(rests):
+            rests = [*rests[:1], *hand[: 1 if decision.run is not None else None], *near, *rests[1:]]
+        if not self.duels.time(rests, [run for run in near if run in hand]):
             return False
         self.update()
         return True
@@ -425,12 +427,13 @@ class Race:
     def _time_again(self, decision: Decision) -> bool:
         """Time once more what would be adopted, which was picked as the fastest, or what an answer to stay refuses.
 
-        Of what people write by hand that is whatever may still be faster than the script.
+        Of what people write by hand that is whatever may still be faster than the script. What is adopted is timed
+        beside what may be as fast.
         """
         hand = self._by_hand()
         near = [_run(one) for one in self._fit() if one.timed and (one.high or 0.0) > 1.0 + PRECISE]
-        wanted = [run for run in near if run in hand] if decision.run is None else [decision.run]
-        if not any(self.duels.time_again(run) for run in wanted):
+        picked = [run for run in near if run in hand] if decision.run is None else [decision.run]
+        if not self.duels.time_again(picked, self._may_be_faster(decision)):
             return False
         self.update()
         return True
@@ -444,13 +447,17 @@ class Race:
         return sorted(fit, key=lambda one: -one.speedup)
 
     def _may_be_faster(self, decision: Decision) -> list[Run]:
-        """Return what may be faster than the answer by the noise of trials, the fastest first."""
+        """Return what may be faster than the answer for all that was timed: by hand first, then the fastest."""
         if self._setup.options.objective != "throughput":
             return []
-        chosen, near = decision.chosen, 1.0
-        if chosen is not None:
-            near = max(near, chosen.speedup / (1.0 + self._ledger.timings["timing_noise"]))
-        return [_run(one) for one in self._fit() if one is not chosen and one.speedup > near]
+        chosen, hand, noise = decision.chosen, self._by_hand(), self._ledger.timings.get("timing_noise", 0.0)
+        if chosen is None:
+            return [_run(one) for one in self._fit() if one.speedup > 1.0]
+        least = chosen.speedup if chosen.low is None else chosen.low
+        fit = [(one, _run(one)) for one in self._fit() if one.name != chosen.name]
+        most = [one.high or one.speedup * (_OFF_TRIALS if run in hand else 1.0 + noise) for one, run in fit]
+        found = [run for (_, run), high in zip(fit, most, strict=True) if high > least]
+        return sorted(found, key=lambda run: run not in hand)
 
     def _seed_of_what_is_faster(self, decision: Decision) -> bool:
         """Run a seed of what a duel shows to be faster than the answer and that lacks one; false if there is none."""

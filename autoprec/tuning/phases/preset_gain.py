@@ -58,7 +58,9 @@ def over_preset(chosen: Standing, best: Standing | None, duels: Duels, noise: fl
     if best is None:
         return ()
     data = {"name": best.name, "gain": max(0.0, chosen.speedup / best.speedup - 1.0), "measured": best.seeds > 0}
-    both = duels.between(chosen, best) if best.seeds and best.name != chosen.name else None
+    if best.name == chosen.name:
+        return (Reason("over_preset", data | {"itself": True}),)
+    both = duels.between(chosen, best) if best.seeds else None
     if both is not None:
         data |= {"gain": max(0.0, both[0] - 1.0), "low": both[1], "high": both[2]}
     return (Reason("over_preset", data | {"noise": noise}),)

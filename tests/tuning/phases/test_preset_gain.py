@@ -42,6 +42,12 @@ def test_two_that_were_timed_apart_have_the_interval_of_their_intervals() -> Non
     assert "low" not in told(POLICY, preset, duels()), "one of them was never in a duel"
 
 
+def test_a_preset_that_was_chosen_is_not_said_to_gain_nothing_over_itself() -> None:
+    (reason,) = over_preset(PRESET, PRESET, duels(), 0.1)
+    assert str(reason) == "a preset is enough here: int8"
+    assert reason.data["gain"] == 0.0
+
+
 def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> None:  # noqa: F811
     """It is predicted to be fine, as each of its choices ran in other policies."""
     made, _ = search(script(), options(trials=2))
