@@ -280,10 +280,15 @@ class Expectation:
         return np.concatenate([choices, points.features > 0], axis=1)
 
     # --- expecting --------------------------------------------------------------------------------------------------
-    def cost_table(self) -> tuple[FloatTable, Vector]:
-        """Return what the objective minimises per group and choice ``[G, C]`` and feature ``[K]``, to first order."""
+    def cost_table(self, rng: np.random.Generator | None = None) -> tuple[FloatTable, Vector]:
+        """Return what the objective minimises per group and choice ``[G, C]`` and feature ``[K]``, to first order.
+
+        Args:
+            rng: step times are drawn from what they may turn out to be, where they are measured.
+        """
         share = _MEMORY_SHARE[self.goals.objective]
-        (time, _, effects), (held, _, held_effects) = self.time.mean(), self.memory.mean()
+        times = self.time.drawn(rng) if rng is not None and self.goals.timed else self.time.mean()
+        (time, _, effects), (held, _, held_effects) = times, self.memory.mean()
         duration, size = (1 - share) / self.time.scale, share / self.memory.scale
         table = time * duration + (held * size if share else 0.0)
         return table, effects * duration + held_effects * size

@@ -301,8 +301,14 @@ class LinearModel:
 
     def mean(self) -> tuple[FloatTable, float, Vector]:
         """Return the most likely (table ``[G, C]``, base, parameter effects ``[K]``)."""
+        return self._law(self._weights @ np.array([fit.coefficients for fit in self._fits]))
+
+    def drawn(self, rng: np.random.Generator) -> tuple[FloatTable, float, Vector]:
+        """Return the same as :meth:`mean`, drawn from everything that is still possible."""
+        return self._law(self._fits[int(rng.choice(len(self._fits), p=self._weights))].draw(rng))
+
+    def _law(self, theta: Vector) -> tuple[FloatTable, float, Vector]:
         c, k, count = self._table.shape[1], self._features, len(self._kinds)
-        theta = self._weights @ np.array([fit.coefficients for fit in self._fits])
         factors = theta[1 + k :].reshape(-1, c)  # of choices, of kinds, of groups
         own = 1.0 + factors[0] + factors[1 + count :]
         for factor, kind in zip(factors[1:], self._kinds, strict=False):

@@ -302,3 +302,17 @@ def test_laws_are_drawn_around_the_most_likely_one_and_are_sharper_after_runs() 
     points = Points(index, np.zeros((12, 0)), np.zeros(12))
     model.fit(points, np.full(12, 0.002), np.arange(12))
     assert spread() < 0.5 * before
+
+
+def test_times_are_drawn_around_the_most_likely_ones() -> None:
+    prior = np.ones((GROUPS, 1)) * np.array([1.0, 0.6])
+    model = LinearModel(prior, 5.0, np.zeros(0), noise={0.01: 1.0}, trust=0.3)
+    index = asked(*[np.full(GROUPS, c) for c in (0, 1)] * 4)
+    model.fit(index, np.tile([5.0 + GROUPS, 5.0 + 0.9 * GROUPS], 4))
+    rng = np.random.default_rng(0)
+    totals = np.array(
+        [[base + table[:, c].sum() for c in (0, 1)] for table, base, _ in (model.drawn(rng) for _ in range(200))]
+    )
+    assert totals.mean(axis=0) == pytest.approx([5.0 + GROUPS, 5.0 + 0.9 * GROUPS], rel=0.01)
+    assert (totals.std(axis=0) > 0.0).all()
+    assert (totals.std(axis=0) < 0.02 * 17.0).all()
