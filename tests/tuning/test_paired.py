@@ -72,7 +72,9 @@ def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     on_cpu = replace(setup, target=target("cpu"), measured=measured, options=replace(setup.options, workers=1))
     runner_of(on_cpu, ledger, tmp_path).doubt_load()
-    assert any("busy with other work (load 11.0 on 2 cores)" in note for note in ledger.notes) is told
+    busy = [note for note in ledger.notes if "busy with other work (load 11.0 on 2 cores)" in note]
+    assert bool(busy) is told
+    assert all("speed-ups are those beside it" in note for note in busy)
 
 
 class Throttled(SimulatedRunner):
