@@ -131,8 +131,8 @@ class PairedRunner:
         load = os.getloadavg()[0] - self.workers  # the script's own processes
         if self._setup.measured and self._setup.target.is_cpu and load > BUSY * cores:
             self._ledger.note(
-                f"this machine is busy with other work (load {load:.1f} on {cores} cores): measured times are uncertain, "
-                "and speed-ups are those beside it, which are mostly smaller than without"
+                f"this machine is busy with other work (load {load:.1f} on {cores} cores): measured times are "
+                "uncertain, and speed-ups are those beside it, which are mostly smaller than without"
             )
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:

@@ -123,7 +123,7 @@ def trained(simulated: SimulatedScript) -> list[tuple[int, str, bool]]:
 
 
 def test_adopts_the_fastest_policy_within_every_limit() -> None:
-    simulated, made, result, folder = plain_search()
+    simulated, made, result, folder = plain_search(trials=20)
     assert result.verdict == "adopt"
     policy = load_policy(folder / result.policy)
     assert policy.evidence["source"] == "measured"
