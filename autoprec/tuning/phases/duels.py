@@ -95,7 +95,7 @@ class Duels:
             runs: of a policy each, what an answer rests on first; a time budget that is short leaves out the last.
             rivals: are timed beside them where there is room, whether they were before or not.
         """
-        wanted = self._beside(self.wanted(runs), rivals)
+        wanted = _beside(self.wanted(runs), rivals, MOST_AT_ONCE)
         if not wanted:
             return False
         while wanted and self._seconds(len(wanted), may_overrun=True) <= 0:
@@ -120,16 +120,12 @@ class Duels:
         """
         known, again = self.known(), self._again
         unsure = [run for run in picked if run.name in known.keys() - again and half_width(known[run.name]) > PRECISE]
-        wanted = self._beside(unsure, [run for run in rivals if run.name in known.keys() - again])[:_AGAIN]
+        wanted = _beside(unsure, [run for run in rivals if run.name in known.keys() - again], _AGAIN)
         if not self._are_timed() or not wanted or not self._can_fork(wanted):
             return False
         within = min(_AGAIN_S, self._seconds(len(wanted), usual_s=_AGAIN_S))
         self._again |= {run.name for run in wanted}
         return within > 0 and self._time(wanted, within)
-
-    @staticmethod
-    def _beside(runs: Sequence[Run], rivals: Sequence[Run]) -> list[Run]:
-        return [*runs, *(rival for rival in rivals if rival not in runs)][:MOST_AT_ONCE] if runs else []
 
     def _time(self, wanted: Sequence[Run], within: float) -> bool:
         began = time.time(), time.monotonic()
@@ -217,6 +213,11 @@ class Duels:
     def _record(self, run: Run, times: Sequence[tuple[float, float]], began: tuple[float, float]) -> Run:
         done = duel_run(run.name, run.policy, times, self._ledger.reference.step_ms)
         return replace(done, params=run.params, started=began[0], seconds=time.monotonic() - began[1])
+
+
+def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:
+    """Return so many of some runs and their rivals; nothing where there are none of the former."""
+    return [*runs, *(rival for rival in rivals if rival not in runs)][:most] if runs else []
 
 
 def half_width(run: Run) -> float:

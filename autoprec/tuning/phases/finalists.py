@@ -450,13 +450,15 @@ class Race:
         """Return what may be faster than the answer for all that was timed: by hand first, then the fastest."""
         if self._setup.options.objective != "throughput":
             return []
-        chosen, hand, noise = decision.chosen, self._by_hand(), self._ledger.timings.get("timing_noise", 0.0)
+        chosen, hand = decision.chosen, self._by_hand()
         if chosen is None:
             return [_run(one) for one in self._fit() if one.speedup > 1.0]
-        least = chosen.speedup if chosen.low is None else chosen.low
-        fit = [(one, _run(one)) for one in self._fit() if one.name != chosen.name]
-        most = [one.high or one.speedup * (_OFF_TRIALS if run in hand else 1.0 + noise) for one, run in fit]
-        found = [run for (_, run), high in zip(fit, most, strict=True) if high > least]
+        least, noise = chosen.low or chosen.speedup, self._ledger.timings["timing_noise"]
+
+        def most(one: Standing) -> float:
+            return one.high or one.speedup * (_OFF_TRIALS if _run(one) in hand else 1.0 + noise)
+
+        found = [_run(one) for one in self._fit() if one.name != chosen.name and most(one) > least]
         return sorted(found, key=lambda run: run not in hand)
 
     def _seed_of_what_is_faster(self, decision: Decision) -> bool:

@@ -164,11 +164,9 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
 
     def _drawn(self, rng: np.random.Generator) -> list[dict[str, Any]]:
         """Return the fastest policies within the budget by laws drawn from all that what ran leaves possible."""
-        table, effects = self.expectation.cost_table()
         found = []
         for _ in range(_DRAWS):
-            if self.expectation.goals.timed:
-                table, effects = self.expectation.cost_table(rng)
+            table, effects = self.expectation.cost_table(rng)
             found.append(self._solved(self.expectation.divergence.drawn_law(rng), table, self._options(effects)[0]))
         return [params for params in found if params is not None]
 
