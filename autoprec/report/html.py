@@ -36,7 +36,7 @@ _GLOSSARY = (
 )  # fmt: skip
 
 
-#: Longer cells wrap; figures and names never do.
+#: Longer cells wrap; names never do, and figures only before their interval.
 _SENTENCE = 40
 _WHY = (
     "What each kind of layer saves and the gradient error it adds. Times of single layers are the cost model's, "
@@ -45,7 +45,10 @@ _WHY = (
 
 
 def _cell(text: str) -> str:
-    return f'<td class="text">{escape(text)}</td>' if len(text) > _SENTENCE else f"<td>{escape(text)}</td>"
+    if len(text) > _SENTENCE:
+        return f'<td class="text">{escape(text)}</td>'
+    figure, bracket, interval = escape(text).partition(" (")
+    return f'<td class="range">{figure} <span>({interval}</span></td>' if bracket else f"<td>{figure}</td>"
 
 
 def _table(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -206,11 +206,12 @@ def _over_preset(
     low: float | None = None,
     high: float | None = None,
     itself: bool = False,
+    by_trials: bool = False,
 ) -> str:
     if itself:
         return f"a preset is enough here: {name}"
-    doubt = "" if measured else ", which was not run: predicted"
-    text = f"{gain:.1%} over the best preset ({name}{doubt})"
+    doubt = ", by its trials" if by_trials else "" if measured else ", which was not run: predicted"
+    text = f"{f'about {gain:.0%}' if by_trials else f'{gain:.1%}'} over the best preset ({name}{doubt})"
     enough = gain < ENOUGH
     if low is not None and high is not None:
         text, enough = f"{text}, timed beside it: {speed_text(1 + gain, low, high)}", low <= 1.0

@@ -406,19 +406,19 @@ class Race:
     def _time_what_decides(self, decision: Decision) -> bool:
         """Time in a duel what a decision rests on; in the first one also the best by hand and what may be faster.
 
-        A trial's speed is off by up to the timing noise: what is slower than the answer by less may be faster. To stay
-        is an answer that all by hand must have lost against.
+        A trial's speed is off by up to the timing noise: what is slower than the answer by less may be faster. The best
+        preset is what the gain is said over. To stay is an answer that all by hand must have lost against.
         """
         rests = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
         if decision.run is not None and decision.chosen is not None:
             best, noise = self._best_preset(decision.chosen), self._ledger.timings["timing_noise"]
-            preset = best.run if best is not None else None
-            if best is not None and preset is not None and decision.chosen.speedup <= best.speedup * (1.0 + noise):
-                rests = [decision.run, preset, *rests]
+            off = 1.0 + noise if self._is_timed else _OFF_TRIALS
+            if best is not None and best.run is not None and decision.chosen.speedup <= best.speedup * off:
+                rests = [decision.run, best.run, *rests]
         hand, near = self._by_hand(), self._may_be_faster(decision)
         if not self._is_timed:
             self._is_timed = True
-            rests = [*rests[:1], *hand[: 1 if decision.run is not None else None], *near, *rests[1:]]
+            rests = [*rests[:1], *hand[: 1 if decision.run is not None else None], *rests[1:2], *near, *rests[2:]]
         if not self.duels.time(rests, [run for run in near if run in hand]):
             return False
         self.update()

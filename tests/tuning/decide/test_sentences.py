@@ -44,6 +44,7 @@ REASONS = [
     Reason("over_preset", {"name": "int8", "gain": 0.07, "measured": True, "noise": 0.1, "low": 1.03, "high": 1.1}),
     Reason("over_preset", {"name": "int8", "gain": 0.02, "measured": True, "noise": 0.1, "low": 0.99, "high": 1.04}),
     Reason("over_preset", {"name": "int8", "gain": 0.0, "measured": True, "itself": True}),
+    Reason("over_preset", {"name": "int8", "gain": 0.62, "measured": True, "noise": 0.01, "by_trials": True}),
     Reason("taken_back", {"groups": ["h.0.mlp", "h.1.mlp", "wte", "head"], "error": 0.173, "saving": 0.005}),
     Reason("holds", {"divergence": 0.001, "limit": 0.0025, "caveat": None, "speedup": 1.5}),
     Reason("holds", {"divergence": 0.001, "limit": 0.0025, "caveat": Reason("loss_flat")}),

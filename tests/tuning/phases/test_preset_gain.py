@@ -40,6 +40,8 @@ def test_two_that_were_timed_apart_have_the_interval_of_their_intervals() -> Non
     data = told(policy, preset, duels())
     assert (data["low"], data["high"]) == (pytest.approx(2.24 / 2.26), pytest.approx(2.4 / 2.1))
     assert "low" not in told(POLICY, preset, duels()), "one of them was never in a duel"
+    assert "by_trials" not in told(POLICY, PRESET, duels()), "modelled ones never are"
+    assert told(policy, PRESET, duels())["by_trials"], "4.1 % was once said over a preset that trials alone had timed"
 
 
 def test_a_preset_that_was_chosen_is_not_said_to_gain_nothing_over_itself() -> None:
