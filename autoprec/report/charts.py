@@ -39,6 +39,11 @@ def pareto_chart(summary: Summary) -> Chart | None:
         Axis.over([*gaps, *shown], "divergence, % (down is better)", zero=not log, log=log),
         "step time against divergence of every policy",
     )
+    dots = [(run, _kind(run, summary), x, y) for run, x, y in zip(points, times, gaps, strict=True)]
+    front = sorted((x, y) for run, _, x, y in dots if run.name in summary.front)
+    chart.line([x for x, _ in front], [y for _, y in front], "front")
+    for run, kind, x, y in sorted(dots, key=lambda dot: dot[1] == "best"):
+        chart.point(x, y, f"dot {kind}", f"{run.name}: {x:.3g} ms, {y:.3g} %", size=7 if kind == "best" else 4.5)
     for value, css, label in (
         (summary.result.limit, "limit", "budget"),
         (summary.result.noise_floor, "floor", "noise floor"),
@@ -49,11 +54,6 @@ def pareto_chart(summary: Summary) -> Chart | None:
         chart.rule(x=base, css="base", label=f"16-bit: {summary.baseline['name']}")
     if near and reference:
         chart.rule(x=reference, css="floor", label="the script as written")
-    dots = [(run, _kind(run, summary), x, y) for run, x, y in zip(points, times, gaps, strict=True)]
-    front = sorted((x, y) for run, _, x, y in dots if run.name in summary.front)
-    chart.line([x for x, _ in front], [y for _, y in front], "front")
-    for run, kind, x, y in sorted(dots, key=lambda dot: dot[1] == "best"):
-        chart.point(x, y, f"dot {kind}", f"{run.name}: {x:.3g} ms, {y:.3g} %", size=7 if kind == "best" else 4.5)
     for run, kind, x, y in sorted(
         dots, key=lambda d: (d[1] != "best", d[0].name not in summary.front, d[1] != "preset")
     ):

@@ -119,11 +119,18 @@ class Chart:
         )
 
     def rule(self, *, css: str, label: str, x: float | None = None, y: float | None = None) -> None:
-        """Draw a line across the plot at a value of one axis, with its label at the end."""
+        """Draw a line across the plot at a value of one axis, with its label at an end where that covers nothing."""
         (x1, y1) = self.at(self.x.low if x is None else x, self.y.low if y is None else y)
         (x2, y2) = self.at(self.x.high if x is None else x, self.y.high if y is None else y)
         self._parts.append(f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
-        place = (x2 - 4, y2 - 5, "end") if x is None else self._beside(x2, y2 + 10, label, 4)
+        ends = (
+            (x2 - 4, y2 - 5, "end"),
+            (x2 - 4, y2 + 13, "end"),
+            (x1 + 4, y2 - 5, "start"),
+            (x1 + 4, y2 + 13, "start"),
+        )
+        free = (place for place in ends if not self._covers(self._box(*place, label)))
+        place = next(free, ends[0]) if x is None else self._beside(x2, y2 + 10, label, 4)
         while x is not None and self._covers(self._box(*place, label)):
             place = (place[0], place[1] + 6, place[2])
         self._taken.append(self._box(*place, label))

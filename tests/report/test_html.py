@@ -15,7 +15,7 @@ import pytest
 from autoprec.export import export
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict
-from autoprec.report.html import html_report, write_html
+from autoprec.report.html import _cell, html_report, write_html
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
@@ -117,6 +117,12 @@ def test_gradient_error_is_defined_and_printed_one_way() -> None:
     assert "<td>5.00 %</td>" in page
     assert "the limit of this search is 6.00 %" in page, "0.12 of a gradient noise of 0.5"
     assert "<td>0.050</td>" not in page
+
+
+def test_an_interval_may_go_below_its_figure() -> None:
+    """The comparison's last column was cut off on a page of 960 px."""
+    assert _cell("1.98x (1.94x to 2.05x)") == '<td class="range">1.98x <span>(1.94x to 2.05x)</span></td>'
+    assert _cell("<b>") == "<td>&lt;b&gt;</td>"
 
 
 def test_the_export_that_is_recommended_works(tmp_path: Path) -> None:

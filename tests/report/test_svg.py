@@ -49,3 +49,13 @@ def test_labels_of_the_chart_do_not_cover_each_other() -> None:
     for index, (left, top, right, bottom) in enumerate(boxes):
         for a, b, c, d in boxes[:index]:
             assert not (a < right and left < c and b < bottom and top < d)
+
+
+def test_a_rules_label_covers_no_dot() -> None:
+    """The name of the noise floor was once written under the dots beside it."""
+    chart = Chart(Axis(0.0, 10.0, "x"), Axis(0.0, 10.0, "y"), "t")
+    chart.point(9.6, 5.1, "dot", "a run")
+    chart.rule(y=5.0, css="floor", label="noise floor")
+    (_, top, _, bottom), (left, label_top, right, label_bottom) = chart._taken
+    assert label_top >= bottom or label_bottom <= top or right < chart.at(9.6, 5.1)[0]
+    assert left > 0

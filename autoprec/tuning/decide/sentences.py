@@ -212,10 +212,10 @@ def _over_preset(
         return f"a preset is enough here: {name}"
     doubt = ", by its trials" if by_trials else "" if measured else ", which was not run: predicted"
     text = f"{f'about {gain:.0%}' if by_trials else f'{gain:.1%}'} over the best preset ({name}{doubt})"
-    enough = gain < ENOUGH
+    enough = measured and gain < ENOUGH
     if low is not None and high is not None:
         text, enough = f"{text}, timed beside it: {speed_text(1 + gain, low, high)}", low <= 1.0
-    elif ENOUGH <= gain <= noise:
+    elif measured and ENOUGH <= gain <= noise:
         text, enough = f"{text}, within {noise_text(noise)}", True
     return f"{text}: a preset is enough here" if enough else text
 

@@ -70,6 +70,14 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     best = best_preset(made.setup, made.ledger, expectation, [faster], [ran], chosen)
     assert best is not None
     assert best is faster
+    (unrun, _), *_ = others
+    outlook.chance[1] = 0.9  # bf16 autocast, norm in fp32, was predicted 1 % faster than bf16 autocast, which had run
+    slower = replace(faster, speedup=1.45)
+    assert best_preset(made.setup, made.ledger, expectation, [slower], [ran], chosen) is slower
+    slow = replace(faster, speedup=1.2)
+    found = best_preset(made.setup, made.ledger, expectation, [slow], [ran], chosen)
+    assert found is not None
+    assert (found.name, found.seeds) == (unrun, 0)
     (other, further), *_ = others
     itself = Standing(other, 1.5, (0.0, 0.0), preset=True, run=Run(3, "preset", other, further, {}, "ok"))
     best = best_preset(made.setup, made.ledger, expectation, [itself, faster], [ran], itself)
