@@ -24,6 +24,8 @@ CLOSING_S = 4.0
 CONTENDERS = 2
 #: Trials and further seeds after which searches ended by themselves: 1 to 5, and 1 or 2 (2026-11-23_search_cost.md).
 USUAL_TRIALS, USUAL_SEEDS = 4, 2
+#: Trials of those that time steps, which try what their tables may be wrong about: 7 to 14 (2026-11-28_by_hand.md).
+TIMED_TRIALS = 10
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form: row-wise FP8, each block more of one
@@ -81,11 +83,12 @@ class Schedule:
     finalists_s: float
     whole_s: float
     seeds: int = 1
+    duels_s: float = 0.0
     closing_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.reference_s + self.scan_s + self.trials_s + self.finalists_s + self.whole_s + self.closing_s
+        return self.reference_s + self.rest_s
 
     @property
     def least_s(self) -> float:
@@ -94,7 +97,8 @@ class Schedule:
 
     @property
     def rest_s(self) -> float:
-        return self.total_s - self.reference_s
+        runs = self.scan_s + self.trials_s + self.finalists_s + self.whole_s
+        return runs + self.duels_s + self.closing_s
 
 
 def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, elapsed_s: float = 0.0) -> str:
@@ -111,6 +115,8 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
     )
     if usual.whole:
         parts += f", compiling the whole model {_time(usual.whole_s)}"
+    if usual.duels_s:
+        parts += f", duels {_time(usual.duels_s)}"
     if usual.closing_s:
         parts += f", the answer {_time(usual.closing_s)}"
     text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
@@ -140,6 +146,7 @@ def schedule(
     workers: int = 1,
     final_workers: int = 1,
     usual: bool = False,
+    duels_s: float = 0.0,
     closing_s: float = 0.0,
 ) -> Schedule:
     """Return how long a search takes if it never converges, or usually; the decision may take more seeds.
@@ -151,12 +158,13 @@ def schedule(
         host_s: the same for each further paired seed, where its script is started from a copy; None: ``setup_s``.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
+        duels_s: for duels; 0 where steps are not timed.
         closing_s: for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
     if usual and options.sampler == "ours":
-        trials, seeds = min(trials, USUAL_TRIALS), min(seeds, USUAL_SEEDS)
+        trials, seeds = min(trials, TIMED_TRIALS if duels_s else USUAL_TRIALS), min(seeds, USUAL_SEEDS)
     by_block = bool(reference.compile_s) and reference.blocks > 1
     again = reference.trial_s(steps, cached=True)
     # the script is run as it is, and, where the others compile one block, once more with nothing of that cached
@@ -174,6 +182,7 @@ def schedule(
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),
+        duels_s=duels_s,
         closing_s=closing_s,
     )
 

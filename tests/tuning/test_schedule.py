@@ -47,6 +47,16 @@ def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
     assert schedule(one, pace, pace, setup_s=10.0, usual=True).finalists_s == 0
 
 
+def test_a_search_that_times_steps_tries_more_and_has_duels() -> None:
+    """It said 51 s, and took 130: duels were not counted, and so few trials only rehearsals run."""
+    pace = Pace(1.0, 0.2)
+    usual, most = (schedule(OPTIONS, pace, pace, setup_s=1.0, usual=usual, duels_s=70.0) for usual in (True, False))
+    without = schedule(OPTIONS, pace, pace, setup_s=1.0, duels_s=0.0)
+    assert (usual.trials, most.trials) == (10, 30)
+    assert most.rest_s - without.rest_s == pytest.approx(70.0)
+    assert "10 trials 56 s, 3 runs under further paired seeds 18 s, duels 70 s" in describe(usual, most)
+
+
 def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does() -> None:
     script, trial = Pace(5.0, 0.1, 120.0, blocks=12), Pace(5.0, 0.1, 360.0, blocks=12)
     found = schedule(OPTIONS, script, trial, setup_s=10.0)

@@ -231,6 +231,15 @@ def usual_seconds(count: int) -> float:
     return _FIRST_S + _EACH_S * count
 
 
+def seconds_of_all(run_s: float) -> float:
+    """Return the seconds that the duels of a search usually take: of the answer and two others, and that of its second.
+
+    Args:
+        run_s: of one run of the script.
+    """
+    return max(usual_seconds(_AGAIN), _RUNS * run_s) + _AGAIN_S
+
+
 def timed_together(
     run: Callable[[TrialSpec], TrialResult],
     spec: TrialSpec,

@@ -13,6 +13,7 @@ from autoprec.tuning.decide.noise import uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
+from autoprec.tuning.phases.duels import seconds_of_all
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run
@@ -111,6 +112,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     compile_s = timings.get("compile_s", 0.0) if setup.measured else max(0.0, training_s - steps * step_s)
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
     pace = Pace(start_s, step_s, compile_s, blocks)
+    are_timed = setup.measured and not runner.by_block.active
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(
@@ -122,6 +124,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             workers=runner.workers,
             final_workers=runner.final_workers,
             usual=usual,
+            duels_s=seconds_of_all(timings.get("reference_run_s", 0.0)) if are_timed else 0.0,
             closing_s=ledger.seconds_to_close(),
         )
 
