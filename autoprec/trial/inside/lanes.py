@@ -28,7 +28,7 @@ from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.observe.loop import Loop
-from autoprec.trial.inside.observe.measure import clock_for
+from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.protocol import REFERENCE, TrialSpec
 
@@ -39,8 +39,6 @@ _BLOCK_S = 0.4
 #: narrow formats loses more of its gain to that than the script (6 % after two steps, 4 % after five, after thirty no
 #: less than after ten that could be measured: ``benchmarks/results/2026-11-28_settled.md``).
 _SETTLING, _SETTLING_S, _LEAST_SETTLING = 10, 1.0, 2
-#: What is kept on the heap before a contender's first step: blocks of at most so many bytes.
-_KEPT, _KEPT_BYTES = 32, 1 << 19
 
 
 class Lanes:
@@ -106,9 +104,7 @@ class Lanes:
     def _contend(self, name: str, writer: int, layout: float) -> None:
         """Put a policy on, and count the steps from here on, in the script's forward."""
         self._writer = writer
-        draw = random.Random(layout)
-        sizes = [draw.randrange(_KEPT_BYTES) for _ in range(2 * _KEPT)]
-        self._kept = [bytearray(size) for size in sizes][::2]  # with holes between them
+        self._kept = some_heap(layout)
         sys.excepthook = lambda kind, error, _trace: self._say(failed=f"{kind.__name__}: {error}"[:300])
         self._on_exit(self._ended)
         try:

@@ -44,7 +44,7 @@ from autoprec.trial.inside.observe.conditions import (
 from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
-from autoprec.trial.inside.observe.measure import clock_for
+from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
@@ -134,6 +134,7 @@ class Trial:
             keep_random_streams()
         if spec.kind == "train" and (compiles or is_compiled(self.found.root)):
             cache_graphs()  # the next paired seed compiles the same graphs
+        self._heap = some_heap(self.pid) if self._device.type == "cpu" else []
         self._monitors = watch_state(self._policy, self.found, spec.warmup + spec.steps)
         self._batch = batch_size(args, kwargs)
         first = {"record": 0, "sensitivity": spec.warmup}.get(spec.kind, spec.warmup + spec.steps)

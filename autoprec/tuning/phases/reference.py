@@ -86,13 +86,13 @@ def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
 
 
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:
-    """Return a reference from one or more runs that take equally long: their median counts, as a trial has one.
+    """Return a reference from one or more runs that take equally long, on average.
 
     The fastest of three would be 4 % faster than a trial of the script is, where runs differ by 5 %. The peak of its
     step is modelled where that of a script that is timed could not be measured.
     """
     modelled = setup.steps.of_reference()
-    measured = statistics.median(step_time(result.step_ms, result.warmup) for result in results)
+    measured = statistics.fmean(step_time(result.step_ms, result.warmup) for result in results)
     first, scale = results[0], setup.cost.scale
     return Reference(
         losses=first.losses,

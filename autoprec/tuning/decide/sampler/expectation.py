@@ -96,7 +96,7 @@ class Goals:
         uninformative: the loss cannot judge, so only the limits do.
         seeds: paired seeds that a policy is then measured under.
         reference: (milliseconds, bytes) of the script as written, which the first gain is given over.
-        reference_runs: runs that its time is the median of.
+        reference_runs: runs that its time is the mean of.
         timed: step times are measured.
     """
 
