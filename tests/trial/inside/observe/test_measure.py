@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoprec.trial.inside.observe.measure import CpuClock, CudaClock, clock_for
+from autoprec.trial.inside.observe.measure import CpuClock, CudaClock, clock_for, some_heap
 
 
 def busy(seconds: float) -> None:
@@ -63,3 +63,10 @@ def test_cuda_events_are_read_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert log == []
     assert clock.milliseconds() == [1.0, 1.0, 1.0]
     assert log == ["synchronize"]
+
+
+def test_every_process_begins_with_a_heap_of_its_own() -> None:
+    """``random.Random()`` is the same in every fork of a host, and so were the page faults of all its trials."""
+    sizes = [[len(block) for block in some_heap(seed)] for seed in (1, 2, 1)]
+    assert sizes[0] == sizes[2] != sizes[1]
+    assert all(size < 1 << 19 for size in sizes[0])
