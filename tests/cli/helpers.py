@@ -17,7 +17,7 @@ def short_duels(patch: pytest.MonkeyPatch) -> None:
     from autoprec.trial.inside import lanes
     from autoprec.tuning.phases import duels
 
-    for name in ("_FIRST_S", "_EACH_S", "_AGAIN_S", "PRECISE"):
+    for name in ("_FIRST_S", "_EACH_S", "AGAIN_S", "PRECISE"):
         patch.setattr(duels, name, 1.0)
     patch.setattr(duels, "_SHORT_BLOCK_S", 0.01)
     for name in ("_BLOCK_S", "_SETTLING_S"):

@@ -35,7 +35,7 @@ PRECISE = 0.02
 _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 #: Policies of a second duel, and seconds of its own that it takes at most: page faults make two processes of one
 #: program differ by 4 to 6 % (standard deviation), so that it takes thirty rounds to know a speed-up within 2 %.
-_AGAIN, _AGAIN_S = 3, 40.0
+AGAIN, AGAIN_S = 3, 40.0
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
@@ -120,10 +120,10 @@ class Duels:
         """
         known, again = self.known(), self._again
         unsure = [run for run in picked if run.name in known.keys() - again and half_width(known[run.name]) > PRECISE]
-        wanted = _beside(unsure, [run for run in rivals if run.name in known.keys() - again], _AGAIN)
+        wanted = _beside(unsure, [run for run in rivals if run.name in known.keys() - again], AGAIN)
         if not self._are_timed() or not wanted or not self._can_fork(wanted):
             return False
-        within = min(_AGAIN_S, self._seconds(len(wanted), usual_s=_AGAIN_S))
+        within = min(AGAIN_S, self._seconds(len(wanted), usual_s=AGAIN_S))
         self._again |= {run.name for run in wanted}
         return within > 0 and self._time(wanted, within)
 
@@ -229,15 +229,6 @@ def half_width(run: Run) -> float:
 def usual_seconds(count: int) -> float:
     """Return the seconds of its own that a duel of so many policies may take."""
     return _FIRST_S + _EACH_S * count
-
-
-def seconds_of_all(run_s: float) -> float:
-    """Return the seconds that the duels of a search usually take: of the answer and two others, and that of its second.
-
-    Args:
-        run_s: of one run of the script.
-    """
-    return max(usual_seconds(_AGAIN), _RUNS * run_s) + _AGAIN_S
 
 
 def timed_together(

@@ -13,7 +13,7 @@ from autoprec.tuning.decide.noise import uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
-from autoprec.tuning.phases.duels import seconds_of_all
+from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run
@@ -124,7 +124,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             workers=runner.workers,
             final_workers=runner.final_workers,
             usual=usual,
-            duels_s=seconds_of_all(timings.get("reference_run_s", 0.0)) if are_timed else 0.0,
+            duels_s=usual_seconds(AGAIN) + AGAIN_S if are_timed else 0.0,
             closing_s=ledger.seconds_to_close(),
         )
 

@@ -169,7 +169,7 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
     first, second = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
     assert 1.04 < first["speedup"] / second["speedup"] < 1.08, "half of the luck is gone"
     assert result.best["speedup"] == pytest.approx(second["speedup"])
-    assert max(within) == pytest.approx(duels._AGAIN_S, abs=1.0), "longer than the first duel had"
+    assert max(within) == pytest.approx(duels.AGAIN_S, abs=1.0), "longer than the first duel had"
 
 
 def test_what_is_written_by_hand_is_timed_beside_the_answer_where_a_busy_minute_made_its_trial_slow(

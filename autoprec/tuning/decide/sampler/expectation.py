@@ -75,8 +75,6 @@ _AFTER_FAILURES = np.array([1.0, 0.2, 0.0])
 _FAR_OFF, _LEAST_FAR_OFF = 8.0, 0.02
 #: The share of memory, against time, in the logarithm of what an objective minimises; the rest breaks ties.
 _MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
-
-
 #: No duel is taken to know a step time better than this, relative.
 _SUREST = 1e-3
 #: How far the modelled effect of a parameter may be off, in parts of a step: of those that change operators outside the
