@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 #: What is kept on the heap before a process's first step: blocks of at most so many bytes.
 _KEPT, _KEPT_BYTES = 32, 1 << 19
 
