@@ -1,10 +1,14 @@
 """How much two ways to train differ in one process, and in a process each: what decides how a duel is timed.
 
     python benchmarks/search/heap.py lstm unet conv
+    python benchmarks/search/heap.py convnext --hosts 7    # trials of one host, and of several
 
 Blocks of fp32 steps and of steps under ``torch.autocast`` in random order: both on one model in one process, each in
 a process of its own. Where the ratios differ it is the heap: a process keeps blocks of the largest size that it has
 freed, and what the narrower steps allocate then needs no pages from the system. The page faults of a step say so.
+
+With ``--hosts`` the script as written is a trial so many times in each of so many hosts, as a search runs it: how far
+step times are apart, by the mean and by the median of a trial's steps, in one host and from one to the next.
 """
 
 from __future__ import annotations
@@ -25,12 +29,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.protocol import TrialSpec
 from benchmarks.search.by_hand import FOLDER, SCRIPTS, make
 
 sys.path.insert(0, str(FOLDER))
 
 KINDS = {"fp32": ("fp32",), "autocast": ("autocast",), "both": ("fp32", "autocast")}
 PROCESSES, ROUNDS, BLOCK_S = 2, 10, 0.3
+#: Trials in each host.
+TRIALS = 5
 
 
 def steps_of(name: str, kinds: tuple[str, ...]) -> dict[str, Callable[[], None]]:
@@ -95,11 +104,35 @@ def compare(name: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def trials(name: str, hosts: int) -> list[str]:
+    found = []
+    for _ in range(hosts):
+        with TrialRunner(ScriptCommand.parse(list(SCRIPTS[name]))) as runner:
+            runner.start()
+            found.append([runner.run(TrialSpec()).step_ms[TrialSpec().warmup :] for _ in range(TRIALS)])
+    rows = []
+    for how in (statistics.fmean, statistics.median):
+        ms = [[how(steps) for steps in host] for host in found]
+        means = [statistics.fmean(host) for host in ms]
+        middle, inside = statistics.fmean(means), statistics.fmean(statistics.variance(host) for host in ms) ** 0.5
+        figures = (inside, inside / TRIALS**0.5, statistics.stdev(means))
+        cells = [name, how.__name__, f"{middle:.1f} ms", *(f"{figure / middle:.1%}" for figure in figures)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="+", choices=list(SCRIPTS))
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--hosts", type=int, default=0, help="run trials in so many hosts instead")
     args = parser.parse_args()
+    if args.hosts:
+        print(f"| script | of its steps | {args.hosts} hosts | sd in a host | sd of {TRIALS} of them | sd of hosts |")
+        print("|---|---|---|---|---|---|")
+        for name in args.scripts:
+            print("\n".join(trials(name, args.hosts)), flush=True)
+        return
     if args.serve:
         serve(args.scripts[0], KINDS[args.serve])
         return
