@@ -22,10 +22,9 @@ CLOSING_S = 4.0
 #: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them. At
 #: most as many acceptable ones are compiled as a whole.
 CONTENDERS = 2
-#: Trials and further seeds after which searches ended by themselves: 1 to 5, and 1 or 2 (2026-11-23_search_cost.md).
-USUAL_TRIALS, USUAL_SEEDS = 4, 2
-#: Trials of those that time steps, which try what their tables may be wrong about: 7 to 14 (2026-11-28_by_hand.md).
-TIMED_TRIALS = 10
+#: Trials and further seeds after which searches ended by themselves, 1 to 5 and 1 or 2 (2026-11-23_search_cost.md), and
+#: trials of those that time steps, 7 to 14 (2026-11-28_by_hand.md): they try what their tables may be wrong about.
+USUAL_TRIALS, USUAL_SEEDS, TIMED_TRIALS = 4, 2, 10
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form: row-wise FP8, each block more of one
@@ -97,8 +96,7 @@ class Schedule:
 
     @property
     def rest_s(self) -> float:
-        runs = self.scan_s + self.trials_s + self.finalists_s + self.whole_s
-        return runs + self.duels_s + self.closing_s
+        return self.scan_s + self.trials_s + self.finalists_s + self.whole_s + self.duels_s + self.closing_s
 
 
 def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, elapsed_s: float = 0.0) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,9 @@ _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 #: Policies of a second duel, and seconds of its own that it takes at most: page faults make two processes of one
 #: program differ by 4 to 6 % (standard deviation), so that it takes thirty rounds to know a speed-up within 2 %.
 AGAIN, AGAIN_S = 3, 40.0
+#: Half the width from which on there are further ones, up to so many: the fastest of three that are known within 9 %
+#: was 13 % slower than it seemed (dlrm).
+_ROUGH, _MOST_AGAIN = 0.04, 3
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
@@ -52,7 +56,7 @@ class Duels:
     def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
         self._setup, self._runner, self._ledger = setup, runner, ledger
         self._tried: set[str] = set()
-        self._again: set[str] = set()
+        self._again: Counter[str] = Counter()
         self._rounds: list[dict[str, float]] = []
 
     def between(self, one: Standing, other: Standing) -> tuple[float, float, float] | None:
@@ -107,24 +111,26 @@ class Duels:
         return self._time(wanted, self._seconds(len(wanted), may_overrun=True))
 
     def time_again(self, picked: Sequence[Run], rivals: Sequence[Run]) -> bool:
-        """Time once more what is not known well yet, where a time budget leaves the time.
+        """Time once more what is not known well yet, where a time budget leaves the time; says whether that was done.
 
-        The fastest of several that were timed is on average slower than it seemed. Rounds of both duels count.
+        The fastest of several that were timed is on average slower than it seemed. Rounds of all duels count.
 
         Args:
             picked: policies, each of them timed.
-            rivals: are timed beside them if they were timed, and not yet again.
-
-        Returns:
-            Whether anything was learnt.
+            rivals: are timed beside them if they were timed; all once, what is still rough up to three times.
         """
-        known, again = self.known(), self._again
-        unsure = [run for run in picked if run.name in known.keys() - again and half_width(known[run.name]) > PRECISE]
-        wanted = _beside(unsure, [run for run in rivals if run.name in known.keys() - again], AGAIN)
+        known = {name: half_width(run) for name, run in self.known().items()}
+
+        def may(run: Run) -> bool:
+            most = _MOST_AGAIN if known.get(run.name, 0.0) > _ROUGH else 1
+            return run.name in known and self._again[run.name] < most
+
+        unsure = [run for run in picked if may(run) and known[run.name] > PRECISE]
+        wanted = _beside(unsure, list(filter(may, rivals)), AGAIN)
         if not self._are_timed() or not wanted or not self._can_fork(wanted):
             return False
         within = min(AGAIN_S, self._seconds(len(wanted), usual_s=AGAIN_S))
-        self._again |= {run.name for run in wanted}
+        self._again.update(run.name for run in wanted)
         return within > 0 and self._time(wanted, within)
 
     def _time(self, wanted: Sequence[Run], within: float) -> bool:

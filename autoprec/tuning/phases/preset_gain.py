@@ -14,10 +14,9 @@ from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import Run
 
-#: Chance of being acceptable from which on a preset that was not run counts as what people would run instead.
-_MAY_BE_FINE = 0.5
-#: How much faster one that was not run must be predicted to be than all presets that were.
-_OFF = 0.1
+#: A preset that was not run counts as what people would run instead where its chance of being acceptable is so large,
+#: and where it is predicted to be faster by so much than all presets that were.
+_MAY_BE_FINE, _OFF = 0.5, 0.1
 
 
 def best_preset(
@@ -30,10 +29,9 @@ def best_preset(
 ) -> Standing | None:
     """Return the fastest preset that is acceptable, or may be for all that is known: under no seed if it was not run.
 
-    One that was measured, and is faster within what a tie leaves, counts as well; one that was not run is predicted to
-    be as fast as the chosen policy at most, or a run of it would have paid, and stands for what was measured only where
-    it is faster by more than a tenth. A preset that was chosen is the best one. None where there are no presets, or
-    speed is not the objective.
+    One that was not run is predicted to be as fast as the chosen policy at most, or a run of it would have paid, and
+    stands for those that were only where it is faster by more than a tenth. A preset that was chosen is the best one.
+    None where there are no presets, or speed is not the objective.
     """
     problem = setup.problem
     offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]

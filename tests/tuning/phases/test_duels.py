@@ -166,10 +166,28 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
     monkeypatch.setattr(SimulatedRunner, "_duel", duel)
     made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
     assert result.verdict == "adopt"
-    first, second = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
+    first, second, *more = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
     assert 1.04 < first["speedup"] / second["speedup"] < 1.08, "half of the luck is gone"
-    assert result.best["speedup"] == pytest.approx(second["speedup"])
+    assert result.best["speedup"] == pytest.approx([second, *more][-1]["speedup"])
     assert max(within) == pytest.approx(duels.AGAIN_S, abs=1.0), "longer than the first duel had"
+
+
+def test_what_is_known_within_nine_percent_is_timed_until_it_is_known_better(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autocast was the fastest of three, 2.11x [1.92, 2.28], and is 1.87x from outside."""
+    real = SimulatedRunner._duel
+
+    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+        rounds = real(runner, spec).payload["duel"]["rounds"]
+        apart = [0.8, 0.85, 0.95, 1.0, 1.0, 1.05, 1.15, 1.2]
+        noisy = [{w: ms / (x if w else 1.0) for w, ms in r.items()} for r, x in zip(rounds, apart, strict=True)]
+        return TrialResult("ok", payload={"duel": {"rounds": noisy, "steps": 8, "refused": {}}})
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", duel)
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) > 2
 
 
 def test_what_is_written_by_hand_is_timed_beside_the_answer_where_a_busy_minute_made_its_trial_slow(
