@@ -37,8 +37,7 @@ _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 #: Policies of a second duel, and seconds of its own that it takes at most: page faults make two processes of one
 #: program differ by 4 to 6 % (standard deviation), so that it takes thirty rounds to know a speed-up within 2 %.
 AGAIN, AGAIN_S = 3, 40.0
-#: Half the width from which on there are further ones, up to so many: the fastest of three that are known within 9 %
-#: was 13 % slower than it seemed (dlrm).
+#: Half the width from which on there are further ones, up to so many: the fastest of three was once 13 % slower (dlrm).
 _ROUGH, _MOST_AGAIN = 0.04, 3
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
