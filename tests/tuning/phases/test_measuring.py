@@ -90,14 +90,14 @@ def test_memory_that_could_not_be_measured_is_modelled_and_called_so() -> None:
         assert reference_of(setup, ran).memory_bytes == (measured or setup.steps.of_reference().memory_bytes)
 
 
-def test_the_time_of_a_reference_is_the_median_of_its_runs_as_a_trial_has_one_run() -> None:
+def test_the_time_of_a_reference_is_the_mean_of_its_runs_as_a_trial_has_one_run() -> None:
     """The fastest of several made every policy seem slower than it is, on a CPU by 3 to 10 %."""
     made = plain_search().made
     assert made.setup is not None
     assert made.ledger is not None
     losses = tuple(made.ledger.reference.losses)
     runs = [TrialResult("ok", losses=losses, step_ms=(ms,) * len(losses)) for ms in (100.0, 108.0, 96.0)]
-    assert reference_of(replace(made.setup, measured=True), *runs).step_ms == 100.0
+    assert reference_of(replace(made.setup, measured=True), *runs).step_ms == pytest.approx(304.0 / 3)
 
 
 def test_a_gain_is_told_over_16_bit_as_soon_as_that_is_known() -> None:
