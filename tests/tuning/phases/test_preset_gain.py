@@ -42,6 +42,8 @@ def test_two_that_were_timed_apart_have_the_interval_of_their_intervals() -> Non
     assert "low" not in told(POLICY, preset, duels()), "one of them was never in a duel"
     assert "by_trials" not in told(POLICY, PRESET, duels()), "modelled ones never are"
     assert told(policy, PRESET, duels())["by_trials"], "4.1 % was once said over a preset that trials alone had timed"
+    written = Standing("the script as written", 1.0, (0.0,), reference=True)
+    assert "by_trials" not in told(policy, written, duels()), "every duel times the script"
 
 
 def test_a_preset_that_was_chosen_is_not_said_to_gain_nothing_over_itself() -> None:
