@@ -145,25 +145,31 @@ def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
     assert made.ledger.elapsed() + 5.0 <= 1.25 * 80.0 + 0.5
 
 
+def noisy_duels(patch: pytest.MonkeyPatch, spread: list[float], luck: float = 1.0) -> list[float]:
+    """Let rounds of a duel differ by ``spread``, and the first duel favour policies; return the seconds of each."""
+    real = SimulatedRunner._duel
+    within: list[float] = []
+
+    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+        within.append(spec.within_s or 0.0)
+        rounds = real(runner, spec).payload["duel"]["rounds"]
+        lucky = luck if len(within) == 1 else 1.0
+        noisy = [
+            {who: ms / (scale * lucky if who else 1.0) for who, ms in r.items()}
+            for r, scale in zip(rounds, spread, strict=True)
+        ]
+        return TrialResult("ok", payload={"duel": {"rounds": noisy, "steps": 8, "refused": {}}})
+
+    patch.setattr(SimulatedRunner, "_duel", duel)
+    return within
+
+
 def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lucky duel makes what it favours 12 % faster than it is; the next one of that does not."""
-    real, within = SimulatedRunner._duel, []
-    spread = [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1]
-
-    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
-        within.append(spec.within_s)
-        rounds = real(runner, spec).payload["duel"]["rounds"]
-        luck = 1.12 if len(within) == 1 else 1.0
-        noisy = [
-            {who: ms / (scale * luck if who else 1.0) for who, ms in r.items()}
-            for r, scale in zip(rounds, spread, strict=True)
-        ]
-        return TrialResult("ok", payload={"duel": {"rounds": noisy, "steps": 8, "refused": {}}})
-
-    monkeypatch.setattr(SimulatedRunner, "_duel", duel)
+    within = noisy_duels(monkeypatch, [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1], luck=1.12)
     made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
     assert result.verdict == "adopt"
     first, second, *more = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
@@ -177,15 +183,7 @@ def test_what_is_known_within_nine_percent_is_timed_until_it_is_known_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Autocast was the fastest of three, 2.11x [1.92, 2.28], and is 1.87x from outside."""
-    real = SimulatedRunner._duel
-
-    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
-        rounds = real(runner, spec).payload["duel"]["rounds"]
-        apart = [0.8, 0.85, 0.95, 1.0, 1.0, 1.05, 1.15, 1.2]
-        noisy = [{w: ms / (x if w else 1.0) for w, ms in r.items()} for r, x in zip(rounds, apart, strict=True)]
-        return TrialResult("ok", payload={"duel": {"rounds": noisy, "steps": 8, "refused": {}}})
-
-    monkeypatch.setattr(SimulatedRunner, "_duel", duel)
+    noisy_duels(monkeypatch, [0.8, 0.85, 0.95, 1.0, 1.0, 1.05, 1.15, 1.2])
     made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
     assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) > 2
 
