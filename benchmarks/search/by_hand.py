@@ -1,6 +1,7 @@
 """What a search says of a script's speed against the truth, and against what a person does by hand.
 
     python benchmarks/search/by_hand.py conv tab lstm unet gpt --search --repeats 3 --out FILE.md
+    python benchmarks/search/by_hand.py gpt --search --repeats 2 --at-once 2 --out FILE.md       # one on each core
     python benchmarks/search/by_hand.py all --search --options "--budget 15m" --out FILE.md     # hours
     python benchmarks/search/by_hand.py all --search --at-once 8 --out FILE.md                   # beside a load of 8
     python benchmarks/search/by_hand.py conv --policy policy.yaml
@@ -13,12 +14,13 @@ what another's process took beside it; the median of these ratios, one for each 
 (blocks of one process are alike, and would make it too narrow). Nothing of the product takes part but
 ``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes; the loop is the script's own.
 
-With ``--search`` the policies are what ``autoprec search`` adopts, script after script or several at once, each beside
-the others (answers that are in ``--work`` already are not searched again). What all the searches of a script adopted is
-then timed together, and the gain of each answer over the fastest by hand is said. A row is wrong where the speed it
-claims is outside the true one's interval and more than 3 % from it, where autocast by hand is surely faster than
-what was adopted (than the script, where the answer is to stay), or where another search of the script adopted what is
-surely faster by more than this one said is left at most.
+With ``--search`` the policies are what ``autoprec search`` adopts, script after script or ``--at-once`` several, each
+beside the others (answers that are in ``--work`` already are not searched again). What all the searches of a script
+adopted is then timed together, so many at once as were searched, and the gain of each answer over the fastest by hand
+is said. Nothing else may run: by a cache that cores share it makes a speed-up of 3.3 one of 3.1. A row is wrong where
+the speed it claims is outside the true one's interval and more than 3 % from it, where autocast by hand is surely
+faster than what was adopted (than the script, where the answer is to stay), or where another search of the script
+adopted what is surely faster by more than this one said is left at most.
 """
 
 from __future__ import annotations
@@ -229,26 +231,38 @@ def serve(name: str, kind: str) -> None:
     train(name, kind, stepped)
 
 
-def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds of CPU time per step of each contender, one for each of its processes.
+def races(asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1) -> dict[str, dict[str, list[float]]]:
+    """Return milliseconds of CPU time per step of each contender of each script, one for each of its processes.
 
     Processes of one program differ, by where their memory lies (an LSTM's by 12 %): so each contender has several, and
     of each the mean of its blocks counts once.
 
     Args:
+        asked: scripts, and the contenders of each.
         rounds: blocks of a contender in all its processes together.
+        at_once: so many work at a time, each beside the others as the searches were: what else wants a machine's cache
+            takes more from one policy than from another.
     """
-    times: dict[str, list[float]] = {who: [] for who in contenders}
-    for number in range(PROCESSES):
+
+    def blocks_of(name: str, number: int) -> dict[str, float]:
+        contenders = asked[name]
         blocks: dict[str, list[float]] = {who: [] for who in contenders}
         with contextlib.ExitStack() as lanes:
             block = _started(name, contenders, lanes)
             for turn in range(number, max(rounds, PROCESSES), PROCESSES):
                 for who in random.Random(turn).sample(list(contenders), len(contenders)):
                     blocks[who].append(block(who))
-        for who, found in blocks.items():
-            times[who].append(statistics.fmean(found))
-    return times
+        return {who: statistics.fmean(found) for who, found in blocks.items()}
+
+    turns = [(name, number) for number in range(PROCESSES) for name in asked]
+    with ThreadPoolExecutor(at_once) as workers:
+        found = list(workers.map(lambda turn: (turn[0], blocks_of(*turn)), turns))
+    return {name: {who: [ms[who] for own, ms in found if own == name] for who in asked[name]} for name in asked}
+
+
+def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
+    """Return :func:`races` of one script, with nothing beside it."""
+    return races({name: contenders}, rounds)[name]
 
 
 def _started(name: str, contenders: dict[str, str], lanes: contextlib.ExitStack) -> Callable[[str], float]:
@@ -297,26 +311,45 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
     write_json(folder / "result.json", found | {"seconds": time.monotonic() - began})
 
 
-def judged(name: str, folders: Sequence[Path], rounds: int) -> list[Row]:
-    """Time what searches of a script adopted beside the script and autocast by hand; returns a row for each.
+def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1) -> list[Row]:
+    """Time what searches of scripts adopted beside the script and autocast by hand; returns a row for each search.
 
     What several of them adopted is timed once. Times are kept beside the searches' folders, and not taken again.
+
+    Args:
+        folders: of the searches of each script.
+        rounds: see :func:`races`, as of ``at_once``.
     """
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
-    policies = {i: str(folders[i] / "policy.yaml") for i, found in enumerate(results) if found["verdict"] == "adopt"}
-    bare = {i: autoprec.load(path).model_copy(update={"evidence": None}).to_dict() for i, path in policies.items()}
-    first = {i: next(j for j, other in bare.items() if other == own) for i, own in bare.items()}
-    kept = folders[0].parent / "truth.json"
-    times = json.loads(kept.read_text()) if kept.exists() else {}
-    contenders = {kind: kind for kind in BY_HAND} | {f"{ADOPTED} {i}": policies[i] for i in set(first.values())}
-    if not contenders.keys() <= times.keys():
-        times = race(name, contenders, rounds)
-        write_json(kept, times)
-    answers = [f"{ADOPTED} {first[i]}" if i in first else WRITTEN for i in range(len(results))]
+    answers = {name: _answers(own) for name, own in folders.items()}
+    times: dict[str, dict[str, list[float]]] = {}
+    asked = {}
+    for name, own in folders.items():
+        kept = own[0].parent / "truth.json"
+        times[name] = json.loads(kept.read_text()) if kept.exists() else {}
+        contenders = {kind: kind for kind in BY_HAND}
+        contenders |= {who: str(own[int(who.split()[1])] / "policy.yaml") for who in {*answers[name]} - {WRITTEN}}
+        if not contenders.keys() <= times[name].keys():
+            asked[name] = contenders
+    for name, found in races(asked, rounds, at_once).items():
+        times[name] = found
+        write_json(folders[name][0].parent / "truth.json", found)
     return [
-        _row(name, result, times, answer, {*answers} - {WRITTEN})
-        for result, answer in zip(results, answers, strict=True)
+        _row(name, json.loads((folder / "result.json").read_text()), times[name], answer, {*answers[name]} - {WRITTEN})
+        for name, own in folders.items()
+        for folder, answer in zip(own, answers[name], strict=True)
     ]
+
+
+def _answers(folders: Sequence[Path]) -> list[str]:
+    """Return the contender that each search answered with: the script, or the first search with the same policy."""
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    bare = {
+        i: autoprec.load(folders[i] / "policy.yaml").model_copy(update={"evidence": None}).to_dict()
+        for i, found in enumerate(results)
+        if found["verdict"] == "adopt"
+    }
+    first = {i: next(j for j, other in bare.items() if other == own) for i, own in bare.items()}
+    return [f"{ADOPTED} {first[i]}" if i in first else WRITTEN for i in range(len(results))]
 
 
 def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answered: str, others: set[str]) -> Row:
@@ -364,7 +397,7 @@ def main() -> None:
     parser.add_argument("--options", default="", help="options of the searches, e.g. '--steps 10 --trials 6'")
     parser.add_argument("--work", type=Path, default=Path("autoprec-runs/by-hand"), help="answers here are kept")
     parser.add_argument("--repeats", type=int, default=1, help="searches of each script")
-    parser.add_argument("--at-once", type=int, default=1, help="searches at once: each has the others as its load")
+    parser.add_argument("--at-once", type=int, default=1, help="searches, then truths, beside each other")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--serve", metavar="CONTENDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
@@ -382,15 +415,12 @@ def main() -> None:
             for who, ms in times.items():
                 print(f"{name:6}{who:40}{statistics.median(ms):9.1f} ms  {text(over(ms, times[WRITTEN]))}")
         return
-    rows = []
     folders = {name: [args.work / name / str(number) for number in range(args.repeats)] for name in args.scripts}
     with ThreadPoolExecutor(args.at_once) as searches:
         asked = [(name, folders[name][number]) for number in range(args.repeats) for name in args.scripts]
         list(searches.map(lambda one: search(one[0], one[1], args.options.split()), asked))
     load = os.getloadavg()[0]
-    for name in args.scripts:
-        rows += judged(name, folders[name], args.rounds)
-        print("\n".join(table(rows)[-args.repeats :]), flush=True)
+    rows = judged(folders, args.rounds, args.at_once)
     verdicts = {name: {row.verdict for row in rows if row.script == name} for name in args.scripts}
     apart = [name for name, found in verdicts.items() if len(found) > 1]
     gains = [row.gain[0] - 1.0 for row in rows]
