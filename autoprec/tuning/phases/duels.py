@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
+from autoprec.support.units import speed_text
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Standing
@@ -158,8 +159,9 @@ class Duels:
         if short and not failure and self._setup.options.budget_s is not None:
             self._ledger.cut("the time budget ended a duel before it had an interval")
         if found:
-            told = ", ".join(f"{one.name} {one['speedup']:.3g}x {interval_text(one)}" for one in found)
-            self._ledger.listener.note(f"timed beside the script, block by block: {told}")
+            speeds = {one.name: one.metrics["speedup"] for one in found}
+            told = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
+            self._ledger.listener.note(f"timed beside the script, block by block: {', '.join(told)}")
         self._ledger.add_seconds("duels_s", time.monotonic() - began[1])
         return bool(found)
 
@@ -289,14 +291,6 @@ def can_be_exchanged(document: dict[str, Any]) -> bool:
     policy = Policy.model_validate({key: value for key, value in document.items() if key != "evidence"})
     plain = policy.optimizer == OptimizerPolicy() and policy.communication == CommunicationPolicy()
     return plain and policy.loss_scaling == "none" and not policy.phases
-
-
-def interval_text(run: Run) -> str:
-    """Return a speed-up's interval; empty where it has none."""
-    metric = run.metrics.get("speedup")
-    if metric is None or metric.low is None or metric.high is None:
-        return ""
-    return f"[{metric.low:.3g}, {metric.high:.3g}]"
 
 
 def drift(speedups: Sequence[tuple[float, float]]) -> float:

@@ -43,6 +43,15 @@ def test_what_is_adopted_was_timed_in_a_duel_and_says_its_interval(
     assert all(run.metrics["speedup"].low is not None for run in duels.values())
 
 
+def test_speeds_are_said_of_a_duel_as_they_are_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """It was "trial 5 2.3x [2.2, 2.4]" where every other line has "2.30x [2.20, 2.40]"."""
+    notes: list[str] = []
+    monkeypatch.setattr(Listeners, "note", lambda _self, text: notes.append(text))
+    monkeypatch.setattr(duels, "median_interval", lambda _ratios: (2.3, 2.2, 2.4))
+    search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    assert any("bf16 autocast 2.30x [2.20, 2.40]" in note for note in notes)
+
+
 def test_the_first_trials_are_what_people_write_by_hand(here: Path) -> None:  # noqa: F811
     made, _ = search(SimulatedScript(), options(target="h100", trials=8))
     first = sorted((run for run in made.records if run.kind in ("preset", "search")), key=lambda run: run.number)[:3]
