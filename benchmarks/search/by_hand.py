@@ -11,8 +11,9 @@ and each policy train in processes of their own, as they do at a user's: copies 
 its caches and its heap, and by where that lies one process differs from the next. One works at a time, in blocks of a
 few steps in random order, in CPU time on one thread (which trials have as well). What a process took is divided by
 what another's process took beside it; the median of these ratios, one for each of eight processes, has a 95 % interval
-(blocks of one process are alike, and would make it too narrow). Nothing of the product takes part but
-``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes; the loop is the script's own.
+(blocks of one process are alike, and would make it too narrow). Each process begins with a heap of its own, as trials
+do. Nothing else of the product takes part but ``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user
+writes; the loop is the script's own.
 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script or ``--at-once`` several, each
 beside the others (answers that are in ``--work`` already are not searched again). What all the searches of a script
@@ -53,6 +54,7 @@ import autoprec
 from autoprec.applying.policy import TorchPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import write_json
+from autoprec.trial.inside.observe.measure import some_heap
 from autoprec.trial.intervals import median_interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +160,7 @@ class Ended(BaseException):
 
 
 def train(name: str, kind: str, stepped: Callable[[float], None], seed: int | None = None) -> None:
-    """Run a script's own loop as a contender, until ``stepped`` raises :class:`Ended`.
+    """Run a script's own loop as a contender, until ``stepped`` raises :class:`Ended`, on a heap of its own.
 
     What a loop holds on to from step to step, its loss and its batch, decides where the heap ends and so which pages
     the C library gives back and asks for again: up to a tenth of a step. So it is the script's loop that is timed.
@@ -170,11 +172,12 @@ def train(name: str, kind: str, stepped: Callable[[float], None], seed: int | No
     """
     kind, *options = kind.split(" --")
     policy = ALL_BF16 if kind == BF16 else None if kind in BY_HAND else autoprec.load(Path(kind))
-    own = name in ("gpt", "gpt-768")
+    own, heap = name in ("gpt", "gpt-768"), list[object]()
     script = import_module("examples.train_gpt" if own else "train")
     made, losses, backward = script.GPT if own else script.make, [math.nan], torch.Tensor.backward
 
     def build(*arguments: Any) -> Any:
+        heap.append(some_heap(os.getpid()))
         built = made(*arguments)
         model = built if own else built.model
         if policy is not None:
@@ -234,8 +237,10 @@ def serve(name: str, kind: str) -> None:
 def races(asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of CPU time per step of each contender of each script, one for each of its processes.
 
-    Processes of one program differ, by where their memory lies (an LSTM's by 12 %): so each contender has several, and
-    of each the mean of its blocks counts once.
+    A process's time is also that of its heap, by the page faults of its steps, and processes of one program have much
+    the same heap: of two programs that compute the same (``dlrm`` under autocast, and under a policy of autocast) one
+    took 44 ms in all eight, the other 36 to 43. So each process's heap is drawn at random, and each contender has
+    several, of each of which the mean of its blocks counts once.
 
     Args:
         asked: scripts, and the contenders of each.
