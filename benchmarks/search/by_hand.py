@@ -18,7 +18,7 @@ writes; the loop is the script's own.
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script or ``--at-once`` several, each
 beside the others (answers that are in ``--work`` already are not searched again). What all the searches of a script
 adopted is then timed together, so many at once as were searched, and the gain of each answer over the fastest by hand
-is said. Nothing else may run: by a cache that cores share it makes a speed-up of 3.3 one of 3.1. A row is wrong where
+is said. Nothing else may run: where cores share a cache that makes a speed-up of 3.3 one of 3.1. A row is wrong where
 the speed it claims is outside the true one's interval and more than 3 % from it, where autocast by hand is surely
 faster than what was adopted (than the script, where the answer is to stay), or where another search of the script
 adopted what is surely faster by more than this one said is left at most.
@@ -172,12 +172,12 @@ def train(name: str, kind: str, stepped: Callable[[float], None], seed: int | No
     """
     kind, *options = kind.split(" --")
     policy = ALL_BF16 if kind == BF16 else None if kind in BY_HAND else autoprec.load(Path(kind))
-    own, heap = name in ("gpt", "gpt-768"), list[object]()
+    own = name in ("gpt", "gpt-768")
     script = import_module("examples.train_gpt" if own else "train")
+    _held = some_heap(os.getpid())
     made, losses, backward = script.GPT if own else script.make, [math.nan], torch.Tensor.backward
 
     def build(*arguments: Any) -> Any:
-        heap.append(some_heap(os.getpid()))
         built = made(*arguments)
         model = built if own else built.model
         if policy is not None:
@@ -239,7 +239,7 @@ def races(asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1) -> di
 
     A process's time is also that of its heap, by the page faults of its steps, and processes of one program have much
     the same heap: of two programs that compute the same (``dlrm`` under autocast, and under a policy of autocast) one
-    took 44 ms in all eight, the other 36 to 43. So each process's heap is drawn at random, and each contender has
+    took 43 to 46 ms in all eight, the other 36 to 43. So each process's heap is drawn at random, and each contender has
     several, of each of which the mean of its blocks counts once.
 
     Args:
@@ -325,36 +325,36 @@ def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1) -> lis
         folders: of the searches of each script.
         rounds: see :func:`races`, as of ``at_once``.
     """
-    answers = {name: _answers(own) for name, own in folders.items()}
+    results = {name: [json.loads((one / "result.json").read_text()) for one in own] for name, own in folders.items()}
+    answers = {name: _answers(own, results[name]) for name, own in folders.items()}
     times: dict[str, dict[str, list[float]]] = {}
     asked = {}
     for name, own in folders.items():
         kept = own[0].parent / "truth.json"
         times[name] = json.loads(kept.read_text()) if kept.exists() else {}
-        contenders = {kind: kind for kind in BY_HAND}
-        contenders |= {who: str(own[int(who.split()[1])] / "policy.yaml") for who in {*answers[name]} - {WRITTEN}}
+        contenders = {kind: kind for kind in BY_HAND} | dict(answers[name])
         if not contenders.keys() <= times[name].keys():
             asked[name] = contenders
     for name, found in races(asked, rounds, at_once).items():
         times[name] = found
         write_json(folders[name][0].parent / "truth.json", found)
     return [
-        _row(name, json.loads((folder / "result.json").read_text()), times[name], answer, {*answers[name]} - {WRITTEN})
-        for name, own in folders.items()
-        for folder, answer in zip(own, answers[name], strict=True)
+        _row(name, result, times[name], who, {*dict(answers[name])} - {WRITTEN})
+        for name in folders
+        for result, (who, _) in zip(results[name], answers[name], strict=True)
     ]
 
 
-def _answers(folders: Sequence[Path]) -> list[str]:
+def _answers(folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the contender that each search answered with: the script, or the first search with the same policy."""
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     bare = {
         i: autoprec.load(folders[i] / "policy.yaml").model_copy(update={"evidence": None}).to_dict()
         for i, found in enumerate(results)
         if found["verdict"] == "adopt"
     }
     first = {i: next(j for j, other in bare.items() if other == own) for i, own in bare.items()}
-    return [f"{ADOPTED} {first[i]}" if i in first else WRITTEN for i in range(len(results))]
+    adopted = {i: (f"{ADOPTED} {j}", str(folders[j] / "policy.yaml")) for i, j in first.items()}
+    return [adopted.get(i, (WRITTEN, WRITTEN)) for i in range(len(results))]
 
 
 def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answered: str, others: set[str]) -> Row:

@@ -195,7 +195,7 @@ def _no_gain(
 
 def _faster_not_taken(name: str, speedup: float, why: Reason, more: int) -> str:
     others = f" (nor is {'another one' if more == 1 else f'any of {more} others'}: see the notes)" if more else ""
-    return f"{name} measured faster ({speed_text(speedup)} over the script), but is not taken: {why}{others}"
+    return f"{name} came out faster ({speed_text(speedup)} over the script), but is not taken: {why}{others}"
 
 
 def _over_preset(

@@ -379,7 +379,7 @@ class Race:
         found = faster_ones(chosen, tried, self._rules(), decision.rejected, fewest=self.fewest, timing_noise=noise)
         others = {name: why for name, why in found.items() if name not in decision.rejected}
         for name, why in others.items():
-            self._ledger.note(f"{name} measured faster, but was not taken: {why}")
+            self._ledger.note(f"{name} came out faster, but was not taken: {why}")
         for name, why in list(found.items())[:1]:
             speedup = next(one.speedup for one in tried if one.name == name)
             first = Reason("faster_not_taken", {"name": name, "speedup": speedup, "why": why, "more": len(found) - 1})
