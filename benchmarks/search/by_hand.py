@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -55,29 +55,18 @@ import autoprec
 from autoprec.applying.policy import TorchPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import write_json
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.inside.observe.measure import some_heap
 from autoprec.trial.intervals import median_interval
+from autoprec.trial.protocol import REFERENCE, Probe, TrialSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
 TRAIN = FOLDER / "train.py"
-_MODELS = (
-    "conv",
-    "tab",
-    "lstm",
-    "unet",
-    "moe",
-    "dlrm",
-    "seq2seq",
-    "vit",
-    "convnext",
-    "mixer",
-    "bert",
-    "gpt2",
-    "whisper",
-)
+_MODELS = "conv tab lstm unet moe dlrm seq2seq vit convnext mixer bert gpt2 whisper"
 #: What is searched, as the words of a command line.
-SCRIPTS = {name: (str(TRAIN), name) for name in _MODELS}
+SCRIPTS = {name: (str(TRAIN), name) for name in _MODELS.split()}
 _GPT = str(ROOT / "examples" / "train_gpt.py")
 SCRIPTS |= {
     "gpt": (_GPT,),
@@ -86,7 +75,7 @@ SCRIPTS |= {
 }
 #: The contenders that are there without a policy.
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast by hand", "all bf16"
-ADOPTED = "adopted"
+ADOPTED, DUEL = "adopted", "duel: "
 ALL_BF16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
 #: A block has so many steps at least, takes so long at least (s), and so many steps go by before it; before the first
 #: block of a process so many: the longest that page faults of a step were seen to go on falling. A process that has
@@ -100,14 +89,14 @@ CLOSE = 0.03
 #: What a search that has ended says is left at most, in percent.
 LEFT = re.compile(r"none of them more than about ([\d.]+)%")
 Interval = tuple[float, float, float]
-Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
 class Row:
     """What a search claimed of one script, and what is true.
 
-    ``left`` is what no untried policy gains more than, as it says; ``other`` the best answer of all over this one.
+    ``left`` is what no untried policy gains more than, as it says; ``other`` the best answer of all over this one;
+    ``duel`` what a duel in the minutes of the truth says.
     """
 
     script: str
@@ -122,6 +111,7 @@ class Row:
     left: float | None
     other: Interval
     seconds: float
+    duel: Interval | None = None
 
     @property
     def wrong(self) -> str:
@@ -236,7 +226,9 @@ def serve(name: str, kind: str) -> None:
     train(name, kind, stepped)
 
 
-def races(asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1) -> dict[str, dict[str, list[float]]]:
+def races(
+    asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1, duel_s: float = 0.0
+) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of CPU time per step of each contender of each script, one for each of its processes.
 
     A process's time is also that of its heap, by the page faults of its steps, and processes of one program have much
@@ -249,31 +241,54 @@ def races(asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1) -> di
         rounds: blocks of a contender in all its processes together, which are no more.
         at_once: so many work at a time, each beside the others as the searches were: what else wants a machine's cache
             takes more from one policy than from another.
+        duel_s: seconds of a search's duel before each turn, whose times are of :data:`DUEL` and the contender.
     """
 
-    def blocks_of(name: str, number: int) -> dict[str, float]:
+    def blocks_of(name: str, number: int) -> dict[str, list[float]]:
         contenders = asked[name]
         blocks: dict[str, list[float]] = {who: [] for who in contenders}
+        duel = _duel(name, contenders, duel_s) if duel_s else {}
         with contextlib.ExitStack() as lanes:
             block = _started(name, contenders, lanes)
             for turn in range(number, rounds, PROCESSES):
                 for who in random.Random(turn).sample(list(contenders), len(contenders)):
                     blocks[who].append(block(who))
-        return {who: statistics.fmean(found) for who, found in blocks.items()}
+        return {who: [statistics.fmean(found)] for who, found in blocks.items()} | duel
 
     turns = [(name, number) for number in range(min(rounds, PROCESSES)) for name in asked]
     found = together(blocks_of, turns, at_once)
-    return {
-        name: {who: [ms[who] for turn, ms in zip(turns, found, strict=True) if turn[0] == name] for who in asked[name]}
-        for name in asked
-    }
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in asked}
+    for (name, _), blocks in zip(turns, found, strict=True):
+        for who, ms in blocks.items():
+            times[name].setdefault(who, []).extend(ms)
+    return times
 
 
-def together(work: Callable[[str, int], Told], asked: Sequence[tuple[str, int]], at_once: int) -> list[Told]:
-    """Return what a function returns of a script and a number each, run so many at once.
+def _duel(name: str, contenders: dict[str, str], within_s: float) -> dict[str, list[float]]:
+    """Return milliseconds per step of policies and the script in the rounds of a duel, as a search times them."""
+    probes = tuple(Probe(who, _bare(Path(kind))) for who, kind in contenders.items() if who not in BY_HAND)
+    if not probes:
+        return {}
+    with TrialRunner(ScriptCommand.parse(list(SCRIPTS[name]))) as runner:
+        runner.start()
+        spec = TrialSpec(kind="duel", probes=probes, within_s=within_s, precision=0.0, side_by_side=2)
+        done = runner.run(spec)
+    if not done.ok:  # the others of the same script say enough
+        print(f"{name}: a duel failed: {done.status}: {done.reason}", file=sys.stderr)
+        return {}
+    rounds, names = done.payload["duel"]["rounds"], {REFERENCE: WRITTEN}
+    return {DUEL + names.get(who, who): [ms[who] for ms in rounds] for who in rounds[0]}
 
-    Where fewer are left, scripts that had their turn train in the place of the others: a load that falls as searches
-    end is not that of the truth, and the last claims were 5 to 11 % too high.
+
+def _bare(policy: Path) -> dict[str, Any]:
+    """Return a policy's document without what it was measured to be."""
+    return autoprec.load(policy).model_copy(update={"evidence": None}).to_dict()
+
+
+def together(work: Callable[[str, int], Any], asked: Sequence[tuple[str, int]], at_once: int) -> list[Any]:
+    """Return what a function returns of a script and a number each, so many at once; scripts take the last ones' place.
+
+    Without these the load falls as searches end, while that of the truth does not.
     """
     with contextlib.ExitStack() as company, ThreadPoolExecutor(at_once) as workers:
         left = {workers.submit(work, *one): one[0] for one in asked}
@@ -289,8 +304,7 @@ def together(work: Callable[[str, int], Told], asked: Sequence[tuple[str, int]],
 
 def _training(name: str) -> subprocess.Popen[bytes]:
     """Start a script that trains until it is killed."""
-    command = [sys.executable, *SCRIPTS[name], "--steps", str(10**6)]
-    none = subprocess.DEVNULL
+    command, none = [sys.executable, *SCRIPTS[name], "--steps", str(10**6)], subprocess.DEVNULL
     return subprocess.Popen(command, stdout=none, stderr=none, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
@@ -345,14 +359,14 @@ def search(name: str, folder: Path, words: Sequence[str]) -> None:
     write_json(folder / "result.json", found | {"seconds": time.monotonic() - began})
 
 
-def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1) -> list[Row]:
+def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1, duel_s: float = 0.0) -> list[Row]:
     """Time what searches of scripts adopted beside the script and autocast by hand; returns a row for each search.
 
     What several of them adopted is timed once. Times are kept beside the searches' folders, and not taken again.
 
     Args:
         folders: of the searches of each script.
-        rounds: see :func:`races`, as of ``at_once``.
+        rounds: see :func:`races`, as of the others.
     """
     results = {name: [json.loads((one / "result.json").read_text()) for one in own] for name, own in folders.items()}
     answers = {name: _answers(own, results[name]) for name, own in folders.items()}
@@ -364,7 +378,7 @@ def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1) -> lis
         contenders = {kind: kind for kind in BY_HAND} | dict(answers[name])
         if not contenders.keys() <= times[name].keys():
             asked[name] = contenders
-    for name, found in races(asked, rounds, at_once).items():
+    for name, found in races(asked, rounds, at_once, duel_s).items():
         times[name] = found
         write_json(folders[name][0].parent / "truth.json", found)
     return [
@@ -376,11 +390,7 @@ def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1) -> lis
 
 def _answers(folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the contender that each search answered with: the script, or the first search with the same policy."""
-    bare = {
-        i: autoprec.load(folders[i] / "policy.yaml").model_copy(update={"evidence": None}).to_dict()
-        for i, found in enumerate(results)
-        if found["verdict"] == "adopt"
-    }
+    bare = {i: _bare(folders[i] / "policy.yaml") for i, found in enumerate(results) if found["verdict"] == "adopt"}
     first = {i: next(j for j, other in bare.items() if other == own) for i, own in bare.items()}
     adopted = {i: (f"{ADOPTED} {j}", str(folders[j] / "policy.yaml")) for i, j in first.items()}
     return [adopted.get(i, (WRITTEN, WRITTEN)) for i in range(len(results))]
@@ -405,17 +415,19 @@ def _row(name: str, result: dict[str, Any], times: dict[str, list[float]], answe
         float(left[1]) / 100 if left else None,
         max((over(times[other], answer) for other in others), key=lambda found: found[1], default=(1.0, 1.0, 1.0)),
         result["seconds"],
+        over(times[DUEL + answered], times[DUEL + WRITTEN]) if DUEL + answered in times else None,
     )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| script | verdict | claimed | truth | autocast by hand | all bf16 | answer over autocast by hand "
-        "| fastest by hand | answer over it | left at most | best answer over this | search | wrong |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| script | verdict | claimed | truth | duel beside it | autocast by hand | all bf16 "
+        "| answer over autocast by hand | fastest by hand "
+        "| answer over it | left at most | best answer over this | search | wrong |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        figures = [text(found) for found in (row.claimed, row.truth, row.autocast, row.bf16, row.paired)]
+        figures = [text(found) for found in (row.claimed, row.truth, row.duel, row.autocast, row.bf16, row.paired)]
         left = "" if row.left is None else f"{row.left:.1%}"
         end = [row.by_hand, text(row.gain), left, text(row.other), f"{row.seconds:.0f} s", row.wrong or "no"]
         cells = [row.script, row.verdict, *figures, *end]
@@ -433,6 +445,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="searches of each script")
     parser.add_argument("--at-once", type=int, default=1, help="searches, then truths, beside each other")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--duel", type=float, default=0.0, metavar="S", help="time answers in duels of so many seconds")
     parser.add_argument("--serve", metavar="CONTENDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
@@ -453,7 +466,7 @@ def main() -> None:
     asked = [(name, number) for number in range(args.repeats) for name in args.scripts]
     together(lambda name, number: search(name, folders[name][number], args.options.split()), asked, args.at_once)
     load = os.getloadavg()[0]
-    rows = judged(folders, args.rounds, args.at_once)
+    rows = judged(folders, args.rounds, args.at_once, args.duel)
     verdicts = {name: {row.verdict for row in rows if row.script == name} for name in args.scripts}
     apart = [name for name, found in verdicts.items() if len(found) > 1]
     gains = [row.gain[0] - 1.0 for row in rows]
