@@ -305,7 +305,8 @@ def together(work: Callable[[str, int], Any], asked: Sequence[tuple[str, int]], 
 def _training(name: str) -> subprocess.Popen[bytes]:
     """Start a script that trains until it is killed."""
     command, none = [sys.executable, *SCRIPTS[name], "--steps", str(10**6)], subprocess.DEVNULL
-    return subprocess.Popen(command, stdout=none, stderr=none, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    threads = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=none, stderr=none, env=threads, start_new_session=True)
 
 
 def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
@@ -319,7 +320,10 @@ def _started(name: str, contenders: dict[str, str], lanes: contextlib.ExitStack)
     pipe, threads = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
     children = {}
     for who, kind in contenders.items():
-        child = subprocess.Popen([*command, kind], stdin=pipe, stdout=pipe, text=True, env=threads)
+        # sessions of their own, as trials have: on a desktop kernel those of one session share one session's part
+        child = subprocess.Popen(
+            [*command, kind], stdin=pipe, stdout=pipe, text=True, env=threads, start_new_session=True
+        )
         children[who] = lanes.enter_context(child)
         lanes.callback(child.kill)
 
