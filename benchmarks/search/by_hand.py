@@ -274,7 +274,7 @@ def _duel(name: str, contenders: dict[str, str], within_s: float) -> dict[str, l
         spec = TrialSpec(kind="duel", probes=probes, within_s=within_s, precision=0.0, side_by_side=2)
         done = runner.run(spec)
     if not done.ok:  # the others of the same script say enough
-        print(f"{name}: a duel failed: {done.status}: {done.reason}", file=sys.stderr)
+        print(f"{name}: a duel failed: {done.status}: {done.reason}\n{done.tail}", file=sys.stderr)
         return {}
     rounds, names = done.payload["duel"]["rounds"], {REFERENCE: WRITTEN}
     return {DUEL + names.get(who, who): [ms[who] for ms in rounds] for who in rounds[0]}
