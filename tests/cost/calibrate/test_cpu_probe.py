@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -42,12 +42,23 @@ def test_the_output_has_every_rate_the_model_reads_also_where_the_cpu_multiplies
             assert set(rates) <= set(document[name]), name
 
 
-def test_larger_tensors_cost_more_in_every_class_format_and_phase() -> None:
-    for name, forms in cpu_probe._operators().items():
-        for form, phases in forms.items():
-            for phase, (per_byte, per_call) in phases.items():
-                # 512 x 1024 values: the bytes dominate, in a kernel as in its backward kernel
-                assert per_byte * 2**20 > per_call > 0, (name, form, phase)
+def test_operators_are_fitted_per_byte_moved_and_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that counts what was computed: what a real one reads is as noisy as its machine."""
+
+    def spent(runs: Sequence[Callable[[], Any]]) -> float:
+        results = [run() for run in runs]
+        first = results[0][0] if isinstance(results[0], tuple) else results[0]
+        return 2e-6 + 3e-10 * first.nbytes
+
+    monkeypatch.setattr(cpu_probe, "_apart", spent)
+    found = cpu_probe._operators()
+    assert set(found) == set(cpu_probe._BACKWARD_TENSORS)
+    for name, forms in found.items():
+        assert set(forms) == {"fp32", "bf16"}
+        for phases in forms.values():
+            # one result; two tensors are moved by a forward kernel, more by a backward one
+            assert phases["forward"] == pytest.approx([3e-10 / 2.0, 2e-6])
+            assert phases["backward"] == pytest.approx([3e-10 / cpu_probe._BACKWARD_TENSORS[name], 2e-6])
 
 
 def test_both_regimes_of_fused_attention_are_measured() -> None:
