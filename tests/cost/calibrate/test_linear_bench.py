@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoprec.cost.calibrate import linear_bench
+from autoprec.cost.calibrate import cuda_bench, linear_bench
 from autoprec.cost.calibrate.linear_bench import plan, time_linear, time_linears
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.precision.hardware import TARGETS
@@ -108,9 +107,15 @@ def test_the_device_and_the_host_are_timed_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    device_s, host_s = linear_bench._apart(lambda: time.sleep(1e-3), CPU, 2e-3)
+    now = [0.0]
+    monkeypatch.setattr(cuda_bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def step() -> None:
+        now[0] += 1e-3
+
+    device_s, host_s = linear_bench._apart(step, CPU, 2e-3)
     assert device_s == pytest.approx(3e-3)  # five steps lie between two events
-    assert 1e-3 <= host_s < 3e-3
+    assert host_s == pytest.approx(1e-3)
     assert min(slept) > 1.98e9 * 5 * 2e-3  # at an H100's clock, longer than five steps are launched
 
 
