@@ -18,11 +18,12 @@ writes; the loop is the script's own.
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script or ``--at-once`` several, each
 beside the others (answers that are in ``--work`` already are not searched again). What all the searches of a script
 adopted is then timed together, so many at once as were searched, and the gain of each answer over the fastest by hand
-is said. Where fewer are left to do, scripts train in the place of the others, so that the load stays. Nothing else may
-run: where cores share a cache that makes a speed-up of 3.3 one of 3.1. A row is wrong where the speed it claims is
-outside the true one's interval and more than 3 % from it, where autocast by hand is surely faster than what was adopted
-(than the script, where the answer is to stay), or where another search of the script adopted what is surely faster by
-more than this one said is left at most.
+is said. Where fewer are left to do, scripts train in the place of the others, so that the load stays. Turns of
+``--duel`` are all at the same time: duels have duels beside them, processes have processes that start. Nothing else
+may run: where cores share a cache that makes a speed-up of 3.3 one of 3.1. A row is wrong where the speed it claims
+is outside the true one's interval and more than 3 % from it, where autocast by hand is surely faster than what was
+adopted (than the script, where the answer is to stay), or where another search of the script adopted what is surely
+faster by more than this one said is left at most.
 """
 
 from __future__ import annotations
