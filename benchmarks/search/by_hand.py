@@ -305,9 +305,17 @@ def together(work: Callable[[str, int], Any], asked: Sequence[tuple[str, int]], 
 
 def _training(name: str) -> subprocess.Popen[bytes]:
     """Start a script that trains until it is killed."""
-    command, none = [sys.executable, *SCRIPTS[name], "--steps", str(10**6)], subprocess.DEVNULL
+    none = subprocess.DEVNULL
+    return _process([*SCRIPTS[name], "--steps", str(10**6)], stdout=none, stderr=none)
+
+
+def _process(words: Sequence[str], **pipes: Any) -> subprocess.Popen[Any]:
+    """Start Python on one thread, in a session of its own as trials are.
+
+    On a desktop kernel the processes of one session share one session's part of the cores.
+    """
     threads = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=none, stderr=none, env=threads, start_new_session=True)
+    return subprocess.Popen([sys.executable, *words], env=threads, start_new_session=True, **pipes)
 
 
 def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
@@ -317,14 +325,9 @@ def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[f
 
 def _started(name: str, contenders: dict[str, str], lanes: contextlib.ExitStack) -> Callable[[str], float]:
     """Start a process for each contender; return what has one of them run a block."""
-    command = [sys.executable, __file__, name, "--serve"]
-    pipe, threads = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
-    children = {}
+    pipe, children = subprocess.PIPE, {}
     for who, kind in contenders.items():
-        # sessions of their own, as trials have: on a desktop kernel those of one session share one session's part
-        child = subprocess.Popen(
-            [*command, kind], stdin=pipe, stdout=pipe, text=True, env=threads, start_new_session=True
-        )
+        child = _process([__file__, name, "--serve", kind], stdin=pipe, stdout=pipe, text=True)
         children[who] = lanes.enter_context(child)
         lanes.callback(child.kill)
 
