@@ -5,7 +5,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from benchmarks.house import MODULES, circles, sizes, trees, untested
+from benchmarks.house import MODULES, circles, trees, untested
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -189,21 +189,6 @@ def test_nothing_but_the_door_imports_the_package_itself() -> None:
 
 def test_there_are_no_import_cycles() -> None:
     assert circles() == []
-
-
-#: A room that has shrunk by more than this share, and a hundred lines, below its number asks for a lower number.
-SLACK, SPARE = 0.05, 100
-
-
-def test_a_room_grows_only_where_the_table_of_rooms_says_so() -> None:
-    """The number in docs/concepts.md changes in the commit that changes the room, in sight of its reviewer."""
-    wrong = []
-    for name, size in sizes().items():
-        if size.lines > size.allowed:
-            wrong.append(f"{name}: {size.lines} lines, {size.allowed} allowed: docs/concepts.md: {size.suggested}")
-        elif size.lines < size.allowed * (1 - SLACK) - SPARE:
-            wrong.append(f"{name} has shrunk to {size.lines} lines: docs/concepts.md: {size.suggested}")
-    assert wrong == []
 
 
 #: Source files without a test file of their own, and why.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.house import Size, code_lines, connected
+from benchmarks.house import code_lines, connected
 
 
 def test_lines_of_code_are_without_docstrings_comments_and_blanks() -> None:
@@ -18,8 +18,3 @@ def test_a_string_that_is_not_a_docstring_is_code() -> None:
 def test_circles_are_found_whatever_their_length() -> None:
     assert connected({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
     assert connected({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-
-
-def test_the_suggested_number_of_lines_leaves_fifty_to_spare() -> None:
-    assert [Size(lines=n).suggested for n in (1, 950, 951, 1050)] == [100, 1000, 1100, 1100]
-    assert all(50 <= Size(lines=n).suggested - n <= 149 for n in range(1, 500))
