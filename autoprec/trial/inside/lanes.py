@@ -2,7 +2,7 @@
 
 Policies that take turns in one process share its heap. What one of them allocates decides how the C library serves the
 others: large blocks that fp32 steps have freed teach malloc to keep blocks of that size, and narrower steps then ask
-the system for fewer pages than they do alone (``benchmarks/search/heap.py`` prints by how much). So where a process
+the system for fewer pages than they do alone (``benchmarks/results/2026-11-28_heaps.md``). So where a process
 can be forked, every contender is a fork of the script at its first training step.
 
 Two processes of one program differ as well, by where their memory lies, and by far more than the blocks of one of them
