@@ -6,7 +6,7 @@ import time
 
 
 def main() -> None:
-    """Run the command line; leaves with the exit code of docs/exit-codes.md."""
+    """Run the command line; leaves with the exit code of docs/cli.md."""
     began = time.monotonic()
     from autoprec.cli import cli
 

@@ -71,7 +71,7 @@ def search(
 
     Raises:
         UsageError: an option, a script or a function that cannot be meant; the message says what can.
-        AutoPrecError: see docs/exit-codes.md.
+        AutoPrecError: see docs/cli.md.
 
     Examples:
         >>> import autoprec

@@ -317,8 +317,8 @@ def sizes() -> dict[str, Size]:
     """Return the size of every row of the table of rooms in docs/concepts.md; loose files belong to the first."""
     found: dict[str, Size] = {}
     rooms: dict[str, str] = {}
-    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## The rooms of the code")[1]
-    for line in text.splitlines():
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    for line in page.split("## The rooms of the code")[1].split("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 3 and "`" in cells[1]:
             found[cells[0]] = Size()

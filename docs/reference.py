@@ -23,7 +23,7 @@ autoprec COMMAND [options] ...
 Commands that take a script take everything after their own options as the script's command line: `train.py [args]`,
 `-m package.module [args]`, or `-- torchrun ... train.py [args]`. Options are spelled with dashes; underscores are
 accepted. Machine output (`--json`) goes to stdout, progress and errors to stderr. See
-[exit codes](exit-codes.md) and [environment variables](environment-variables.md).
+[exit codes](#exit-codes) and [environment variables](#environment-variables).
 
 Tab completion: put the line for your shell into its start-up file, `~/.bashrc`, `~/.zshrc` or
 `~/.config/fish/completions/autoprec.fish`:
@@ -79,15 +79,20 @@ def _groups(command: click.Command, context: click.Context) -> dict[str, list[cl
     return shown | {"Rarely needed, not shown by `--help`": _rare(command)}
 
 
+#: The line of docs/cli.md after which people write: it and all behind it stays as it is.
+_BY_HAND = "<!-- What follows is written by hand; `make docs` keeps it. -->"
+
+
 def reference() -> str:
-    """Return the Markdown text of docs/cli.md."""
+    """Return the Markdown text of docs/cli.md: every command, then what the page holds that is written by hand."""
     group_context = click.Context(cli, info_name="autoprec")
     lines = [_HEAD]
     for name in COMMANDS:
         command = cli.get_command(group_context, name)
         if command is not None:
             lines += _section(name, command)
-    return "\n".join(lines).rstrip() + "\n"
+    written = (Path(__file__).parent / "cli.md").read_text(encoding="utf-8").partition(_BY_HAND)
+    return "\n".join([*lines, "".join(written[1:])]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

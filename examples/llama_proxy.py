@@ -1,4 +1,4 @@
-"""Train a small Llama: the proxy on which a policy for a big one is searched (docs/transfer.md).
+"""Train a small Llama: the proxy on which a policy for a big one is searched (docs/long_run.md).
 
     python examples/llama_proxy.py --steps 200
     autoprec search --target b200 --cost-scale width=64,depth=20,tokens=64 examples/llama_proxy.py

@@ -70,6 +70,6 @@ def test_the_hook_is_a_command_of_ours() -> None:
 
 
 def test_every_code_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for code, rule in RULES.items():
         assert f"| `{code}` | {rule.severity} | {rule.means} | {rule.example} |" in page, code

@@ -120,14 +120,15 @@ def test_every_source_file_that_is_named_exists(page: Path) -> None:
 
 
 def test_the_architecture_page_has_fifteen_steps_each_with_a_file_to_open() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## Architecture")[1]
     steps = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
     assert len(steps) == 15
     assert all("`autoprec/" in step for step in steps)
 
 
 def test_the_map_of_rooms_is_the_one_that_the_code_is_held_to() -> None:
-    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## The rooms of the code")[1]
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    text = page.split("## The rooms of the code")[1].split("\n## ")[0]
     rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and "folder" not in line]
     folders = re.findall(r"`(\w+)/`", "\n".join(rows))
     parts = [part for parts in ROOMS.values() for part in parts if (ROOT / "autoprec" / part).is_dir()]
@@ -197,7 +198,7 @@ def test_every_key_of_a_policy_is_documented() -> None:
 
 
 def test_every_recipe_is_in_the_table_of_recipes() -> None:
-    page = (ROOT / "docs" / "using.md").read_text(encoding="utf-8").split("## Recipes")[1]
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("## Recipes")[1]
     assert [name for name in (*BUILTIN_RECIPES, "keep") if f"`{name}`" not in page] == []
 
 
@@ -209,13 +210,13 @@ def test_every_value_of_a_policy_is_documented() -> None:
 
 
 def test_every_way_a_trial_can_fail_is_documented() -> None:
-    page = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "trials.md").read_text(encoding="utf-8")
     for status in ("ok", "pruned", *FAILURES):
         assert f"| `{status}` |" in page
 
 
 def test_every_variable_that_is_read_is_documented() -> None:
-    page = (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     read = set()
     for path in (ROOT / "autoprec").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -229,7 +230,7 @@ def test_every_variable_that_is_read_is_documented() -> None:
 def test_every_variable_that_a_trial_sets_is_documented(tmp_path: Path) -> None:
     from autoprec.trial.environment import run_environment, trial_environment
 
-    page = (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     trial = trial_environment(tmp_path / "c.json", "mark", tmp_path, threads=1, base={})
     shown = {name for name in trial if name != "PYTHONPATH" and not name.startswith("AUTOPREC_")}
     assert {name for name in shown if f"`{name}`" not in page} == set()

@@ -23,7 +23,7 @@ def test_every_error_is_drawn_in_the_tree() -> None:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_every_error_is_documented_with_its_exit_code(cls: type[AutoPrecError]) -> None:
-    rows = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").splitlines()
     (row,) = [row for row in rows if f"`{cls.__name__}`" in row]
     assert row.startswith(f"| {cls.exit_code} |")
 

@@ -88,7 +88,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
-        """Run a command line and leave with its exit code (docs/exit-codes.md)."""
+        """Run a command line and leave with its exit code (docs/cli.md)."""
         extra["standalone_mode"] = False
         _open_standard_streams()
         with ended_once():

@@ -121,7 +121,7 @@ class CommunicationPolicy(Frozen):
 class Silenced(Frozen):
     """A finding of ``autoprec lint`` that is meant: its code, of which layers, and why."""
 
-    code: str = Field(description="a code of docs/ci.md")
+    code: str = Field(description="a code of docs/cli.md")
     reason: str = Field(min_length=1, description="why it is meant, for a reader")
     layers: Glob = Field("*", description="glob on module names")
 

@@ -149,7 +149,7 @@ class SpacePreset(Frozen):
 
 
 class SearchSpace(Frozen):
-    """A search space; see docs/search-spaces.md."""
+    """A search space; see docs/policy-format.md."""
 
     schema_: Literal["autoprec.space/1"] = Field("autoprec.space/1", alias="schema")
     name: str = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""The search: what is measured when, and what each answer is used for (docs/architecture.md).
+"""The search: what is measured when, and what each answer is used for (docs/concepts.md).
 
 A search runs the script, records one step, and asks the cost model whether anything can be gained at all. If so it
 measures the reference and its noise floor, then the gradient error of every layer under every recipe (the sensitivity

@@ -207,7 +207,9 @@ def test_what_transformer_engine_ignores_is_not_searched() -> None:
 
 
 def test_the_documented_example_is_valid() -> None:
-    page = (spaces_dir().parent / "docs" / "search-spaces.md").read_text(encoding="utf-8")
+    page = (
+        (spaces_dir().parent / "docs" / "policy-format.md").read_text(encoding="utf-8").split("\n## Search spaces\n")[1]
+    )
     example = parse_document(page.split("```yaml\n")[1].split("```")[0])
     found = space_from_dict(example)
     assert found.parameter_values()["optimizer.exp_avg"] == ("fp32", "bf16")

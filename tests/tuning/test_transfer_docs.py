@@ -16,7 +16,7 @@ from tests.cli.helpers import autoprec
 from tests.documents import ROOT, snippets
 from tests.tuning.transfer.test_proxy import CHOICES, policy
 
-PAGE = "docs/transfer.md"
+PAGE = "docs/long_run.md"
 COMMANDS = [line for s in snippets("sh") if s.page == PAGE for line in s.text.splitlines() if line]
 #: The example at a size that trains in a test: the proxy, and the user's own script.
 SMALL = f"""

@@ -52,7 +52,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     if found is None:
         raise UsageError(
             f"'{device}' is not in the hardware table",
-            fix="name its entry with --target NAME, or describe it in YAML: --target FILE.yaml:NAME (docs/targets.md)",
+            fix="name its entry with --target NAME, or describe it in YAML: --target FILE.yaml:NAME",
         )
     return CudaBench(), found, device
 

@@ -120,7 +120,7 @@ def lint(
 
     `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. One step is recorded without weights; nothing is trained. In the
     place of the script: a preset (llama3-70b) or a decoder's config.json.
-    docs/ci.md has every code, a GitHub Action and a pre-commit hook.
+    docs/cli.md has every code, a GitHub Action and a pre-commit hook.
     """
     known, (policy, words) = _known(baseline), _split(script)
     with Phases() as phases:
@@ -150,6 +150,6 @@ def lint(
         raise AuditError(
             ", ".join(counted(count, severity) for severity, count in failing.items() if count),
             where=policy or " ".join(words),
-            fix="a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/ci.md)",
+            fix="a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/cli.md)",
         )
     return 0

@@ -163,7 +163,7 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
         echo(
             f"error     {error['predicted']:.4f} of the gradient predicted (nine times in ten {error['low']:.4f} to "
             f"{error['high']:.4f}), budget {error['budget']:.4f}; mini-batch noise {error['noise']:.3f} "
-            "(by the law of docs/transfer.md)"
+            "(by the law of docs/long_run.md)"
         )
     else:
         echo("error     not predicted: the proxy's study was not found (--from)")

@@ -140,5 +140,5 @@ def refuse_unknown(report: GraphReport, matched: Counterparts) -> None:
         f"{len(listed)} of {len(weights)} layers have no counterpart in the proxy: {shown}"
         + (f" (nearest layer of the proxy: '{close[0]}')" if close else "")
         + (f"; by its shape the first may be {here[first].guess}" if here[first].guess else ""),
-        fix=f"is this the same kind of model? otherwise say what they are: --role {hint} (docs/transfer.md)",
+        fix=f"is this the same kind of model? otherwise say what they are: --role {hint} (docs/long_run.md)",
     )
