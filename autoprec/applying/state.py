@@ -22,10 +22,9 @@ from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import root_of
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecWarning
-from autoprec.optim.optimizer import load_counters, optimizer_counters
+from autoprec.optim.checkpoint import ENTRY
+from autoprec.optim.optimizer import load_counters, optimizer_counters, stored_codes
 
-#: The entry of a parameter group that holds the state.
-ENTRY = "autoprec"
 _HANDLES = "_autoprec_state_handles"
 _PHASES = "autoprec.phases."
 
@@ -74,7 +73,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def _state(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, Tensor]:
     found = {f"optimizer.{name}": value for name, value in optimizer_counters(optimizer).items()}
-    return found | ({} if model is None else {f"model.{name}": v for name, v in model_state(model).items()})
+    return (
+        found
+        | stored_codes(optimizer)
+        | ({} if model is None else {f"model.{name}": v for name, v in model_state(model).items()})
+    )
 
 
 def _save(model: nn.Module | None, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ of ``step`` to collect what it will update: parameters that a policy stores in l
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
+from autoprec.optim.checkpoint import Checkpoint, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.guard import StepGuard
@@ -59,7 +60,7 @@ def _check(
 
     Muon trains matrices alone, so another optimizer trains the rest of ``model``: second moments are asked of that one.
     """
-    parameters = list(_parameters(optimizer))
+    parameters = list(parameters_of(optimizer))
     if any(hasattr(p, "to_local") for p in parameters):
         raise UnsupportedError(
             "sharded parameters (FSDP2, DTensor) keep their state in FP32 here",
@@ -104,7 +105,8 @@ class OptimizerRuntime:
     weights: StoredWeights
     guard: StepGuard
     steps: int = 0
-    codecs: dict[str, Codec | None] = field(default_factory=dict)
+    codecs: dict[str, Codec | None] = field(init=False)
+    checkpoint: Checkpoint = field(init=False)
     handles: list[Any] = field(default_factory=list)
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
@@ -117,14 +119,7 @@ class OptimizerRuntime:
             "momentum_buffer": first,
             "exp_avg_sq": codec("exp_avg_sq", self.choice.exp_avg_sq),
         }
-
-    def manages(self, parameter: Tensor) -> bool:
-        """Say whether this parameter is updated here: a matrix with any part in low precision."""
-        if not parameter.is_floating_point():
-            return False
-        if parameter in self.weights:
-            return True
-        return parameter.dim() >= 2 and (self.choice.exp_avg, self.choice.exp_avg_sq) != ("fp32", "fp32")
+        self.checkpoint = Checkpoint(self.weights, self.codecs, ("exp_avg", "exp_avg_sq") if self.kind == _ADAM else ())
 
     def generator(self, parameter: Tensor, step: int) -> torch.Generator:
         """Return the private noise stream of one parameter at one step: resuming a run resumes its noise."""
@@ -141,7 +136,7 @@ class OptimizerRuntime:
         left: list[Tensor] = []
         for parameter in group["params"]:
             self.order.setdefault(id(parameter), len(self.order))
-            if parameter.grad is None or parameter.grad.is_sparse or not self.manages(parameter):
+            if parameter.grad is None or parameter.grad.is_sparse or not self.checkpoint.stores(parameter):
                 left.append(parameter)
             else:
                 self._update(optimizer, group, parameter)
@@ -231,6 +226,12 @@ def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return found
 
 
+def stored_codes(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the codes that a checkpoint must hold beside the state, by name; see :mod:`autoprec.optim.checkpoint`."""
+    runtime = runtime_of(optimizer)
+    return {} if runtime is None else runtime.checkpoint.codes(optimizer)
+
+
 def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
     """Continue from :func:`optimizer_counters`; what the state does not name stays as it is."""
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
@@ -243,48 +244,15 @@ def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor])
         scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
 
 
-def _plain_state(optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
-    """Post-hook of ``state_dict``: the state of a plain FP32 optimizer."""
-    runtime = runtime_of(optimizer)
-    numbers = dict(enumerate(_parameters(optimizer)))
-    state = {}
-    for key, held in document["state"].items():
-        state[key] = {name: decoded(value) for name, value in held.items()} if isinstance(held, dict) else held
-        if runtime is not None and key in numbers:
-            state[key].update(runtime.weights.checkpoint(numbers[key]))
-    return {**document, "state": state}
-
-
-def _encode_state(optimizer: torch.optim.Optimizer) -> None:
-    """Post-hook of ``load_state_dict``: store what was loaded in the policy's formats."""
-    runtime = runtime_of(optimizer)
-    if runtime is None:
-        return
-    for parameter in _parameters(optimizer):
-        state = optimizer.state.get(parameter)
-        if state is None:
-            continue
-        runtime.weights.restore(parameter, state)
-        for name, how in runtime.codecs.items():
-            value = state.get(name)
-            if how is not None and isinstance(value, Tensor) and runtime.manages(parameter):
-                state[name] = StoredTensor.store(value.float(), how)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
     """Return the parameters of a model that train, and not by this optimizer."""
-    own = {id(parameter) for parameter in _parameters(optimizer)}
+    own = {id(parameter) for parameter in parameters_of(optimizer)}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
 
 
 def _has_nothing(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> bool:
     """Say whether an optimizer has no matrix because another one trains them: AdamW for what Muon leaves."""
-    if model is None or any(p.dim() >= 2 for p in _parameters(optimizer)):
+    if model is None or any(p.dim() >= 2 for p in parameters_of(optimizer)):
         return False
     return any(p.dim() >= 2 for p in _others(optimizer, model))
 
@@ -305,7 +273,7 @@ def wrap_optimizer(
         UnsupportedError: another optimizer, or an option that needs FP32 state.
         PolicyMismatchError: the policy stores something this optimizer does not have.
     """
-    unwrap_optimizer(optimizer)
+    wrapped, exact = runtime_of(optimizer) is not None, _take_off(optimizer)
     choice = policy.optimizer if isinstance(policy, Policy) else policy
     if _has_nothing(optimizer, model):
         choice = OptimizerPolicy()
@@ -320,9 +288,11 @@ def wrap_optimizer(
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
     if choice == OptimizerPolicy():
+        if wrapped:
+            _narrow(optimizer)
         return optimizer
     guard = StepGuard.install(optimizer)  # that state cannot take a non-finite value back out
-    weights = StoredWeights.install(list(_parameters(optimizer)), choice, model)
+    weights = StoredWeights.install(list(parameters_of(optimizer)), choice, model, exact)
     runtime = OptimizerRuntime(choice, _kind(optimizer), weights, guard)
     original = optimizer._init_group  # type: ignore[attr-defined]
 
@@ -331,11 +301,8 @@ def wrap_optimizer(
 
     optimizer._init_group = types.MethodType(init_group, optimizer)  # type: ignore[attr-defined]
     setattr(optimizer, _ATTRIBUTE, runtime)
-    runtime.handles += [
-        optimizer.register_state_dict_post_hook(_plain_state),
-        optimizer.register_load_state_dict_post_hook(_encode_state),
-    ]
-    _encode_state(optimizer)
+    runtime.handles += runtime.checkpoint.register(optimizer)
+    runtime.checkpoint.encode(optimizer)
     return optimizer
 
 
@@ -364,14 +331,26 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Take the wrapping off again: plain FP32 state and weights with the values that were stored."""
+    """Take the wrapping off again: state and weights as the optimizer itself keeps them, with the stored values."""
+    _take_off(optimizer)
+    _narrow(optimizer)
+    return optimizer
+
+
+def _narrow(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in parameters_of(optimizer):
+        narrow_moments(parameter, optimizer.state.get(parameter, {}))
+
+
+def _take_off(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """Take the wrapping off, with state in FP32; return exact weights that parameters are too narrow for, by id."""
     scaler = loss_scaler_of(optimizer)
     if scaler is not None:
         scaler.remove(optimizer)
         delattr(optimizer, _SCALER)
     runtime = runtime_of(optimizer)
     if runtime is None:
-        return optimizer
+        return {}
     runtime.guard.remove()
     for handle in runtime.handles:
         handle.remove()
@@ -380,5 +359,6 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for state in optimizer.state.values():
         for name, value in list(state.items()):
             state[name] = decoded(value)
+    exact = runtime.weights.exact_values()
     runtime.weights.remove()
-    return optimizer
+    return exact

@@ -10,7 +10,7 @@ says why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import OptimizerPolicy
 
-_EXACT = "weight_exact"
+#: The entry of an optimizer's checkpoint that holds the exact value of a weight.
+EXACT = "weight_exact"
 
 
 def _embeddings(model: nn.Module | None) -> set[int]:
@@ -52,6 +53,15 @@ def _exchange(parameter: Tensor, content: Tensor) -> None:
     parameter.grad = gradient
 
 
+def _current(parameter: Tensor, stored: StoredTensor) -> Tensor:
+    """Return the exact FP32 value of a weight that is stored beside its parameter.
+
+    Where something else has written to the parameter (a checkpoint, an average of weights, clipping), that counts.
+    """
+    held = parameter.detach()
+    return torch.where(held == stored.decode().to(held.dtype), stored.exact(), held.float())
+
+
 class StoredWeights:
     """The weights one optimizer keeps in low precision."""
 
@@ -70,8 +80,17 @@ class StoredWeights:
         self._handles: list[Any] = []
 
     @classmethod
-    def install(cls, parameters: Sequence[Tensor], choice: OptimizerPolicy, model: nn.Module | None) -> StoredWeights:
-        """Exchange every matrix among ``parameters`` but embeddings, and hook its gradient storage."""
+    def install(
+        cls,
+        parameters: Sequence[Tensor],
+        choice: OptimizerPolicy,
+        model: nn.Module | None,
+        exact: Mapping[int, Tensor] | None = None,
+    ) -> StoredWeights:
+        """Exchange every matrix among ``parameters`` but embeddings, and hook its gradient storage.
+
+        ``exact``: values that count in the place of a parameter's own, by its id.
+        """
         made = cls(codec("weights", choice.weights))
         made.gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
         for parameter in parameters:
@@ -79,7 +98,7 @@ class StoredWeights:
                 continue
             obstacle = _obstacle(parameter)
             if made.codec is not None:
-                made._add(parameter, obstacle)
+                made._add(parameter, obstacle, (exact or {}).get(id(parameter)))
             if made.gradients is not None and "holds it" in obstacle:  # DDP works on the gradient after our hook would
                 made.rounded.add(id(parameter))
             elif made.gradients is not None:
@@ -87,9 +106,13 @@ class StoredWeights:
                 made._handles.append(hook)
         return made
 
-    def _add(self, parameter: Tensor, obstacle: str) -> None:
+    def _add(self, parameter: Tensor, obstacle: str, exact: Tensor | None) -> None:
         assert self.codec is not None
-        stored = StoredTensor.store(parameter.detach().float(), self.codec)
+        if isinstance(parameter, StoredTensor) and parameter.codec == self.codec:  # of a copied model
+            self.real.append(parameter)
+            return
+        values = parameter.exact() if isinstance(parameter, StoredTensor) else parameter.detach().float()
+        stored = StoredTensor.store(values if exact is None else exact, self.codec)
         if not obstacle:
             try:
                 _exchange(parameter, stored)
@@ -138,8 +161,10 @@ class StoredWeights:
 
     def read(self, parameter: Tensor) -> Tensor:
         """Return the FP32 value the optimizer updates: the parameter itself when it is plain FP32, else a copy."""
-        stored = self._stored(parameter)
-        return parameter.detach().float() if stored is None else stored.exact()
+        if isinstance(parameter, StoredTensor):
+            return parameter.exact()
+        found = self.beside.get(id(parameter))
+        return parameter.detach().float() if found is None else _current(*found)
 
     def write(self, parameter: Tensor, values: Tensor, generator: torch.Generator) -> None:
         """Store updated FP32 ``values``."""
@@ -155,20 +180,27 @@ class StoredWeights:
     def _stored(self, parameter: Tensor) -> StoredTensor | None:
         if isinstance(parameter, StoredTensor):
             return parameter
-        found = self.beside.get(id(parameter))
-        return None if found is None else found[1]
+        return self.beside_of(parameter)
 
     def checkpoint(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return what an optimizer checkpoint must add: the exact value of a weight that is stored beside."""
         found = self.beside.get(id(parameter))
-        return {} if found is None else {_EXACT: found[1].exact()}
+        return {} if found is None else {EXACT: _current(*found)}
 
-    def restore(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Take the exact value out of loaded state; without one, the parameter's own value is stored."""
-        values = state.pop(_EXACT, None)
+    def restore(self, parameter: Tensor, values: Tensor) -> None:
+        """Take over a loaded exact value; it counts where the parameter has the value that it rounds to."""
+        stored = self.beside_of(parameter)
+        if stored is not None:
+            stored.assign(values.float())
+
+    def beside_of(self, parameter: Tensor) -> StoredTensor | None:
+        """Return what is stored beside a parameter, if anything."""
         found = self.beside.get(id(parameter))
-        if found is not None:
-            found[1].assign(parameter.detach().float() if values is None else values.float())
+        return None if found is None else found[1]
+
+    def exact_values(self) -> dict[int, Tensor]:
+        """Return the exact values of weights that are stored beside their parameters, by the parameter's id."""
+        return {key: _current(*found) for key, found in self.beside.items()}
 
     def remove(self) -> None:
         """Give every parameter its plain FP32 content back (the exact stored value)."""
@@ -179,5 +211,5 @@ class StoredWeights:
                 _exchange(parameter, parameter.exact())
         for parameter, stored in self.beside.values():
             with torch.no_grad():
-                parameter.copy_(stored.exact())
+                parameter.copy_(_current(parameter, stored))
         self.real, self.beside, self.rounded = [], {}, set()
