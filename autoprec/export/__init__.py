@@ -28,7 +28,6 @@ EXPORTERS = (
     "msamp",
     "torchtitan",
     "automodel",
-    "bionemo",
 )
 
 #: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.

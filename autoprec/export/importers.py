@@ -63,12 +63,6 @@ def _inside(document: Mapping[str, Any], *path: str) -> bool:
 #: format -> keys, any of which tells it; the first format that one tells is it.
 _TOLD: dict[str, tuple[tuple[str, ...], ...]] = {
     "torchao-fqn": (("_data", "fqn_to_config"), ("_data", "module_fqn_to_config")),
-    "bionemo": (
-        ("layer_precision",),
-        ("config_kwargs", "layer_precision"),
-        ("fp8_config", "enabled"),
-        ("fp4_config", "enabled"),
-    ),
     "automodel": (("fp8", "enabled"), ("model", "backend")),
     "accelerate": (("fp8_config",), ("mixed_precision",)),
 }
@@ -88,9 +82,9 @@ def detect(document: Mapping[str, Any]) -> str:
     if document and set(document) <= _TE_KEYS:
         return "te"
     raise FileError(
-        "this is not an accelerate, Megatron, Automodel, BioNeMo, torchao or Transformer Engine configuration",
-        fix="expected fp8_config or mixed_precision, configs with matchers, fp8 or model.backend, layer_precision, "
-        "what torchao's config_to_dict makes of an FqnToConfig, or TE recipe keys such as fp8_format",
+        "this is not an accelerate, Megatron, Automodel, torchao or Transformer Engine configuration",
+        fix="expected fp8_config or mixed_precision, configs with matchers, fp8 or model.backend, what "
+        "torchao's config_to_dict makes of an FqnToConfig, or TE recipe keys such as fp8_format",
     )
 
 

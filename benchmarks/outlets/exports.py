@@ -42,7 +42,7 @@ RANDOM = 40
 #: Two steps run under the policies that a target can express on this model; the last is the one of the table.
 _CASES = {"bf16": "bf16", "fp8": "fp8_tensorwise", "fp8 rows": "fp8_rowwise"}
 _PLAIN = "def converters():\n    return []\n"
-_NEEDS_GPU = {"transformer-engine", "megatron", "dlfw-inspect", "torchao-fqn", "bionemo"}
+_NEEDS_GPU = {"transformer-engine", "megatron", "dlfw-inspect", "torchao-fqn"}
 #: Targets whose own code is not asked: version or commit, and why.
 _NOT_ASKED = {
     "msamp": ("0.4.0", "does not install outside its container"),

@@ -78,10 +78,6 @@ class TestAutomodel(Ours):
     exporter = exporter("automodel")
 
 
-class TestBionemo(Ours):
-    exporter = exporter("bionemo")
-
-
 def test_every_exporter_is_checked() -> None:
     checked = {cls.exporter.name for cls in Ours.__subclasses__()}
     assert checked == set(EXPORTERS)

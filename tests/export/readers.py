@@ -333,6 +333,5 @@ def read(done: Export, request: Request) -> Reading:
         "torchtitan": configs.read_torchtitan,
         "torchao-fqn": recipes.read_torchao_fqn,
         "automodel": recipes.read_automodel,
-        "bionemo": recipes.read_bionemo,
     }
     return readers[done.target](done, request)

@@ -28,7 +28,6 @@ from torch import nn
 from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Request
 from autoprec.support.optional import require
-from tests.export import bionemo
 from tests.export.config_readers import megatron_labels, megatron_settings, read_dlfw_inspect
 from tests.export.readers import (
     Reading,
@@ -217,16 +216,6 @@ def load_torchtitan(done: Export, request: Request) -> Reading:
     return Reading({name: out[name] for name in request.layers}, Reading({}).settings | {"activations": "bf16"})
 
 
-def load_bionemo(done: Export, request: Request) -> Reading:
-    """The Llama recipe's training script, as far as it makes the model and calls it, on the real configuration."""
-    blocks = sum(name.endswith("self_attention.proj") for name in request.layers)
-    with tempfile.TemporaryDirectory() as folder:
-        found = bionemo.ran(done.files, Path(folder), blocks, te_recipes())
-    inside = {name: name.removeprefix("model.layers.").split(".")[0] for name in request.layers}
-    out = {name: found[int(block)] if block.isdigit() else found[-1] for name, block in inside.items()}
-    return Reading(out, Reading({}).settings | {"activations": "bf16"})
-
-
 def _requiring(name: str, reader: Callable[[Export, Request], Reading]) -> Callable[[Export, Request], Reading]:
     def load(done: Export, request: Request) -> Reading:
         require(name, purpose="loading what was exported")
@@ -245,10 +234,9 @@ LOADERS: dict[str, Callable[[Export, Request], Reading]] = {
     "lightning": read_lightning,
     "torchtitan": load_torchtitan,
     "torchao-fqn": _requiring("torchao.core.config", read_torchao_fqn),
-    "bionemo": load_bionemo,
 }
 #: target -> names of its own model's layers, where it has one.
-LAYERS: dict[str, Callable[[], tuple[str, ...]]] = {"torchtitan": titan_names, "bionemo": bionemo.layer_names}
+LAYERS: dict[str, Callable[[], tuple[str, ...]]] = {"torchtitan": titan_names}
 
 
 # --- two steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from autoprec.support.optional import require
 from tests.export.config_readers import nearest_named
 from tests.export.readers import UNTOUCHED, Reading, fast_fprop, labels, load_source, model_of, te_recipe, uniform
 
-__all__ = ["read_automodel", "read_bionemo", "read_torchao_fqn"]
+__all__ = ["read_automodel", "read_torchao_fqn"]
 
 _MX = BUILTIN_RECIPES["mxfp8"]
 
@@ -75,35 +74,4 @@ def read_automodel(done: Export, request: Request) -> Reading:
             assert "experts" not in parts or backend["dispatcher"] == "deepep"
             runs = te
         out[name] = runs
-    return Reading(out, UNTOUCHED | {"activations": "bf16"})
-
-
-def read_bionemo(done: Export, request: Request) -> Reading:
-    """Read as NVLlamaConfig, NVLlamaModel.get_autocast_context and the recipe's train_fsdp2.py do."""
-    document = yaml.safe_load(done.files["bionemo_precision.yaml"])
-    precision = json.loads(done.files.get("bionemo_config.json", "{}")).get("layer_precision")
-    for word in ("fp8", "fp4"):  # resolve_layer_precision of ESM-2 and CodonFM
-        listed = [at for at, found in enumerate(precision or (), 1) if found == word]
-        assert document.get(f"{word}_layers", []) == listed
-    runs = {None: uniform("high")}
-    for word in {*(precision or ())} - {None}:
-        config = document[f"{word}_config"]
-        assert config["enabled"] is True
-        kwargs, name = config[f"{word}_recipe_kwargs"], config[f"{word}_recipe"].rpartition("recipe.")[2]
-        if word == "fp4":
-            assert (name, config["fp4_format"]) == ("NVFP4BlockScaling", "E2M1")
-            pairs = {"hadamard": "disable_rht", "stochastic_rounding": "disable_stochastic_rounding"}
-            pairs |= {"weight_2d": "disable_2d_quantization"}
-            flags = {field: not kwargs.get(word, False) for field, word in pairs.items()}
-            runs[word] = labels(LayerPlan.uniform(BUILTIN_RECIPES["nvfp4"].model_copy(update=flags)), "bf16")
-            continue
-        kinds = {"DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise"}
-        kinds |= {"Float8BlockScaling": "blockwise", "MXFP8BlockScaling": "mxfp8"}
-        made = te_recipe(kinds[name], config["fp8_format"].lower(), **kwargs)
-        runs[word] = labels(fast_fprop(made), "bf16")
-    out = {}
-    for name in request.layers:
-        parts = name.split(".")
-        at = parts.index("layers") + 1 if "layers" in parts else 0
-        out[name] = runs[precision[int(parts[at])]] if at and precision else runs[None]
     return Reading(out, UNTOUCHED | {"activations": "bf16"})

@@ -91,8 +91,6 @@ SCALINGS = {
 _DELAYED = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
 _OFF = {"disable_rht": "hadamard", "disable_stochastic_rounding": "stochastic_rounding",
         "disable_2d_quantization": "weight_2d"}  # fmt: skip
-#: scaling -> the keywords that are read.
-KEYWORDS = {"delayed": tuple(_DELAYED), "nvfp4": tuple(_OFF)}
 
 
 def scaling_of(recipe: Recipe) -> str:
