@@ -18,7 +18,6 @@ SURFACE = {
     "verify": "--backend --json --max-divergence --max-gradient-error --policy --seeds --steps",
     "transfer": ("--batch --force --from --json --output --role --seq --spot --target --to"),
     "show": "--lean --json --schema",
-    "validate": "--json",
     "lint": "--baseline --format --json --strict --target",
     "export": "--allow-lossy --force --layers --output --to",
     "calibrate": "--output --target",

@@ -132,7 +132,7 @@ def test_a_policy_says_nothing_to_a_terminal(
         ["show", "a.yaml"],
         ["show", "a.yaml", "b.yaml"],
         ["show", "bad.yaml"],
-        ["validate", "bad.yaml"],
+        ["lint", "bad.yaml"],
     ):
         with pytest.raises(SystemExit):
             cli.main(words)

@@ -67,7 +67,7 @@ def test_version() -> None:
     assert autoprec("--version").out == f"autoprec {__version__}\n"
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("serch", "search"), ("validat", "validate"), ("Show", "show")])
+@pytest.mark.parametrize(("typed", "meant"), [("serch", "search"), ("exprot", "export"), ("Show", "show")])
 def test_a_mistyped_command_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     found = autoprec(typed)
     assert found.code == 2
@@ -170,7 +170,7 @@ def test_snake_case_is_accepted() -> None:
 
 
 def test_a_command_works_with_its_streams_closed() -> None:
-    line = f"exec {sys.executable} -m autoprec validate /nowhere.yaml >&- 2>&- <&-"
+    line = f"exec {sys.executable} -m autoprec lint /nowhere.yaml >&- 2>&- <&-"
     assert subprocess.run(line, shell=True, cwd=ROOT, check=False).returncode == 2
 
 

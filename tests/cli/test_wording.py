@@ -27,7 +27,7 @@ TYPICAL: dict[str, list[str]] = {
     "run": ["run train.py --policy policy.yaml"],
     "check": ["check --policy nowhere.yaml train.py"],
     "show": ["show policy.yaml", "show policy.yaml other.yaml", "show polcy.yaml", "diff policy.yaml other.yaml"],
-    "validate": ["validate policy.yaml broken.yaml"],
+    "lint": ["lint policy.yaml", "lint broken.yaml"],
     "export": ["export policy.yaml --to torchao", "export policy.yaml --to nemo"],
     "doctor": ["doctor --targets h100", "doctor h100", "targets"],
     "transfer": ["transfer policy.yaml", "transfer policy.yaml --to llama3-8b"],

@@ -1,1 +1,1 @@
-"""Commands about files: show, validate, export, lint."""
+"""Commands about files: show, export, lint."""

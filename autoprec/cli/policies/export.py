@@ -58,8 +58,8 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
     What the target cannot express is listed; without --allow-lossy nothing is written then, and the exit code is 1.
 
     With --to policy, POLICY is such a stack's file: accelerate's fp8_config, Megatron's --te-precision-config-file (its
-    flags are read from megatron_flags.txt beside it), a NeMo Automodel recipe, BioNeMo's layer_precision, torchao's
-    FqnToConfig as JSON, or TE recipe keys.
+    flags are read from megatron_flags.txt beside it), a NeMo Automodel recipe, torchao's FqnToConfig
+    as JSON, or TE recipe keys.
     Settings that their library ignores are translated or refused, and named on stderr.
     """
     known = known_layers(layers) if layers else {}

@@ -1,4 +1,4 @@
-"""``autoprec lint``: what is wrong with a policy, or with a script's own precision, seen without training."""
+"""``autoprec lint``: what is wrong with a policy or search space, or a script's own precision, without training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.recording import is_description, step_of
 from autoprec.cli.script import script_command
 from autoprec.errors import AuditError, AutoPrecError, FileError, UsageError
+from autoprec.graph.report import MAX_GRAPH_BYTES
 from autoprec.policy import Policy, load_policy
+from autoprec.policy.space import space_from_dict
+from autoprec.precision.hardware import load_targets
 from autoprec.precision.hardware import target as target_named
 from autoprec.report.findings import TEXTS, counts, sarif
-from autoprec.support.files import read_text
+from autoprec.support.files import read_document, read_text
 from autoprec.support.units import counted
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import findings
@@ -30,12 +33,12 @@ _WITHIN_S = 300.0
 
 
 def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the policy's file, empty where none is given, and the script's command line, or what describes a model.
+    """Return the file, empty where none is given, and the script's command line, or what describes a model.
 
     Raises:
         UsageError: there is neither, or an option stands between them.
     """
-    policy = words[0] if words and words[0].endswith((".yaml", ".yml")) else ""
+    policy = words[0] if words and _is_file(words[0]) else ""
     rest = words[1:] if policy else words
     if rest[:1] == ("--",):  # what follows is a launcher, where it is neither a script nor a model's description
         plain = len(rest) > 1 and (rest[1].endswith(".py") or rest[1] == "-m" or is_description(rest[1]))
@@ -49,13 +52,41 @@ def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     return policy, rest
 
 
-def _facts(policy: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, list[str]]:
+def _is_file(word: str) -> bool:
+    """Say whether a word is a file with a schema of AutoPrec's: JSON without one describes a model."""
+    if word.endswith(".json"):
+        return "schema" in read_document(word, most_bytes=MAX_GRAPH_BYTES)
+    return word.endswith((".yaml", ".yml"))
+
+
+def _loaded(path: str) -> tuple[str, Policy | None]:
+    """Load a file by the schema that it names; return what it is, and the policy where it is one.
+
+    Raises:
+        FileError: it is not valid, or of no schema that AutoPrec knows.
+    """
+    document = read_document(path)
+    schema = str(document.get("schema"))
+    if schema == "autoprec.space/1":
+        space = space_from_dict(document, where=path)
+        return f"search space '{space.name}', {counted(len(space.choices), 'rule')} of choices", None
+    if schema == "autoprec.targets/1":
+        return f"table of targets: {', '.join(sorted(load_targets(path)))}", None
+    if not schema.startswith("autoprec.policy/"):
+        known = "autoprec.policy/1, autoprec.space/1, autoprec.targets/1"
+        raise FileError(f"schema is '{schema}'", where=path, fix=f"the file names one of {known}")
+    policy: Policy = load_policy(path)
+    parts = [counted(len(policy.layers), "rule"), counted(len(policy.recipes), "recipe")]
+    parts += [counted(len(policy.phases), "phase")] if policy.phases else []
+    return f"policy, {', '.join(parts)}", policy
+
+
+def _facts(loaded: Policy | None, path: str, words: tuple[str, ...], phases: Phases) -> tuple[Facts, list[str]]:
     """Return what is known of a policy and a script in the working directory, and what could not be seen."""
-    loaded: Policy | None = load_policy(policy) if policy else None
-    facts = Facts(loaded, policy, read_text(policy) if policy else "", settings=settings_of(words, Path.cwd()))
+    facts = Facts(loaded, path, read_text(path) if loaded else "", settings=settings_of(words, Path.cwd()))
     unseen = [f"{word} comes after the script, so it is the script's and was not checked" for word in _policies(words)]
     if not words:
-        return facts, ["no script was named: only the policy's own text was looked at"]
+        return facts, ["no script was named: only the policy's own text was looked at"] if loaded else []
     try:
         report, _ = step_of(words, phases, weights="fake", timeout_s=_WITHIN_S)
     except (UsageError, FileError):
@@ -89,8 +120,9 @@ def _known(path: Path | None) -> set[str]:
 @script_command(
     "lint",
     required=False,
-    takes="[POLICY] -- train.py [SCRIPT ARGS]...",
+    takes="[POLICY] [-- train.py [SCRIPT ARGS]...]",
     examples=(
+        "autoprec lint policy.yaml",
         "autoprec lint policy.yaml -- train.py --width 768",
         "autoprec lint --target h100 --format github policy.yaml -- train.py",
         "autoprec lint --target b200 policy.yaml -- llama3-70b",
@@ -120,12 +152,17 @@ def lint(
 
     `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. One step is recorded without weights; nothing is trained. In the
     place of the script: a preset (llama3-70b) or a decoder's config.json.
+
+    Without a script: is the file, a policy, a search space or a table of targets, valid? Exit 2 where it is not.
     docs/cli.md has every code, a GitHub Action and a pre-commit hook.
     """
-    known, (policy, words) = _known(baseline), _split(script)
+    known, (path, words) = _known(baseline), _split(script)
+    what, policy = _loaded(path) if path else ("", None)
+    if path and words and policy is None:
+        raise UsageError(f"this is a {what}", where=path, fix="lint it alone, or name a policy before the script")
     with Phases() as phases:
-        facts, unseen = _facts(policy, words, phases)
-    named = str((facts.policy.evidence.get("target") if facts.policy else "") or "") if target == "auto" else target
+        facts, unseen = _facts(policy, path, words, phases)
+    named = str((policy.evidence.get("target") if policy else "") or "") if target == "auto" else target
     facts = replace(facts, targets=[target_named(named)] if named else [])
     found = [one for one in findings(facts) if one.key not in known]
     gains = {one.name: facts.speedup(one) for one in facts.targets if facts.report is not None and not one.is_cpu}
@@ -133,10 +170,11 @@ def lint(
     if layout == "sarif":
         print_json(sarif(found))
     elif layout == "json":
-        document: dict[str, Any] = {"ok": not counts(found)["error"], "findings": [one.to_json() for one in found]}
+        document: dict[str, Any] = {"ok": not counts(found)["error"], "file": path, "what": what}
+        document |= {"findings": [one.to_json() for one in found]}
         print_json(document | {"counts": counts(found), "gains": gains, "unseen": unseen, "source": "modelled"})
     elif lines := TEXTS[layout](found):
-        echo(lines)
+        echo(f"{path}: valid {what}\n{lines}" if path and layout == "text" else lines)
     for text in unseen if layout != "json" else ():
         echo(f"note: {text}", err=True)
     if layout == "text" and gains:
@@ -149,7 +187,7 @@ def lint(
     if any(failing.values()):
         raise AuditError(
             ", ".join(counted(count, severity) for severity, count in failing.items() if count),
-            where=policy or " ".join(words),
+            where=path or " ".join(words),
             fix="a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/cli.md)",
         )
     return 0

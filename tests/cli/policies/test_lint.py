@@ -59,6 +59,45 @@ def test_the_policy_comes_first_and_the_script_after_a_dash() -> None:
     assert _split(("policy.yaml",)) == ("policy.yaml", ())
 
 
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = [
+    *sorted((ROOT / "search_spaces").glob("*.yaml")),
+    ROOT / "autoprec" / "precision" / "targets.yaml",
+]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_file_that_is_shipped_is_valid(path: Path) -> None:
+    found = autoprec("lint", path)
+    assert found.code == 0, found.err
+    assert found.out.startswith(f"{path}: valid ")
+
+
+def test_a_valid_file_is_described(project: Path) -> None:
+    found = autoprec("lint", "policy.yaml")
+    assert (found.code, found.out) == (0, "policy.yaml: valid policy, 2 rules, 1 recipe\nnothing found\n")
+    assert "no script was named" in found.err
+    (project / "policy.json").write_text(json.dumps({"schema": "autoprec.policy/1", "phases": []}))
+    assert autoprec("lint", "--json", "policy.json").json()["what"] == "policy, 0 rules, 0 recipes"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("schema: autoprec.policy/1\ndefault: bf16\n", "recipe 'bf16' is not defined under recipes"),
+        ("schema: autoprec.policy/1\nlayers: [1\n", "bad.yaml"),
+        ("schema: autoprec.space/1\nname: x\nchoices: [{match: '*', choices: [int9]}]\n", "int9"),
+        ("schema: autoprec.targets/1\ntargets: {h100: {}}\n", "h100"),
+        ("schema: other/1\n", "autoprec.policy/1, autoprec.space/1, autoprec.targets/1"),
+        ("default: keep\n", "schema is"),
+    ],
+)
+def test_a_file_that_is_not_valid_says_where_and_how_to_fix_it(project: Path, text: str, said: str) -> None:
+    (project / "bad.yaml").write_text(text)
+    found = autoprec("lint", "bad.yaml")
+    assert (found.code, said in found.err, "bad.yaml" in found.err) == (2, True, True), found.err
+
+
 @pytest.mark.usefixtures("warm")
 def test_one_step_tells_what_a_change_broke_and_a_baseline_keeps_it_quiet(project: Path) -> None:
     (project / "train.py").write_text(SCRIPT.replace("fc_in", "up"))
@@ -107,6 +146,7 @@ def test_a_configuration_needs_no_script(project: Path) -> None:
         (("--config", "gpt2", "policy.yaml"), 2, "No such option"),
         (("policy.yaml", "gpt2", "train.py"), 2, "gpt2 takes no arguments"),
         (("policy.yaml", "--", "gpt2"), 1, "policy.yaml: 2 errors"),
+        ((str(ROOT / "search_spaces" / "cpu.yaml"), "--", "train.py"), 2, "this is a search space"),
     ],
 )
 def test_bad_input_is_one_sentence(project: Path, words: tuple[str, ...], code: int, said: str) -> None:
