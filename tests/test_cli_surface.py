@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from autoprec.cli import COMMANDS, MOVED, cli
+from autoprec.cli import COMMANDS, cli
 from autoprec.cli.script import TakesScript
 from autoprec.tuning.options import OPTIONS
 from tests.cli.helpers import autoprec
@@ -87,13 +87,3 @@ def test_a_person_can_read_the_whole_surface() -> None:
     assert len(SURFACE) <= 15
     assert len(SURFACE["search"].split()) <= 28
     assert sum(len(line.split()) for line in SURFACE.values()) <= 90
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_command_that_moved_says_where_to(name: str) -> None:
-    found = autoprec(name, "x")
-    assert (found.code, found.out) == (2, "")
-    assert f"autoprec {MOVED[name]}" in found.err
-    words = MOVED[name].split()
-    assert words[0] in SURFACE
-    assert all(word in SURFACE[words[0]].split() for word in words if word.startswith("--"))

@@ -41,17 +41,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-#: What earlier versions called otherwise: command, or command and option -> what to write now.
-MOVED: dict[str, str] = {
-    "sensitivity": "inspect --sensitivity train.py",
-    "targets": "doctor --targets [NAME]",
-    "schema": "show --schema policy|space",
-    "sync": "ui --sync",
-    "diff": "show A B",
-    "import": "export FILE --to policy",
-}
-
-
 def kebab(token: str) -> str:
     """Spell an option or command with dashes, so that ``--max_divergence`` is ``--max-divergence``."""
     return token.replace("_", "-")
@@ -76,8 +65,6 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = kebab(args[0]) if args else ""
-        if name in MOVED:
-            raise UsageError(f"`autoprec {name}` has moved", fix=f"autoprec {MOVED[name]}", code="moved")
         if name and not name.startswith("-") and name not in COMMANDS:
             raise UnknownNameError("command", args[0], COMMANDS)
         return super().resolve_command(ctx, [name, *args[1:]])

@@ -6,7 +6,6 @@ Nothing here touches a model: :mod:`autoprec.applying.policy` adds the methods t
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -20,11 +19,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recip
 from autoprec.support.validation import Frozen
 
 SCHEMA = "autoprec.policy/1"
-#: Sections of earlier versions, and what is not done any more.
-REMOVED_SECTIONS = {
-    "follow": "runs are no longer followed",
-    "stability": "embeddings' gradients and steps of unusual gradients are the script's own to scale or skip",
-}
 OperatorPrecision = Literal["keep", "fp32"]
 
 #: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
@@ -46,10 +40,6 @@ REFUSED_STATE: dict[tuple[str, str], str] = {
         "one e4m3 scale per tensor, or a power-of-two scale, stalls the second moment and divides by epsilon; "
         "use int8_block or fp16_scaled (exact scales)"
     ),
-    (
-        "exp_avg_sq",
-        "e4m3_block",
-    ): "it is gone, no space or level named it; use int8_block, of the same size",
 }
 
 
@@ -107,15 +97,6 @@ class CommunicationPolicy(Frozen):
     """What travels between ranks; reductions of low-precision gradients accumulate in FP32."""
 
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_gathered_weights(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "weights" not in data:
-            return data
-        if data["weights"] != KEEP:
-            warnings.warn("communication.weights is ignored: FSDP2 gathers weights as they are", stacklevel=2)
-        return {key: value for key, value in data.items() if key != "weights"}
 
 
 class Silenced(Frozen):
@@ -283,14 +264,6 @@ class Policy(Frozen):
     guard: Guard | None = None
     phases: tuple[Phase, ...] = Field((), max_length=16, description="what changes during the run, in order")
     silenced: tuple[Silenced, ...] = Field((), max_length=MOST_RULES, description="findings of lint that are meant")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_removed_sections(cls, data: Any) -> Any:
-        gone = [key for key in REMOVED_SECTIONS if key in data] if isinstance(data, Mapping) else []
-        for key in gone:
-            warnings.warn(f"the policy's section '{key}' is ignored: {REMOVED_SECTIONS[key]}", stacklevel=2)
-        return {key: value for key, value in data.items() if key not in gone} if gone else data
 
     @field_validator("recipes")
     @classmethod

@@ -16,7 +16,6 @@ refused rather than ignored: a parameter that changes nothing must never be sear
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -58,15 +57,6 @@ class Scaling(Frozen):
     amax_history_len: int = Field(16, ge=1, le=4096, description="delayed: steps of amax history")
     amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="delayed: which amax of the history")
     amax_epsilon: float = Field(0.0, ge=0.0, le=1.0, description="lower bound of amax, against all-zero tensors")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_calibration(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "calibration_steps" not in data:
-            return data
-        if data["calibration_steps"]:
-            warnings.warn("calibration_steps is ignored: a first step has its own amax for a scale", stacklevel=2)
-        return {key: value for key, value in data.items() if key != "calibration_steps"}
 
     @model_validator(mode="after")
     def _delayed_only(self) -> Scaling:

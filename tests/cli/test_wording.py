@@ -26,10 +26,10 @@ TYPICAL: dict[str, list[str]] = {
     "estimate": ["estimate --target h200 llama3-8b", "estimate --target h20 llama3-8b"],
     "run": ["run train.py --policy policy.yaml"],
     "check": ["check --policy nowhere.yaml train.py"],
-    "show": ["show policy.yaml", "show policy.yaml other.yaml", "show polcy.yaml", "diff policy.yaml other.yaml"],
+    "show": ["show policy.yaml", "show policy.yaml other.yaml", "show polcy.yaml"],
     "lint": ["lint policy.yaml", "lint broken.yaml"],
     "export": ["export policy.yaml --to torchao", "export policy.yaml --to nemo"],
-    "doctor": ["doctor --targets h100", "doctor h100", "targets"],
+    "doctor": ["doctor --targets h100", "doctor h100"],
     "transfer": ["transfer policy.yaml", "transfer policy.yaml --to llama3-8b"],
     "ui": ["ui", "ui --sync"],
 }

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from autoprec.errors import PolicyError
-from autoprec.policy import LayerPlan, LayerRule, OptimizerPolicy, Policy, parse_policy, policy_from_dict
+from autoprec.policy import LayerPlan, LayerRule, Policy, parse_policy, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 SMALL: dict[str, Any] = {
@@ -125,17 +125,3 @@ def test_a_plan_says_what_it_runs() -> None:
     assert mixed.recipes == (fp8, None, bf16)
     assert mixed.scaled == (fp8,)
     assert LayerPlan.uniform(bf16).scaled == ()
-
-
-def test_a_file_of_an_earlier_version_with_a_section_that_was_removed_loads_without_it() -> None:
-    gone = {"follow": {"max_gradient_error": 0.12, "choices": ["keep"]}, "stability": {"outlier": 8.0}}
-    for name, section in gone.items():
-        with pytest.warns(UserWarning, match=f"'{name}' is ignored"):
-            policy = policy_from_dict({**Policy(default="keep").to_dict(), name: section})
-        assert policy == Policy()
-        assert name not in policy.to_dict()
-
-
-def test_a_storage_format_of_an_earlier_version_is_refused_with_the_nearest_kept_one() -> None:
-    with pytest.raises(ValidationError, match="int8_block"):
-        OptimizerPolicy(exp_avg_sq="e4m3_block")

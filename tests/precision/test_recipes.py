@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autoprec.precision.formats import FORMATS
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Recipe, Scaling
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Recipe
 
 DOCUMENTS = st.fixed_dictionaries(
     {"format": st.sampled_from(["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"])},
@@ -85,13 +85,6 @@ def test_recipes_that_differ_are_written_differently(first: dict[str, Any], seco
 def test_what_has_no_effect_or_no_meaning_is_refused(document: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         Recipe.model_validate(document)
-
-
-def test_calibration_of_earlier_files_is_ignored() -> None:
-    scaling = {"scale": "delayed", "calibration_steps": 0}
-    assert Recipe.model_validate({"format": "fp8", "scaling": scaling}).scaling == Scaling(scale="delayed")
-    with pytest.warns(UserWarning, match="calibration_steps is ignored"):
-        Recipe.model_validate({"format": "fp8", "scaling": scaling | {"calibration_steps": 2}})
 
 
 def test_defaults_are_spelled_out_where_they_matter() -> None:
