@@ -141,7 +141,7 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
         "check": ["check", "--policy", policy, "--steps", "2", "--backend", "emulated", GPT, *SMALL],
         "estimate --graph": ["estimate", "--target", "b200", step],
         "estimate --config": ["estimate", "--target", "b200", "llama3-70b"],
-        "transfer": ["transfer", policy, "--from", "llama3-8b", "--to", "llama3-70b", "--target", "b200"],
+        "transfer": ["transfer", "--from", "llama3-8b", "--target", "b200", policy, "--", "llama3-70b"],
     }
     renamed: dict[str, list[str | Path]] = {
         "diff": ["show", policy, other],
@@ -189,7 +189,7 @@ def exits(cwd: Path) -> Iterator[tuple[str, str]]:
         search; search missing.py; search --target b200 --no-mlflow raises.py; search --trials 0 raises.py
         search --target nowhere raises.py; search --space nowhere raises.py; search --frobnicate raises.py
         search --sampler nowhere raises.py; search --budget soon raises.py; verify raises.py; ui --frobnicate
-        transfer good.yaml --to nowhere; transfer missing.yaml --to llama3-70b; calibrate --target nowhere
+        transfer good.yaml -- nowhere.json; transfer missing.yaml -- llama3-70b; calibrate --target nowhere
     """
     for line in (part.strip() for row in lines.splitlines() for part in row.split(";")):
         if line:

@@ -2,11 +2,11 @@
 
     python examples/llama_proxy.py --steps 200
     autoprec search --target b200 --cost-scale width=64,depth=20,tokens=64 examples/llama_proxy.py
-    autoprec transfer policy.yaml --to llama3-70b --seq 4096 -o big.yaml
+    autoprec transfer -o big.yaml policy.yaml -- train_big.py
 
 Plain PyTorch with the module names of Hugging Face: RMSNorm, rotary positions, grouped queries, SwiGLU. Initial weights
 and learning rates follow the width as in muP, so that what is measured here holds where it is wider; the same script
-with ``--width 8192 --depth 80`` is the big model, which `autoprec transfer --to` records without its weights.
+with ``--width 8192 --depth 80`` is the big model, which `autoprec transfer` records without its weights.
 """
 
 import argparse

@@ -16,7 +16,7 @@ SURFACE = {
     "run": "--audit --backend --policy",
     "check": "--backend --json --numerics --policy --sensitivity --steps --strict",
     "verify": "--backend --json --max-divergence --max-gradient-error --policy --seeds --steps",
-    "transfer": ("--batch --force --from --json --output --role --seq --spot --target --to"),
+    "transfer": ("--batch --force --from --json --output --role --seq --spot --target"),
     "show": "--lean --json --schema",
     "lint": "--baseline --format --json --strict --target",
     "export": "--allow-lossy --force --layers --output --to",

@@ -30,7 +30,7 @@ TYPICAL: dict[str, list[str]] = {
     "lint": ["lint policy.yaml", "lint broken.yaml"],
     "export": ["export policy.yaml --to torchao", "export policy.yaml --to nemo"],
     "doctor": ["doctor --targets h100", "doctor h100"],
-    "transfer": ["transfer policy.yaml", "transfer policy.yaml --to llama3-8b"],
+    "transfer": ["transfer policy.yaml", "transfer policy.yaml -- names.txt"],
     "ui": ["ui", "ui --sync"],
 }
 FILES = {

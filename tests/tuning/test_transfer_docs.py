@@ -4,17 +4,15 @@ import runpy
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from autoprec.graph.recorder import record_step
 from autoprec.policy import load_policy, resolve, save_policy
-from autoprec.support.files import with_checksum, write_json
-from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.support.files import write_json
 from tests.cli.helpers import autoprec
 from tests.documents import ROOT, snippets
-from tests.tuning.transfer.test_proxy import CHOICES, policy
+from tests.tuning.transfer.test_proxy import policy
 
 PAGE = "docs/long_run.md"
 COMMANDS = [line for s in snippets("sh") if s.page == PAGE for line in s.text.splitlines() if line]
@@ -43,13 +41,9 @@ def searched(folder: Path) -> None:
     model = runpy.run_path(str(ROOT / "examples" / "llama_proxy.py"))["Llama"](32, 2, 4, 2)
     tokens = torch.zeros(2, 64, dtype=torch.long)
     report = record_step(model, lambda: model(tokens, tokens).backward())
-    groups = tuple(dict.fromkeys(layer.group for layer in report.tunable))
-    errors = np.array([[1e-8, 1e-4, 4e-4]] * len(groups))
     study = folder / "autoprec-runs" / "llama_proxy"
     study.mkdir(parents=True)
     write_json(study / "graph.json", report.to_json())
-    table = SensitivityTable(groups, CHOICES, errors, noise=0.5)
-    write_json(study / "sensitivity.json", with_checksum(table.to_json()))
     (study / "study.db").touch()
     save_policy(found, study / "policy.yaml")
 
@@ -64,7 +58,7 @@ def run(line: str) -> None:
 
 
 def test_the_page_searches_transfers_checks_and_exports() -> None:
-    assert {line.split()[1] for line in COMMANDS} == {"search", "transfer", "check", "export"}
+    assert {line.split()[1] for line in COMMANDS} == {"search", "transfer", "check", "inspect", "export"}
     assert all(line.split()[0] == "autoprec" for line in COMMANDS)
 
 

@@ -179,9 +179,8 @@ def check(
 ) -> None:
     """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch.
 
-    With --sensitivity N, N forward and backward passes also compare the policy's gradient error on this model with the
-    limit, and with what `autoprec transfer` predicted; beyond the limit a corrected policy is written, and the exit
-    code is 1.
+    With --sensitivity N, N forward and backward passes also hold the policy's gradient error on this model against the
+    limit; beyond it a corrected policy is written, and the exit code is 1.
 
     With --numerics every GEMM of the steps (fprop, dgrad, wgrad) is held against the exact product of its quantised
     operands: the first layer and GEMM beyond the bound of its recipe is named, and the exit code is 1.

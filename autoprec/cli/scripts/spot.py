@@ -1,4 +1,4 @@
-"""The spot check of ``autoprec check --sensitivity N``: gradient errors on the model itself against those predicted."""
+"""The spot check of ``check --sensitivity N`` and ``transfer --spot N``: gradient errors on the model itself."""
 
 from __future__ import annotations
 
@@ -34,30 +34,21 @@ def ask(
     """
     from autoprec.tuning.transfer.spot import judged, spot_probes
 
-    probes, asked = spot_probes(policy, report, passes)
-    payloads = gradient_errors(runner, host, label, probes, MOMENTS, backend=backend)
-    return judged(payloads, policy, asked, LIMIT)
+    probes = spot_probes(policy, report, passes)
+    return judged(gradient_errors(runner, host, label, probes, MOMENTS, backend=backend), LIMIT)
 
 
 def print_spot(found: SpotCheck) -> None:
     """Print the passes and what they say."""
     rows = [
-        (
-            row.name,
-            f"{row.predicted:.4f}" if row.predicted == row.predicted else "-",
-            f"{row.measured:.4f}",
-            f"{row.ratio:.2f}x" if row.ratio == row.ratio else "-",
-        )
+        (row.name, f"{row.error:.4f}", f"{row.error / found.noise:.3f}" if found.noise == found.noise else "-")
         for row in found.rows
     ]
-    stdout_console().print(plain_table(("gradient error of", "predicted", "measured", "ratio"), rows))
-    limit = f"the limit is {found.limit:.4f} (0.12 of the mini-batch noise, {found.noise:.3f})"
+    stdout_console().print(plain_table(("gradient error of", "relative", "of the noise"), rows))
+    limit = f"the limit is {found.limit:.4f} ({LIMIT:g} of the mini-batch noise, {found.noise:.3f})"
     echo(limit if found.noise == found.noise else "no limit: the mini-batch noise could not be seen")
-    if found.within and found.as_predicted:
-        echo("the policy holds on this model" + (": its error is as predicted" if found.whole.predicted > 0 else ""))
-    elif found.within:
-        echo("the policy holds on this model, though the prediction was off: another transfer corrects it by what was")
-        echo("measured here (this check with --json > spot.json; autoprec transfer --spot spot.json)")
+    if found.within:
+        echo("the policy holds on this model")
 
 
 def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path) -> None:
@@ -74,7 +65,7 @@ def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path) ->
     stem = path.stem.replace(":", "-")  # of a published policy
     written = save_policy(mended, path.with_name(f"{stem}.checked{path.suffix or '.yaml'}"))
     raise AuditError(
-        f"the gradient error is {found.whole.measured:.4f} on this model, beyond {found.limit:.4f}",
+        f"the gradient error is {found.error:.4f} on this model, beyond {found.limit:.4f}",
         where=str(path),
         fix=f"{written} has {', '.join(removed[:4])}{' and more' if len(removed) > 4 else ''} back in 16 bits: "
         "check that one",

@@ -1,9 +1,9 @@
-"""``autoprec transfer``: a policy that was found on a proxy, for a model on which no trial can be afforded."""
+"""``autoprec transfer``: a policy that was found on a small model, for one on which no trial can be afforded."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +14,21 @@ from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.policies.export import known_layers
-from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
-from autoprec.errors import UsageError
-from autoprec.graph.report import GraphReport, Layer
+from autoprec.cli.recording import SIZE, is_description, is_saved_step, record, running, step_of
+from autoprec.cli.scripts.spot import ask, print_spot
+from autoprec.errors import AuditError, UsageError
+from autoprec.graph.report import GraphReport, Layer, load_report
 from autoprec.graph.roles import ROLES, parse_hints, shown
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.precision.hardware import Target
-from autoprec.support.files import check_writable, read_document
+from autoprec.support.files import check_writable
 from autoprec.support.units import memory_text, speed_text
 from autoprec.tuning.target import resolve_target
-from autoprec.tuning.transfer.law import SPREAD
 
 if TYPE_CHECKING:
     from autoprec.tuning.transfer.plan import Transfer
     from autoprec.tuning.transfer.proxy import Proxy
+    from autoprec.tuning.transfer.spot import SpotCheck
 
 
 def _step(words: Sequence[str], *, batch: int = SIZE[0], seq: int = SIZE[1]) -> GraphReport:
@@ -47,7 +48,7 @@ def _named_layers(path: Path) -> GraphReport:
 
 
 def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, Any]]:
-    """Return one row per rule of the proxy's policy that says something: where it went."""
+    """Return one row per rule of the small model's policy that says something: where it went."""
     from autoprec.tuning.transfer.proxy import choice_of_rule
 
     rows = []
@@ -73,15 +74,24 @@ def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, 
     return rows
 
 
+def _findings(policy: Policy, report: GraphReport, device: Target, output: str) -> list[dict[str, Any]]:
+    """Return what ``autoprec lint`` says of the transferred policy on the big model's recorded step."""
+    from autoprec.tuning.lint.facts import Facts
+    from autoprec.tuning.lint.rules import findings
+
+    if report.source == "names":
+        return []
+    return [one.to_json() for one in findings(Facts(policy, output, report=report, targets=[device]))]
+
+
 def _document(
     output: str, device: Target, policy: Policy, proxy: Proxy, report: GraphReport, found: Transfer
 ) -> dict[str, Any]:
-    predicted, places = found.predicted, found.matched.here
+    places = found.matched.here
     return {
         "policy": output,
         "source": "modelled",
         "target": device.name,
-        "growth": found.growth.to_json(),
         "rules": _rule_rows(policy, proxy, found),
         "no_counterpart": [
             {"layers": shown([n]), "guess": places[n].role or places[n].guess} for n in found.matched.alone
@@ -90,35 +100,15 @@ def _document(
             {"layers": shown(x.layers), "count": len(x.layers), "recipe": x.choice, "reason": x.reason}
             for x in found.lost
         ],
-        "filled": _filled_rows(found),
         "not_tunable": _untouched(report),
-        "gradient_error": {
-            "predicted": predicted.error,
-            "low": predicted.error / SPREAD,
-            "high": predicted.error * SPREAD,
-            "noise": predicted.noise,
-            "budget": predicted.budget,
-            "segments": predicted.segments,
-        },
         "step": found.step.to_json() if found.step else None,
         "baseline": found.baseline.to_json() if found.baseline else None,
         "speedup": found.speedup if found.step else None,
         "memory": {"bytes": found.step.memory_bytes, "device_bytes": device.memory_bytes} if found.step else None,
         "phases": [
-            {"from": phase.start, "speedup": one.speedup, "gradient_error": one.predicted.error}
-            for phase, one in zip(policy.phases, found.later, strict=True)
+            {"from": phase.start, "speedup": one.speedup} for phase, one in zip(policy.phases, found.later, strict=True)
         ],
     }
-
-
-def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
-    changes: dict[tuple[str, str], list[str]] = {}
-    for name, before, after in found.filled:
-        changes.setdefault((before, after), []).append(name)
-    return [
-        {"layers": shown(names), "count": len(names), "before": before, "after": after}
-        for (before, after), names in changes.items()
-    ]
 
 
 def _untouched(report: GraphReport) -> list[dict[str, Any]]:
@@ -146,27 +136,15 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
         )
         for row in document["rules"]
     ]
-    stdout_console().print(plain_table(("rule of the proxy", "recipe", "role", "layers here", "as asked"), rows))
+    stdout_console().print(plain_table(("rule", "recipe", "role", "layers here", "as asked"), rows))
     for row in document["lost"]:
         echo(f"dropped   {row['recipe']} on {row['layers']} ({row['count']} layers): {row['reason']}")
-    for row in document["filled"]:
-        echo(f"changed   {row['layers']} ({row['count']} layers): {row['before']} -> {row['after']}, within the budget")
     for row in document["not_tunable"]:
         echo(
             f"kept      {row['layers']} ({row['count']} layers, {row['flops_share']:.0%} of the FLOPs): {row['reason']}"
         )
     if document["no_counterpart"]:
-        echo(f"kept      {shown(found.matched.alone)}: no counterpart in the proxy")
-    error = document["gradient_error"]
-    echo(f"growth    {found.growth.describe()} (of the proxy)")
-    if error["predicted"] == error["predicted"]:
-        echo(
-            f"error     {error['predicted']:.4f} of the gradient predicted (nine times in ten {error['low']:.4f} to "
-            f"{error['high']:.4f}), budget {error['budget']:.4f}; mini-batch noise {error['noise']:.3f} "
-            "(by the law of docs/long_run.md)"
-        )
-    else:
-        echo("error     not predicted: the proxy's study was not found (--from)")
+        echo(f"kept      {shown(found.matched.alone)}: no counterpart in the small model")
     if found.step is not None and found.baseline is not None:
         echo(
             f"step      {found.step.time_ms:,.4g} ms against {found.baseline.time_ms:,.4g} ms in 16 bits: "
@@ -178,37 +156,21 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
     else:
         echo("step      not modelled: a list of names has no shapes")
     for row, phase in zip(document["phases"], found.policy.phases, strict=True):
-        error = f", error {row['gradient_error']:.4f}" if row["gradient_error"] == row["gradient_error"] else ""
-        echo(f"phase     from {phase.label} on: {row['speedup']:.2f}x{error}; the table above is of how the run begins")
+        echo(f"phase     from {phase.label} on: {row['speedup']:.2f}x; the table above is of how the run begins")
+    for row in document["findings"]:
+        echo(f"{row['severity']:9} {row['message']} [{row['code']}]")
 
 
-class _TakesTarget(click.Command):
-    """A command line that ends with the big model: what follows a script's name after ``--to`` is the script's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)
-        at = next((i for i, word in enumerate(words) if word == "--to" or word.startswith("--to=")), None)
-        if at is None:
-            return super().parse_args(ctx, words)
-        joined = words[at].partition("=")[2]
-        after = [*([joined] if joined else []), *words[at + 1 :]]
-        of_a_script = after and not is_description(after[0]) and not after[0].endswith(".txt")
-        return super().parse_args(ctx, [*words[:at], "--" if of_a_script else "--to", *after])
+class _TakesModel(click.Command):
+    """A command line that ends with the big model: what follows ``--`` is the script's."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return ["POLICY", "[OPTIONS]", "--to", "train_big.py [SCRIPT ARGS]..."]
+        return ["[OPTIONS]", "POLICY", "--", "train_big.py [SCRIPT ARGS]..."]
 
 
-@click.command("transfer", cls=_TakesTarget)
+@click.command("transfer", cls=_TakesModel)
 @click.argument("policy", type=click.Path(path_type=Path))
 @click.argument("script", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--to",
-    "config",
-    default="",
-    metavar="MODEL",
-    help="The big model: its script, config.json, preset, a saved step, or its layer names alone, one per line.",
-)
 @click.option(
     "--from",
     "proxy",
@@ -218,8 +180,10 @@ class _TakesTarget(click.Command):
 )
 @click.option(
     "--spot",
-    type=click.Path(path_type=Path),
-    help="`autoprec check --sensitivity 8 --json` of an earlier transfer to this model: it corrects the predictions.",
+    default=0,
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Also: its gradient error on the script's recorded step, N passes; segments beyond the limit go to 16 bits.",
 )
 @click.option("--role", "roles", multiple=True, metavar="GLOB=ROLE", help="What layers are whose names do not tell.")
 @click.option(
@@ -235,9 +199,8 @@ class _TakesTarget(click.Command):
 def transfer(
     policy: Path,
     script: tuple[str, ...],
-    config: str,
     proxy: Path | None,
-    spot: Path | None,
+    spot: int,
     roles: tuple[str, ...],
     target: str,
     batch: int,
@@ -248,44 +211,101 @@ def transfer(
 ) -> int:
     """Carry POLICY, found on a small model, over to a big one that cannot be searched.
 
-    The big model is a script (recorded without its weights), a decoder's config.json or preset, a saved step, or a list
-    of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
+    Rules go by role and relative depth; one that no longer pays there is dropped, with its reason. The script is
+    recorded without its weights, with --spot with them. In its place: a decoder's config.json or preset, a saved step,
+    or a list of layer names (.txt, one per line).
     """
     from autoprec.cost import CostModel
-    from autoprec.tuning.transfer.correction import Correction
-    from autoprec.tuning.transfer.evidence import with_evidence
     from autoprec.tuning.transfer.plan import transfer as carry
-    from autoprec.tuning.transfer.proxy import Proxy, load_proxy
-    from autoprec.tuning.verify import limits_of
+    from autoprec.tuning.transfer.plan import with_evidence
+    from autoprec.tuning.transfer.proxy import Proxy
 
-    found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
-    hints = parse_hints(roles)
-    words = (config, *script) if config else script
-    if not words:
-        fix = "autoprec transfer policy.yaml --to train_big.py [script args]"
-        raise UsageError("the big model is missing", fix=fix)
+    words = _words(script, spot)
     options.check_absent(Path(output), force=force)
     check_writable(output)
     small: Policy = load_policy(policy)
     found_at = _study_of(small, policy, proxy)
     size = {} if is_saved_step(str(proxy)) else {"batch": batch, "seq": seq}  # which has its own
-    origin = load_proxy(small, found_at) if found_at else Proxy.of(small, _step([str(proxy)], **size))
-    device = _target(target, small)
-    report = _step(words, batch=batch, seq=seq)
-    cost = None if report.source == "names" else CostModel(report, device)
-    limit = limits_of(small, None, None)["max_gradient_error"]
-    result = carry(small, origin, report, cost, hints=hints, max_gradient_error=limit, correction=found_there)
-    study_name = found_at.resolve().name if found_at is not None else ""
+    known = load_report(found_at / "graph.json") if found_at else _step([str(proxy)], **size)
+    hints, device, origin = parse_hints(roles), _target(target, small), Proxy.of(small, known)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    save_policy(with_evidence(result, small, origin, report, device.name, study=study_name, date=today), output)
+    study = found_at.resolve().name if found_at is not None else ""
+
+    def carried(report: GraphReport) -> tuple[Transfer, Policy]:
+        cost = None if report.source == "names" else CostModel(report, device)
+        done = carry(small, origin, report, cost, hints=hints)
+        return done, with_evidence(done, small, origin, report, device.name, study=study, date=today)
+
+    checks: tuple[SpotCheck, ...] = ()
+    if spot:
+        with Phases() as phases, running(words, phases) as (runner, host, label):
+            report = record(runner, label, phases)
+            result, written = carried(report)
+            backend = "auto" if resolve_target(device.name, host.device)[1] else "emulated"
+            phases.begin(f"{spot} forward and backward passes on the model itself")
+            written, checks = _held(lambda p, n: ask(runner, host, label, p, report, n, backend), written, report, spot)
+    else:
+        report = _step(words, batch=batch, seq=seq)
+        result, written = carried(report)
+    save_policy(written, output)
     document = _document(output, device, small, origin, report, result)
+    document |= {"findings": _findings(written, report, device, output)}
+    document |= {"spot": [check.to_json() for check in checks]}
     if as_json:
         print_json(document)
-        return 0
-    _print(document, result)
-    echo(f"wrote     {output}; a few passes on the big model tell whether it holds:")
-    echo(f"          autoprec check --policy {output} --sensitivity 8 SCRIPT")
+    else:
+        _print(document, result)
+        for check in checks:
+            print_spot(check)
+        echo(f"wrote     {output}" + ("" if checks else "; does it hold? a few passes on the big model tell:"))
+        if not checks:
+            echo(f"          autoprec check --policy {output} --sensitivity 8 SCRIPT")
+    if checks and not checks[-1].within:
+        raise AuditError(
+            f"the gradient error is {checks[-1].error:.4f} on this model, beyond {checks[-1].limit:.4f}",
+            where=output,
+            fix="what it runs beside the layers errs as well: `autoprec inspect --sensitivity` says what",
+        )
     return 0
+
+
+def _words(script: tuple[str, ...], spot: int) -> tuple[str, ...]:
+    """Return what describes the big model, a launcher behind its ``--``.
+
+    Raises:
+        UsageError: there is nothing; or it cannot take the passes that were asked of it.
+    """
+    if not script:
+        fix = "autoprec transfer policy.yaml -- train_big.py [script args]"
+        raise UsageError("the big model is missing", fix=fix)
+    described = is_description(script[0]) or script[0].endswith(".txt")
+    if spot and described:
+        fix = "name its training script: autoprec transfer --spot 8 policy.yaml -- train_big.py"
+        raise UsageError("--spot runs the model, and this only describes one", where=script[0], fix=fix)
+    plain = described or script[0].endswith(".py") or script[0] == "-m"
+    return script if plain else ("--", *script)
+
+
+def _held(
+    passes: Callable[[Policy, int], SpotCheck], policy: Policy, report: GraphReport, count: int
+) -> tuple[Policy, tuple[SpotCheck, ...]]:
+    """Return a policy that is within the limit on the model, as far as its layers can do that, and each check.
+
+    Args:
+        passes: runs a spot check of a policy, of so many passes.
+        policy: what is checked first.
+        report: the recorded step of the model.
+        count: passes of the first check; a corrected policy is checked as a whole, by one.
+    """
+    from autoprec.tuning.transfer.spot import corrected
+
+    first = passes(policy, count)
+    if first.within:
+        return policy.model_copy(update={"evidence": {**policy.evidence, "spot_check": first.evidence()}}), (first,)
+    mended, removed = corrected(policy, report, first)
+    if not removed:
+        return mended, (first,)
+    return mended, (first, passes(mended, 1))
 
 
 def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:

@@ -1,7 +1,8 @@
-"""Does a transfer hold? A few passes on the big model itself, each compared with what the law predicted.
+"""Does a policy hold on a model on which it was not searched? A few passes on the model itself, held to the limit.
 
-One pass asks the whole policy, the others its most telling *segments*: the same layers in every block, under their
-recipe, everything else as written. Where the whole is beyond the limit, the segments that err most go back to 16 bits.
+One pass runs the whole policy, each of the others one of its largest *segments*: the same layers in every block, under
+their recipe, everything else as written. Where the whole is beyond the limit, the segments that err most go back to 16
+bits.
 """
 
 from __future__ import annotations
@@ -16,51 +17,28 @@ from autoprec.graph.roles import places
 from autoprec.policy import OptimizerPolicy, Policy, first_match
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.transfer.correction import Correction
-from autoprec.tuning.transfer.forecast import segment_of
 from autoprec.tuning.transfer.plan import rendered
 from autoprec.tuning.transfer.proxy import choice_of_rule
 
 WHOLE = "whole policy"
-#: Measured over predicted gradient error from which on a prediction is called off.
-RANGE = (0.7, 1.4)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The same layers in every block under one choice; ``predicted`` is NaN where nothing predicts it."""
+    """The same layers in every block under one choice; ``name`` is both (``h.*.mlp.up|fp8_rowwise``)."""
 
     name: str
     layers: tuple[str, ...]
     choice: str
     flops: int
-    predicted: float
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pass: a segment, or the whole policy; errors are relative to the gradient.
-
-    ``factor`` is what an earlier spot check corrected the prediction by.
-    """
+    """One pass: a segment, or the whole policy, and its error, relative to the gradient."""
 
     name: str
-    predicted: float
-    measured: float
-    factor: float = 1.0
-
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted; NaN without a prediction."""
-        return self.measured / self.predicted if self.predicted > 0 else math.nan
-
-    @property
-    def of_law(self) -> float:
-        """Measured over what the law alone predicts, without an earlier correction."""
-        return self.ratio * self.factor
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"ratio": self.ratio, "of_law": self.of_law}
+    error: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +47,7 @@ class SpotCheck:
 
     Attributes:
         rows: the whole policy first.
-        noise: mini-batch gradient noise of the big model, relative; NaN where it could not be seen.
+        noise: mini-batch gradient noise of the model, relative to the gradient; NaN where it could not be seen.
         limit: the largest gradient error that is acceptable there.
     """
 
@@ -78,72 +56,62 @@ class SpotCheck:
     limit: float
 
     @property
-    def whole(self) -> Row:
-        return self.rows[0]
+    def error(self) -> float:
+        """Gradient error of the whole policy; infinite where its gradient is not finite."""
+        return self.rows[0].error
 
     @property
     def within(self) -> bool:
         """Whether the policy's error is finite and within the limit."""
-        return self.whole.measured <= self.limit
-
-    @property
-    def as_predicted(self) -> bool:
-        """Whether the prediction was right (True where there was none)."""
-        return math.isnan(self.whole.ratio) or RANGE[0] <= self.whole.ratio <= RANGE[1]
-
-    @property
-    def correction(self) -> Correction:
-        """What the passes say of the law, for another transfer to this model."""
-        return Correction({row.name: row.of_law for row in self.rows[1:] if 0.0 < row.of_law < math.inf}, self.noise)
+        return self.error <= self.limit and math.isfinite(self.error)
 
     def to_json(self) -> dict[str, Any]:
-        out = {"rows": [row.to_json() for row in self.rows], "noise": self.noise, "limit": self.limit}
-        return out | {"within": self.within, "as_predicted": self.as_predicted}
+        """Return the rows, noise and limit, and whether the policy is within it."""
+        rows = [asdict(row) for row in self.rows]
+        return {"rows": rows, "noise": self.noise, "limit": self.limit, "within": self.within}
+
+    def evidence(self) -> dict[str, float]:
+        """Return what a policy's evidence keeps of it: four significant digits of what is finite."""
+        known = {"gradient_error": self.error, "gradient_noise": self.noise, "limit": self.limit}
+        return {name: float(f"{value:.4g}") for name, value in known.items() if math.isfinite(value)}
 
 
 def segments(policy: Policy, report: GraphReport) -> list[Segment]:
-    """Return the segments of a policy on a recorded model, what was predicted to err most first."""
-    known = policy.evidence.get("transferred_from") or {}
-    predicted: Mapping[str, float] = known.get("segments") or {}
+    """Return the segments of a policy on a recorded model, those with most FLOPs first."""
     there = places(report.tunable)
     grouped: dict[str, list[str]] = {}
     for layer in report.tunable:
         grouped.setdefault(layer.group, []).append(layer.name)
-    found: dict[str, list[str]] = {}
-    choices: dict[str, str] = {}
-    for group, layers in grouped.items():
+    found: dict[tuple[str, str], list[str]] = {}
+    for layers in grouped.values():
         rule = first_match(policy.layers, layers[0])
         choice = choice_of_rule(policy, -1 if rule is None else policy.layers.index(rule))
         if choice != KEEP:
-            name = segment_of(group, there, layers, choice)
-            found.setdefault(name, []).extend(layers)
-            choices[name] = choice
+            found.setdefault((there[layers[0]].alike, choice), []).extend(layers)
     flops = {layer.name: layer.total_flops for layer in report.tunable}
     out = [
-        Segment(name, tuple(layers), choices[name], sum(flops[n] for n in layers), float(predicted.get(name, math.nan)))
-        for name, layers in found.items()
+        Segment(f"{alike}|{choice}", tuple(layers), choice, sum(flops[name] for name in layers))
+        for (alike, choice), layers in found.items()
     ]
-    return sorted(out, key=lambda s: (-s.predicted if s.predicted == s.predicted else 0.0, -s.flops))
+    return sorted(out, key=lambda segment: -segment.flops)
 
 
-def spot_probes(policy: Policy, report: GraphReport, passes: int) -> tuple[list[Probe], list[Segment]]:
-    """Return the probes of ``passes`` passes, the whole policy's first, and the segments of the others."""
-    whole = policy.model_copy(update={"execution": "keep"})
-    asked = segments(policy, report)[: max(0, passes - 1)]
-    names = [layer.name for layer in report.layers]
+def spot_probes(policy: Policy, report: GraphReport, passes: int) -> list[Probe]:
+    """Return the probes of ``passes`` passes: the whole policy, then its largest segments, those in 8 bits first."""
+    whole = policy.model_copy(update={"execution": KEEP})
     plain = policy.model_copy(
         update={"activations": KEEP, "execution": KEEP, "optimizer": OptimizerPolicy(), "loss_scaling": "none"}
     )
+    names = [layer.name for layer in report.layers]
     probes = [Probe(WHOLE, whole.to_dict())]
-    for segment in asked:
+    every = sorted(segments(policy, report), key=lambda segment: segment.choice == _plain(policy))
+    for segment in every[: max(0, passes - 1)]:
         alone = rendered(plain, names, dict.fromkeys(segment.layers, segment.choice), policy.recipes)
         probes.append(Probe(segment.name, alone.to_dict()))
-    return probes, asked
+    return probes
 
 
-def judged(
-    payloads: Sequence[Mapping[str, Any]], policy: Policy, asked: Sequence[Segment], max_gradient_error: float
-) -> SpotCheck:
+def judged(payloads: Sequence[Mapping[str, Any]], max_gradient_error: float) -> SpotCheck:
     """Return the outcome of the passes.
 
     Args:
@@ -151,16 +119,14 @@ def judged(
             root of their mean square over moments.
         max_gradient_error: the most gradient error, as a share of the mini-batch noise.
     """
-    origin = policy.evidence.get("transferred_from") or {}
-    whole = float((origin.get("predicted") or {}).get("gradient_error", math.nan))
-    predicted = {WHOLE: whole} | {segment.name: segment.predicted for segment in asked}
-    factors, rows = origin.get("corrected_by") or {}, []
-    for name, expected in predicted.items():
-        each = [_error(row) for payload in payloads for row in payload["probes"] if row["id"] == name]
-        rows.append(Row(name, expected, _root_mean_square(each), float(factors.get(name, 1.0))))
+    each: dict[str, list[float]] = {}
+    for payload in payloads:
+        for row in payload["probes"]:
+            each.setdefault(str(row["id"]), []).append(_error(row))
     noises = [float(noise) for payload in payloads if (noise := payload.get("gradient_noise"))]
     known = _root_mean_square([noise for noise in noises if math.isfinite(noise) and noise > 0])
-    return SpotCheck(tuple(rows), known, max_gradient_error * known if known == known else math.inf)
+    rows = tuple(Row(name, _root_mean_square(errors)) for name, errors in each.items())
+    return SpotCheck(rows, known, max_gradient_error * known if known == known else math.inf)
 
 
 def _error(row: Mapping[str, Any]) -> float:
@@ -172,33 +138,35 @@ def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values)) if values else math.nan
 
 
+def _plain(policy: Policy) -> str:
+    return "bf16" if "bf16" in policy.recipes else KEEP
+
+
 def corrected(policy: Policy, report: GraphReport, check: SpotCheck) -> tuple[Policy, tuple[str, ...]]:
     """Return the policy without the segments that err most, so that the rest is within the limit, and their names.
 
-    Squares of errors add, so each segment leaves its own square. A segment that was not asked counts with its predicted
-    error, times what the asked ones were off by.
+    Squares of errors add, so each segment takes its own square away. What the segments that were run leave of the
+    whole belongs to the others, shared by their FLOPs. The phases of a policy stay as they are.
     """
-    measured = {row.name: row.measured for row in check.rows[1:]}
-    ratios = sorted(row.ratio for row in check.rows[1:] if math.isfinite(row.ratio))
-    off = ratios[len(ratios) // 2] if ratios else 1.0
-    every = segments(policy, report)
-    errors = {s.name: measured.get(s.name, s.predicted * off if s.predicted == s.predicted else 0.0) for s in every}
-    plain = "bf16" if "bf16" in policy.recipes else KEEP
-    choices = {name: s.choice for s in every for name in s.layers}
-    removed: list[str] = []
-
-    def left() -> float:
-        if math.isfinite(check.whole.measured):
-            return check.whole.measured**2 - sum(errors[name] ** 2 for name in removed)
-        return sum(error**2 for name, error in errors.items() if name not in removed)
-
-    for segment in sorted(every, key=lambda s: -errors[s.name]):
-        if left() <= check.limit**2:
+    plain, every = _plain(policy), segments(policy, report)
+    errors2 = {row.name: row.error**2 for row in check.rows[1:]}
+    candidates = [segment for segment in every if segment.choice != plain]
+    rest = [segment for segment in candidates if segment.name not in errors2]
+    whole, asked = check.error**2, sum(errors2.values())
+    flops = sum(segment.flops for segment in rest) or 1
+    errors2 |= {one.name: max(0.0, whole - asked) * max(1, one.flops) / flops for one in rest if asked < math.inf}
+    removed: list[Segment] = []
+    for segment in sorted(candidates, key=lambda one: -errors2.get(one.name, 0.0)):
+        gone = {one.name for one in removed}
+        others = sum(square for name, square in errors2.items() if name not in gone)
+        left = whole - sum(errors2[name] for name in gone) if math.isfinite(whole) else others
+        if left <= check.limit**2:
             break
-        if segment.choice != plain:
-            removed.append(segment.name)
-            choices |= dict.fromkeys(segment.layers, plain)
-    out = rendered(policy, [layer.name for layer in report.layers], choices, policy.recipes)
-    spot = {"measured": check.whole.measured, "limit": check.limit, "back_to_16_bit": list(removed)}
-    evidence = {**policy.evidence, "spot_check": {k: v for k, v in spot.items() if v == v and v != math.inf}}
-    return out.model_copy(update={"evidence": evidence}), tuple(removed)
+        removed.append(segment)
+    choices = {name: one.choice for one in every for name in one.layers}
+    choices |= {name: plain for one in removed for name in one.layers}
+    first = rendered(policy.stages[0], [layer.name for layer in report.layers], choices, policy.recipes)
+    names = tuple(one.name for one in removed)
+    evidence = {**policy.evidence, "spot_check": check.evidence() | {"back_to_16_bit": list(names)}}
+    out = policy.with_stages([first, *policy.stages[1:]]) if policy.phases else first
+    return out.model_copy(update={"evidence": evidence}), names

@@ -5,98 +5,103 @@ from typing import Any
 
 import pytest
 
-from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, resolve
-from autoprec.tuning.transfer.spot import WHOLE, corrected, judged, segments, spot_probes
+from autoprec.tuning.transfer.spot import WHOLE, SpotCheck, corrected, judged, segments, spot_probes
 from tests.tuning.models import gpt
 from tests.tuning.transfer.test_proxy import policy
 
 DOWN, UP = "h.*.mlp.c_proj|fp8_rowwise", "h.*.mlp.c_fc|fp8_rowwise"
 
 
-def transferred(**predicted: float) -> Policy:
-    found = policy(("*.mlp.*", "fp8_rowwise"), ("lm_head", "keep"))
-    origin = {"predicted": {"gradient_error": 0.05}, "segments": {UP: 0.03, DOWN: 0.04} | predicted}
-    return found.model_copy(update={"evidence": {"transferred_from": origin}})
+def asked() -> Policy:
+    return policy(("*.mlp.*", "fp8_rowwise"), ("lm_head", "keep"))
 
 
-def payload(whole: float, **errors: float) -> dict[str, Any]:
+def payload(whole: float, noise: float | None = 0.5, **errors: float) -> dict[str, Any]:
     rows = [{"id": WHOLE, "gradient_error": whole if math.isfinite(whole) else None, "nonfinite": whole == math.inf}]
-    rows += [{"id": name, "gradient_error": errors.get(name, 0.03)} for name in (DOWN, UP)]
-    return {"probes": rows, "gradient_noise": 0.5}
+    rows += [{"id": name, "gradient_error": error} for name, error in errors.items()]
+    return {"probes": rows, "gradient_noise": noise}
 
 
-def asked(passes: int = 3) -> tuple[Policy, GraphReport, Any]:
-    found, report = transferred(), gpt()
-    return found, report, spot_probes(found, report, passes)[1]
+def scaled(found: Policy) -> set[str]:
+    return {name for name, plan in resolve(found, [x.name for x in gpt().layers]).items() if plan.scaled}
 
 
-def test_segments_are_the_same_layers_of_every_block_the_most_telling_first() -> None:
-    found = segments(transferred(), gpt())
-    assert [s.name for s in found][:2] == [DOWN, UP]
+def test_segments_are_the_same_layers_of_every_block_the_largest_first() -> None:
+    found = segments(asked(), gpt())
+    assert {s.name for s in found[:2]} == {DOWN, UP}
+    assert [s.flops for s in found] == sorted((s.flops for s in found), reverse=True)
     assert len(found[0].layers) == 4
     assert not any("lm_head" in layer for s in found for layer in s.layers)  # kept as written
 
 
 def test_the_whole_policy_is_asked_first_and_each_segment_alone() -> None:
-    probes, kept = spot_probes(transferred(), gpt(), 3)
-    assert [probe.id for probe in probes] == [WHOLE, DOWN, UP]
-    assert len(kept) == 2
-    alone = Policy.model_validate(probes[1].policy)
+    probes = spot_probes(asked(), gpt(), 3)
+    assert [probe.id for probe in probes] == [WHOLE, UP, DOWN]
+    alone = Policy.model_validate(probes[2].policy)
     plans = resolve(alone, [layer.name for layer in gpt().layers])
     assert {name for name, plan in plans.items() if not plan.keeps} == {f"h.{i}.mlp.c_proj" for i in range(4)}
     assert alone.activations == "keep"
 
 
+def test_what_runs_in_8_bits_is_asked_before_what_runs_in_16() -> None:
+    found = policy(("*.attn.c_proj", "fp8_rowwise"), ("*", "bf16"))  # the smallest layers
+    assert [probe.id for probe in spot_probes(found, gpt(), 2)] == [WHOLE, "h.*.attn.c_proj|fp8_rowwise"]
+
+
 @pytest.mark.parametrize(
-    ("whole", "within", "as_predicted"),
-    [(0.05, True, True), (0.02, True, False), (0.2, False, False), (math.inf, False, False)],
+    ("whole", "within"), [(0.05, True), (0.0599, True), (0.0601, False), (0.2, False), (math.inf, False)]
 )
-def test_what_the_passes_say(whole: float, within: bool, as_predicted: bool) -> None:
-    found, _, kept = asked()
-    check = judged([payload(whole)], found, kept, 0.12)
-    assert (check.within, check.as_predicted) == (within, as_predicted)
+def test_what_the_passes_say(whole: float, within: bool) -> None:
+    check = judged([payload(whole, **{DOWN: 0.03})], 0.12)
+    assert check.within is within
     assert check.limit == pytest.approx(0.06)
-    assert check.to_json()["rows"][0]["name"] == WHOLE
+    assert check.to_json()["rows"][1] == {"name": DOWN, "error": pytest.approx(0.03)}
 
 
-@pytest.mark.parametrize("whole", [0.1, math.inf])
-def test_a_correction_takes_back_the_worst_segment_and_no_more(whole: float) -> None:
-    found, report, kept = asked()
-    check = judged([payload(whole, **{DOWN: 0.095, UP: 0.03})], found, kept, 0.12)
-    mended, removed = corrected(found, report, check)
-    plans = resolve(mended, [layer.name for layer in report.layers])
-    assert removed == (DOWN,)
-    assert {name for name, plan in plans.items() if plan.scaled} == {f"h.{i}.mlp.c_fc" for i in range(4)}
-    assert mended.evidence["spot_check"]["back_to_16_bit"] == [DOWN]
+@pytest.mark.parametrize("noise", [None, 0.0, math.nan])
+def test_without_a_noise_there_is_no_limit_and_a_gradient_must_still_be_finite(noise: float | None) -> None:
+    assert judged([payload(0.1, noise)], 0.12).within
+    assert not judged([payload(math.inf, noise)], 0.12).within
+    assert judged([payload(0.1, noise)], 0.12).evidence() == {"gradient_error": 0.1}
 
 
-def test_a_policy_that_nobody_predicted_is_still_held_to_the_limit() -> None:
-    found, report = policy(("*.mlp.*", "fp8_rowwise"), ("lm_head", "keep")), gpt()
-    kept = spot_probes(found, report, 3)[1]
-    check = judged(
-        [{"probes": payload(0.1)["probes"], "gradient_noise": None}],
-        found,
-        [s for s in kept if s.name in (UP, DOWN)],
-        0.12,
-    )
-    assert check.as_predicted
-    assert check.within
-    assert check.limit == math.inf
+@pytest.mark.parametrize(
+    ("whole", "errors", "removed"),
+    [
+        (0.1, {DOWN: 0.095, UP: 0.03}, (DOWN,)),
+        (math.inf, {DOWN: 0.095, UP: 0.03}, (DOWN,)),
+        (0.1, {DOWN: 0.03, UP: 0.095}, (UP,)),
+        (0.2, {DOWN: 0.15, UP: 0.13}, (DOWN, UP)),
+        (math.inf, {DOWN: math.inf, UP: 0.03}, (DOWN,)),
+        (0.1, {UP: 0.03}, (DOWN,)),  # what was not run has the rest of the whole
+        (math.inf, {UP: 0.03}, (DOWN,)),
+        (0.05, {DOWN: 0.04, UP: 0.03}, ()),
+    ],
+)
+def test_a_correction_takes_back_the_worst_segment_and_no_more(
+    whole: float, errors: dict[str, float], removed: tuple[str, ...]
+) -> None:
+    found = asked()
+    mended, gone = corrected(found, gpt(), judged([payload(whole, **errors)], 0.12))
+    assert gone == removed
+    kept = {name for name in scaled(found) if not any(name.endswith(one.split("|")[0][4:]) for one in gone)}
+    assert scaled(mended) == kept
+    assert mended.evidence["spot_check"]["back_to_16_bit"] == list(removed)
 
 
-def test_a_second_check_corrects_the_law_and_not_the_first_correction() -> None:
-    found, _, kept = asked()
-    origin = found.evidence["transferred_from"] | {"corrected_by": {UP: 2.0}}
-    again = judged([payload(0.05)], found.model_copy(update={"evidence": {"transferred_from": origin}}), kept, 0.12)
-    ratios = {row.name: row.ratio for row in again.rows}
-    assert again.correction.ratios == {UP: pytest.approx(2.0 * ratios[UP]), DOWN: pytest.approx(ratios[DOWN])}
-    assert again.correction.noise == 0.5
+def test_the_phases_of_a_corrected_policy_stay() -> None:
+    phases = [{"from": 0.5, "layers": [{"match": "h.1.mlp.*", "recipe": "fp8_rowwise"}]}]
+    found = Policy.model_validate({**asked().model_dump(by_alias=True), "phases": phases})
+    check = judged([payload(0.1, **{DOWN: 0.095, UP: 0.03})], 0.12)
+    mended, _ = corrected(found, gpt(), check)
+    assert [phase.start for phase in mended.phases] == [0.5]
+    assert scaled(mended.stages[1]) == scaled(found.stages[1])
+    assert scaled(mended.stages[0]) < scaled(found.stages[0])
 
 
 def test_moments_count_by_their_root_mean_square_and_one_that_overflows_is_beyond() -> None:
-    found, _, kept = asked()
-    both = judged([payload(0.03), payload(0.05)], found, kept, 0.12)
-    assert both.whole.measured == pytest.approx(math.sqrt((0.03**2 + 0.05**2) / 2))
+    both: SpotCheck = judged([payload(0.03), payload(0.05)], 0.12)
+    assert both.error == pytest.approx(math.sqrt((0.03**2 + 0.05**2) / 2))
     assert both.noise == pytest.approx(0.5)
-    assert not judged([payload(0.03), payload(math.inf)], found, kept, 0.12).within
+    assert not judged([payload(0.03), payload(math.inf)], 0.12).within
