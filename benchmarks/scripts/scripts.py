@@ -2,7 +2,7 @@
 
     python benchmarks/scripts/scripts.py --from DIR --work DIR            # run what is missing, then print the table
     python benchmarks/scripts/scripts.py --from DIR --work DIR --only nanogpt,mnist [--again check,run]
-    python benchmarks/scripts/scripts.py --work DIR --table docs/compatibility.md
+    python benchmarks/scripts/scripts.py --work DIR --table FILE.md
     python benchmarks/scripts/scripts.py --from DIR --work OTHER --only vae --more "--cost-scale tokens=64"
 
 ``scripts.yaml`` names the scripts: repository, path, the arguments that make the run tiny, the data to generate. DIR of
