@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoprec.applying.compiling import executed_as
@@ -21,6 +22,8 @@ from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
 _AS_WRITTEN = "as the script wrote it"
+#: Why ``torch.autocast`` does nothing to a product (``cached_cast`` of ATen/autocast_mode.h).
+_FLOAT64 = "float64, which autocast leaves alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +126,14 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     plans = resolve(policy, units, strict=False)
     not_reached, left_out = _not_reached(root, units), _left_out(units)
     named = {name for name in units if (rule := first_match(policy.layers, name)) is not None and rule.match != "*"}
-    kept = _AS_WRITTEN if policy.activations == KEEP else f"{_AS_WRITTEN}, under {policy.activations} autocast"
     audited = (
-        (unit, _audit_layer(name, unit, plans[name], kept, not_reached=name in not_reached, named=name in named))
+        (unit, _audit_layer(name, unit, plans[name], policy, not_reached=name in not_reached, named=name in named))
         for name, unit in units.items()
         if not _is_table(policy, name, unit, plans[name])
     )
     rows = tuple(_compiled_row(row, unit, row.name in left_out) for unit, row in audited)
     operators = _audit_operators(policy, root, any(not plan.keeps for plan in plans.values()))
+    operators["activations"] |= _under_autocast(policy, units, operators["activations"])
     operators |= audit_optimizers(policy, optimizers_of(model), model)
     return AuditReport(rows, operators, _experimental(root, rows, plans))
 
@@ -187,12 +190,35 @@ def _is_table(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
     return plan.keeps or (found is not None and not found.called)
 
 
-def _audit_layer(name: str, unit: Unit, plan: LayerPlan, kept: str, *, not_reached: bool, named: bool) -> LayerAudit:
+def _in_float64(unit: Unit) -> bool:
+    return unit.weight.dtype is torch.float64
+
+
+def _kept(policy: Policy, unit: Unit) -> str:
+    """Say what a layer runs as that the policy leaves alone."""
+    if policy.activations == KEEP:
+        return _AS_WRITTEN
+    return f"{_AS_WRITTEN}: {_FLOAT64}" if _in_float64(unit) else f"{_AS_WRITTEN}, under {policy.activations} autocast"
+
+
+def _under_autocast(policy: Policy, units: dict[str, Unit], row: dict[str, Any]) -> dict[str, Any]:
+    """Return what is to be corrected in the row of activations: autocast changes no product of float64."""
+    wide = sum(map(_in_float64, units.values()))
+    if policy.activations == KEEP or row["executed"] != policy.activations or not wide:
+        return {}
+    if wide == len(units):
+        return {"executed": "fp64", "ok": False, "reason": f"autocast changes nothing: the model computes in {_FLOAT64}"}
+    return {"executed": f"{row['executed']}, fp64", "reason": f"{wide} of {len(units)} layers compute in {_FLOAT64}"}
+
+
+def _audit_layer(
+    name: str, unit: Unit, plan: LayerPlan, policy: Policy, *, not_reached: bool, named: bool
+) -> LayerAudit:
     requested = plan.labels
     found = unit_execution(unit)
     if plan.keeps:
         ran = dict(requested) if found is None else dict(found.executed)
-        reason = kept if found is None else "a policy is installed where none was asked for"
+        reason = _kept(policy, unit) if found is None else "a policy is installed where none was asked for"
         return LayerAudit(name, requested, ran, found is None, reason)
     if found is None:
         return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
@@ -274,7 +300,7 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
             continue
         ran = executed.get(name)
         reason = ""
-        ok = ran == requested
+        ok = ran == requested or (requested, ran) == ("fp32", "fp64")
         if ran is None:
             if found is not None and found.traced:
                 ok, reason = True, "inside a compiled graph"

@@ -25,6 +25,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 #: Raw parameters that look like tables or gains, not like GEMM weights.
 _NO_WEIGHT = re.compile(r"emb|pos|token|query_tokens|prompt|bias|norm|scale|gamma|beta|codebook|mask|A_log|lora_|table")
 _SMALLEST = 8
+_COMPLEX = "a complex weight: not tunable, no policy changes what it runs in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,10 @@ def _raw_weights(module: nn.Module) -> Iterator[str]:
 
 def why_not_a_weight(name: str, parameter: Tensor) -> str:
     """Return why a raw parameter is not offered as a GEMM weight, by its name and shape; empty when it is."""
-    if isinstance(parameter, nn.UninitializedParameter) or not parameter.is_floating_point():
+    if isinstance(parameter, nn.UninitializedParameter):
         return "not a floating-point weight yet"
+    if not parameter.is_floating_point():
+        return _COMPLEX if parameter.is_complex() else f"its weight holds {parameter.dtype}, not floating-point numbers"
     if parameter.ndim not in (2, 3) or (parameter.ndim == 3 and parameter.shape[0] == 1):
         return f"a raw weight of {parameter.ndim} dimensions is not a plain matrix"
     if min(parameter.shape[-2:]) < _SMALLEST:

@@ -11,6 +11,7 @@ from autoprec.policy import Policy, resolve
 from autoprec.precision.recipes import GEMMS, KEEP
 
 _FLOATS = ("fp64", "fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1")
+_COMPLEX = ("complex128", "complex64", "complex32")
 #: Operator classes that a policy protects, which are classes of the recorded step.
 _PROTECTED = ("softmax", "norm", "embedding", "loss")
 _QUIET = ("view", "cast", "allocation")
@@ -18,6 +19,8 @@ _QUIET = ("view", "cast", "allocation")
 
 def _executed(operator: Operator) -> str:
     """The narrowest floating dtype an operator computes with: a sum of bf16 values is a bf16 sum."""
+    if any(dtype in _COMPLEX for dtype in operator.dtypes):
+        return next(dtype for dtype in _COMPLEX if dtype in operator.dtypes)  # a real operand is widened to it
     floats = [dtype for dtype in operator.dtypes if dtype in _FLOATS]
     return max(floats, key=_FLOATS.index) if floats else ""
 
@@ -68,7 +71,7 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
     rows: dict[str, dict[str, Any]] = {}
     for name in _PROTECTED:
         requested, modules = operators.get(name, "keep"), ran["modules"].get(name, {})
-        low = [module for dtype, seen in modules.items() if dtype not in ("fp32", "fp64") for module in seen]
+        low = [module for dtype, seen in modules.items() if dtype not in ("fp32", "fp64", *_COMPLEX[:2]) for module in seen]
         # not the script itself, nor a module that does not belong to the model (<ClassName>)
         reached = [module for module in low if report.root_called and not module.startswith("<")]
         ok = requested != "fp32" or not reached
@@ -93,6 +96,7 @@ def uncovered_rows(report: GraphReport, audited: Collection[str], policy: Policy
     names = [layer.name for layer in report.layers if layer.name not in audited and "fprop" in layer.roles()]
     plans = resolve(policy, names, strict=False)
     reasons = {layer.name: layer.reason for layer in report.layers}
+    complex_weights = {layer.name for layer in report.layers if "complex" in layer.flags}
     ran = executed_precisions(report)["layers"]
     rows = []
     for name in names:
@@ -101,6 +105,8 @@ def uncovered_rows(report: GraphReport, audited: Collection[str], policy: Policy
         differs = any(requested[gemm] not in (KEEP, dtype) for gemm, dtype in executed.items())
         if set(requested.values()) != {KEEP}:
             why = f"no policy reaches it: {reasons[name]}" if differs else "through activations"
+            if name in complex_weights:
+                differs, why = False, reasons[name]  # no rule can mean it: it is not a weight of real numbers
             row = {"name": name, "requested": requested, "executed": executed, "ok": not differs, "reason": why}
             rows.append(row | {"backend": ""})
     return rows

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.optim.communication import GradientHook, find_distributed
 from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
@@ -16,16 +17,29 @@ from autoprec.policy import Policy
 _STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
 
 
-def _held(values: list[Any], wanted: str) -> str:
-    """Name what the live tensors are: the policy's word, fp32, or nothing yet."""
+_NOTHING = "nothing yet"
+_OWN = "the script's own dtype: nothing else is asked for"
+
+
+def _held(values: list[Any]) -> tuple[str, bool]:
+    """Name what the live tensors are stored in, and say whether they are plain tensors in dtypes of the script's own."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors:
-        return "nothing yet"
-    stored = [value for value in tensors if isinstance(value, StoredTensor)]
-    if not stored:
-        return "fp32"
-    found = {value.codec.name for value in stored}
-    return wanted if len(found) == 1 else ", ".join(sorted(found))
+    stored = {value.codec.name for value in tensors if isinstance(value, StoredTensor)}
+    plain = {_short(value) for value in tensors if value.is_floating_point() or value.is_complex()}
+    return ", ".join(sorted(stored or plain)) or _NOTHING, not stored
+
+
+def _short(tensor: Tensor) -> str:
+    """Return the short name of a tensor's dtype: fp32, bf16, complex64."""
+    return DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
+def _stored(requested: str, values: list[Any], reason: str = "") -> dict[str, Any]:
+    """Return the row of what live tensors are stored in; where FP32 is asked for, the script's own dtype stays."""
+    executed, plain = _held(values)
+    if requested == "fp32" and plain and executed not in ("fp32", _NOTHING):
+        return {"requested": requested, "executed": executed, "ok": True, "reason": reason or _OWN}
+    return _entry(requested, executed, reason)
 
 
 def _entry(requested: str, executed: str, reason: str = "") -> dict[str, Any]:
@@ -41,8 +55,10 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
     if runtime is not None and runtime.weights.gradients_stored:
         rounded = len(runtime.weights.rounded)
         return _entry(requested, requested, f"{rounded} rounded at the step, not stored (DDP)" if rounded else "")
-    found = _held([p.grad for p in matrices], requested)
-    return _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
+    held: list[Any] = [p.grad for p in matrices if p.grad is not None]
+    if not held and requested == "fp32":  # they are gone, and had their parameters' dtypes
+        held = [torch.empty(0, dtype=p.dtype) for p in matrices]
+    return _stored(requested, held)
 
 
 def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -101,9 +117,8 @@ def audit_optimizer(
     out: dict[str, dict[str, Any]] = {}
     beside = [] if runtime is None else [stored for _, stored in runtime.weights.beside.values()]
     weights = [*(p for p in matrices if isinstance(p, StoredTensor)), *beside]
-    executed = _held(weights, choice.weights) if weights else "fp32"
     why = [] if runtime is None else [f"{n} emulated: {text}" for text, n in runtime.weights.emulated.items()]
-    out["weights"] = _entry(choice.weights, executed, "; ".join(why))
+    out["weights"] = _stored(choice.weights, weights or matrices, "; ".join(why))
     out["gradients"] = _gradients(choice.gradients, runtime, matrices)
     if not matrices:  # another optimizer trains them: what is beside Muon
         none = f"{name} trains no matrix, and nothing else is stored low"
@@ -111,12 +126,12 @@ def audit_optimizer(
     for part, names in _STATE.items() if matrices else ():
         requested = getattr(choice, part)
         values = [optimizer.state[p].get(name) for p in matrices if p in optimizer.state for name in names]
-        found = _held(values, requested)
+        row = _stored(requested, values)
         second = runtime is not None and runtime.kind == "muon" and part == "exp_avg_sq"  # of the optimizer beside it
-        if found == "nothing yet" and (requested == "fp32" or second):  # SGD has no second moments, plain SGD no first
+        if row["executed"] == _NOTHING and (requested == "fp32" or second):  # SGD has no second moments, plain SGD no first
             out[part] = _idle(requested, f"{name} keeps no such state")
             continue
-        out[part] = _entry(requested, found)
+        out[part] = row
     scaler = loss_scaler_of(optimizer)
     if scaler is None or scaler.active:
         out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")

@@ -331,3 +331,54 @@ def test_a_backend_that_never_ran_on_this_device_is_named_where_it_runs_a_scaled
         report = p.audit(model)
         assert report.experimental == expected
         assert bool(report.to_json()["notes"]) == bool(expected)
+
+
+@pytest.mark.parametrize("wide", [(0, 1, 2), (0, 1), (2,), ()])
+def test_autocast_is_said_to_change_what_it_changes(wide: tuple[int, ...]) -> None:
+    """``torch.autocast`` leaves float64 alone: what ran is told, not what was asked for."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8, dtype=_wide(i in wide)) for i in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x.to(part.weight.dtype))
+            return x
+
+    model, asked = Mixed(), Policy(activations="bf16")
+    asked.apply(model)
+    out = model(torch.randn(4, 8))
+    out.sum().backward()
+    report = asked.audit(model)
+    row = report.operators["activations"]
+    expected = {0: "bf16", 3: "fp64"}.get(len(wide), "bf16, fp64")
+    assert (row["executed"], row["ok"]) == (expected, len(wide) < 3)
+    assert report.operators["output"]["executed"] == ("fp64" if 2 in wide else "fp32")
+    assert report.operators["output"]["ok"]
+    for number, layer in enumerate(report.layers):
+        assert ("float64" in layer.reason) == (number in wide)
+        assert layer.ok
+
+
+def _wide(double: bool) -> torch.dtype:
+    return torch.float64 if double else torch.float32
+
+
+@pytest.mark.parametrize("kind", ["softmax", "norm", "loss", "embedding"])
+def test_what_is_protected_in_float64_ran_in_float64(kind: str) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm = nn.Embedding(8, 8), nn.LayerNorm(8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.words(ids)).softmax(-1)
+            return nn.functional.mse_loss(x, torch.zeros_like(x))
+
+    model, asked = Whole().double(), Policy(activations="bf16")
+    asked.apply(model)
+    model(torch.arange(8)).backward()
+    row = asked.audit(model).operators[kind]
+    assert (row["requested"], row["executed"], row["ok"]) == ("fp32", "fp64", True)

@@ -1,5 +1,6 @@
 """Executed precisions: protections are seen in the recorded step, not believed."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -124,3 +125,51 @@ def test_weights_that_no_policy_reaches_are_listed_where_the_policy_asks_for_som
     accepted = rows("fp8_rowwise", match="table", recipe="keep", optional=True)
     assert "table" not in accepted
     assert rows("bf16", autocast=True)["table"] == (True, "bf16", "through activations")
+
+
+class Spectral(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.lift = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=dtype))
+
+    def forward(self, x):
+        return (self.lift(x).to(self.weight.dtype) @ self.weight).abs()
+
+
+class OfComplex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8, dtype=torch.complex64), nn.Conv1d(4, 4, 1, dtype=torch.complex64)
+
+    def forward(self, x):
+        return self.two(self.one(x.to(torch.complex64)).view(2, 4, 8)).abs()
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "dtypes"),
+    [
+        (Spectral(torch.complex64), {"weight"}, {"complex64"}),
+        (Spectral(torch.complex128), {"weight"}, {"complex128"}),
+        (OfComplex(), {"one", "two"}, {"complex64", "fp32"}),  # torch computes a complex convolution as real ones
+    ],
+)
+def test_a_complex_weight_is_not_tunable_and_what_it_ran_in_is_told(model, names, dtypes):
+    report = record_step(model, lambda: model(torch.randn(8, 8)).square().sum().backward())
+    layers = {layer.name: layer for layer in report.layers}
+    everything = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["bf16"]}, "default": "r"})
+    rows = {row["name"]: row for row in uncovered_rows(report, {"lift"}, everything)}
+    assert rows.keys() == set(names)
+    for name, row in rows.items():
+        assert not layers[name].tunable
+        assert row["reason"] == layers[name].reason
+        assert row["reason"].startswith("a complex weight: not tunable")
+        assert row["ok"]
+        assert row["executed"]
+        assert set(row["executed"].values()) <= dtypes
+
+
+def test_a_float64_step_ran_in_float64():
+    model = Decoder().double()
+    ran = executed_precisions(recorded(model, autocast=True))
+    assert {dtype for roles in ran["layers"].values() for dtype in roles.values()} == {"fp64"}

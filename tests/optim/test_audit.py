@@ -128,3 +128,28 @@ def test_state_that_an_optimizer_does_not_keep_was_not_executed():
     assert found["exp_avg"]["executed"] == "fp32"
     row = found["exp_avg_sq"]
     assert (row["executed"], row["ok"], row["reason"]) == ("-", True, "SGD keeps no such state")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float32])
+def test_what_is_left_alone_is_named_by_the_dtype_it_has(dtype):
+    weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    short = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    rows = audit_optimizer(Policy(), optimizer)
+    for part in ("weights", "gradients", "exp_avg", "exp_avg_sq"):
+        row = rows[part]
+        assert (row["requested"], row["executed"], row["ok"]) == ("fp32", short.get(dtype, "complex64"), True)
+        assert bool(row["reason"]) == (dtype is not torch.float32)
+    optimizer.zero_grad()
+    assert audit_optimizer(Policy(), optimizer)["gradients"]["executed"] == rows["gradients"]["executed"]
+
+
+def test_state_that_is_asked_for_and_is_the_scripts_own_is_a_mismatch():
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    row = audit_optimizer(Policy(optimizer=OptimizerPolicy(exp_avg="e4m3")), optimizer)["exp_avg"]
+    assert (row["executed"], row["ok"]) == ("fp64", False)

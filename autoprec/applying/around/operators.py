@@ -139,6 +139,15 @@ def _low_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
     return None
 
 
+def widest(value: Any) -> torch.dtype | None:
+    """Return the widest dtype of floating-point numbers in a nest of containers, or None."""
+    if isinstance(value, Tensor):
+        return value.dtype if value.is_floating_point() else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    found = [dtype for item in (items or _fields(value)) if (dtype := widest(item)) is not None]
+    return max(found, key=lambda dtype: dtype.itemsize, default=None)
+
+
 class OperatorMode(TorchFunctionMode):
     """Runs operators in float32, and attention in its own dtype, for the duration of a forward."""
 
@@ -192,12 +201,13 @@ class OperatorMode(TorchFunctionMode):
         return out.to(dtype) if out.is_floating_point() else out  # complex numbers stay as they are
 
     def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note(kind, "fp32")
+        given: tuple[Any, ...] = (*args, *kwargs.values())
+        if not torch.compiler.is_compiling():
+            self._note(kind, "fp64" if widest(given) is torch.float64 else "fp32")
         if kind == "embedding":
             # looking a row up is exact in any dtype: only the result is widened
             out = func(*args, **kwargs)
             return _wide(out) if self.autocast else out
-        given: tuple[Any, ...] = (*args, *kwargs.values())
         low = _low_dtype(given)
         if low is None:
             return func(*args, **kwargs)
@@ -231,6 +241,8 @@ class OperatorMode(TorchFunctionMode):
             return True
         operands = [value for value in args if isinstance(value, Tensor)][-2:]
         if func not in _PAIRS or len(operands) < 2 or min(x.ndim for x in operands) < 2:
+            return False
+        if not all(x.is_floating_point() for x in operands):  # complex numbers or integers: no dtype of ours fits
             return False
         return not any(_is_weight(x) for x in operands)
 
@@ -383,8 +395,8 @@ class RootExecution:
         """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""
         if self.activations is None or self.operators.output != "fp32":
             return output
-        self._note("output", "fp32")
         if not torch.compiler.is_compiling():
+            self._note("output", "fp64" if widest(output) is torch.float64 else "fp32")
             self.narrowed = holds_low(output)
         return widen(output)
 

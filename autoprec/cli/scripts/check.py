@@ -23,11 +23,11 @@ from autoprec.errors import (
     PolicyMismatchError,
     UnsupportedError,
 )
-from autoprec.graph.audit import protection_rows, uncovered_rows
+from autoprec.graph.audit import executed_precisions, protection_rows, uncovered_rows
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, policy_from_dict
 from autoprec.precision.hardware import cpu_instructions
-from autoprec.precision.recipes import by_recipe
+from autoprec.precision.recipes import GEMMS, KEEP, by_recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.phases.record import payload_of
@@ -128,6 +128,7 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     for row in audit["layers"]:
         if row["reason"] == "never called":
             row["reason"] = used.get(row["name"], row["reason"])  # its weight is used, but not through it
+    _fill_in_products(audit, executed_precisions(report)["layers"], policy.activations)
     seen_by_rules = findings(Facts(policy, report=report))
     audit["notes"] = [*audit.get("notes", ()), *(one.message for one in seen_by_rules if one.code in SENSITIVE)]
     for name, row in protection_rows(report, operators).items():
@@ -136,6 +137,22 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
             audit["operators"][name] = {**row, "executed": seen if row["ok"] else f"{seen} (recorded)"}
             audit["ok"] = audit["ok"] and row["ok"]
     return audit
+
+
+def _fill_in_products(audit: dict[str, Any], recorded: dict[str, dict[str, str]], activations: str) -> None:
+    """Write down what the products of layers that the policy leaves alone ran in, as they were recorded."""
+    for row in audit["layers"]:
+        ran = {gemm: dtype for gemm in GEMMS if (dtype := recorded.get(row["name"], {}).get(gemm))}
+        if row["ok"] and set(row["requested"].values()) == {KEEP} and ran:
+            row["executed"] = ran
+            if activations not in (KEEP, ran.get("fprop", activations)) and row["reason"].endswith(" autocast"):
+                row["reason"] = f"as the script wrote it: {activations} autocast does not reach its product"
+    products = {dtype for ran in recorded.values() for dtype in ran.values()}
+    row = audit["operators"].get("activations", {"ok": False})
+    if row["ok"] and activations != KEEP and products and activations not in products:
+        why = "autocast changes nothing: no recorded product of a layer ran in it"
+        row |= {"executed": ", ".join(sorted(products)), "ok": False, "reason": why}
+        audit["ok"] = False
 
 
 def _print_table(audit: dict[str, Any]) -> None:
@@ -227,8 +244,11 @@ def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool, st
     if not quiet:
         audit = parts[""]
         silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
+        alone = {row["name"] for row in audit["layers"] if row["reason"].startswith("a complex weight")} - silent
         where = f", in each of {len(parts)} phases" if len(parts) > 1 else ""
-        echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked{where}")
+        echo(f"every one of {len(audit['layers']) - len(silent) - len(alone)} layers executed what was asked{where}")
+        if alone:
+            echo(f"{len(alone)} more are not tunable and ran as the script wrote them: {', '.join(sorted(alone))}")
         if silent:
             echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")
     if strict and notes:

@@ -246,13 +246,15 @@ _SEEN_BY_FUNCTIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_gro
 
 def _outside(record: LayerRecord, names: ModelNames) -> str:
     """Return why no policy reaches a weight that no layer module runs."""
+    parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
+    if parameter is not None and parameter.is_complex():
+        return why_not_a_weight(attribute, parameter)
     if record.kind == "attention_projection":
         return "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
     if record.kind == "rnn":
         return "a recurrent layer with a forward of its own: bf16 comes through activations"
     if record.kind == "conv":
         return "a convolution with a forward of its own: follows activations"
-    parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
     if parameter is not None and (why := why_not_a_weight(attribute, parameter)):
         return f"{why}: follows activations"
     return "its weight is used outside a linear or convolution module: follows activations"
@@ -366,13 +368,17 @@ def build_layers(
                 parameters=int(parameter.numel()) if parameter is not None else 0,
                 tunable=tunable,
                 reason=reason,
-                flags=tuple(sorted(record.flags)),
+                flags=tuple(sorted({*record.flags, *_number_flag(parameter)})),
                 flops=flops,
                 dtype=trace.values[record.inputs[0]].dtype if record.inputs else "",
                 where=names.defined_at(record.name),
             )
         )
     return tuple(out)
+
+
+def _number_flag(parameter: nn.Parameter | None) -> tuple[str, ...]:
+    return ("complex",) if parameter is not None and parameter.is_complex() else ()
 
 
 def _position(position: dict[str, int], name: str) -> int:

@@ -50,10 +50,12 @@ UNINFORMATIVE_GRADIENT_ERROR = 0.1
 _EVERY_STEP = 4.0
 #: What the gap of one trial may be above the mean of several: two standard deviations of a lognormal spread of 0.4.
 _ONE_TRIAL = 2.0
-#: The loss of the reference has learnt when its last third lies apart from its first third by this share of it, and by
-#: this many standard errors (the noise of 23 batches alone does that in 1 of 100 scripts that learn nothing; two, in 7
-#: of 100); fewer steps than this say nothing about it.
-_LEAST_FALL, _SURE, _FEWEST_STEPS = 0.01, 3.0, 6
+#: The loss of the reference has learnt when its smoothed curve moves by this share of it, and when fewer than the second
+#: share of random orders of its losses look as much like a curve, by each of three statistics (so the noise of batches
+#: alone passes in at most 1.5 of 100 scripts that learn nothing); fewer steps than the last say nothing about it.
+_LEAST_MOVE, _BY_CHANCE, _FEWEST_STEPS = 0.01, 0.005, 6
+#: Random orders that are tried, and the points a curve is averaged to at most before.
+_ORDERS, _MOST_POINTS = 2000, 256
 #: Standard deviation of ln(gradient error / gradient noise) over the seeds of one policy known beforehand, which counts
 #: for as many degrees of freedom.
 _ERROR_SD = 0.2
@@ -126,6 +128,10 @@ def needs_more_benign_runs(gaps: Sequence[float], budget: float) -> bool:
 def has_learnt(losses: Sequence[float]) -> bool:
     """Say whether a reference's loss moved over its steps, beyond the noise between batches.
 
+    The noise is judged without its trend: losses that only scatter are as likely in any other order (a permutation
+    test), whatever their distribution. Three statistics together see a steady slope, a steep start before a plateau,
+    and losses that fall again after each jump.
+
     Args:
         losses: one per step, from the first step on. True where there are too few of them to tell.
     """
@@ -133,11 +139,28 @@ def has_learnt(losses: Sequence[float]) -> bool:
     values = values[np.isfinite(values)]
     if len(values) < _FEWEST_STEPS:
         return True
-    third = len(values) // 3
-    first, last = values[:third], values[-third:]
-    moved = abs(float(first.mean() - last.mean()))
-    error = math.sqrt((float(first.var(ddof=1)) + float(last.var(ddof=1))) / third)
-    return moved > _LEAST_FALL * float(np.abs(values).mean()) and moved > _SURE * error
+    block = -(-len(values) // _MOST_POINTS)
+    values = values[: len(values) // block * block].reshape(-1, block).mean(axis=1)
+    smooth = np.convolve(values, np.full(width := max(2, len(values) // 6), 1 / width), "valid")
+    if float(np.ptp(smooth)) <= _LEAST_MOVE * float(np.abs(values).mean()):
+        return False
+    orders = np.argsort(np.random.default_rng(0).random((_ORDERS, len(values))), axis=1)
+    values = values / np.ptp(values)
+    observed, chance = _curvelike(values[None]), _curvelike(values[orders])
+    return bool(((chance >= observed - 1e-9).mean(axis=1) < _BY_CHANCE).any())
+
+
+def _curvelike(rows: Vector) -> Vector:
+    """Return how much each row of losses looks like a curve, by three statistics: shape (3, rows)."""
+    ranks = rows.argsort(axis=1).argsort(axis=1).astype(np.float64)
+    steps = np.arange(rows.shape[1]) - (rows.shape[1] - 1) / 2
+    return np.stack(
+        [
+            np.abs(ranks @ steps),  # Spearman: it rises or falls
+            -(np.diff(ranks, axis=1) ** 2).sum(axis=1),  # Bartels: neighbours are alike in rank
+            -(np.diff(rows, axis=1) ** 2).sum(axis=1),  # von Neumann: and in size
+        ]
+    )
 
 
 def uninformative(budget: float, baseline: Baseline) -> Reason | None:

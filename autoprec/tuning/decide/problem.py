@@ -113,6 +113,9 @@ class Problem:
         values = _relevant_parameters(space, groups) | ({VARIANT: tuple(variants)} if variants else {})
         if report.operators and not any(operator.attends for operator in report.operators):
             values["attention"] = values["attention"][:1]
+        if all(layer.dtype == "fp64" for layer in report.tunable):  # which autocast leaves alone
+            values["activations"] = (KEEP,)
+            refused.append(("all layers", "autocast", "it leaves float64 alone, which the script computes in"))
         for name in WIDE_OPERATORS if values["activations"] == ("keep",) else ():
             values[name] = values.get(name, ())[:1]
         return cls(
@@ -210,7 +213,13 @@ class Problem:
         """Return what a group really runs: under autocast ``keep`` is autocast's dtype, where that is a choice."""
         choice = self.choice_of(params, group)
         cast = _AUTOCAST.get(str(self.value(params, "activations")), "")
-        return cast if choice == KEEP and cast in group.choices else choice
+        return cast if choice == KEEP and cast in group.choices and group.name not in self._in_float64 else choice
+
+    @cached_property
+    def _in_float64(self) -> frozenset[str]:
+        """Names of the groups whose products are in float64 as written: autocast leaves those alone."""
+        wide = {layer.name for layer in self.report.layers if layer.dtype == "fp64"}
+        return frozenset(group.name for group in self.groups if wide.issuperset(group.layers))
 
     @cached_property
     def _columns(self) -> dict[str, list[tuple[str, str, dict[str, int]]]]:

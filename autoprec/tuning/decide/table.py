@@ -325,7 +325,9 @@ def _beyond_layers(problem: Problem, error2: FloatTable, parameters: Mapping[str
         cast = name.removeprefix("activations=")
         inside = 0.0
         if name.startswith("activations=") and cast in problem.choice_names:
-            column = error2[:, problem.choice_names.index(cast)]
+            under = ({"activations": cast, layer_key(group.name): KEEP} for group in problem.groups)
+            reached = [problem.effective(p, group) == cast for p, group in zip(under, problem.groups, strict=True)]
+            column = error2[reached, problem.choice_names.index(cast)]
             inside = float(column[np.isfinite(column)].sum())
         out[name] = max(0.0, value - inside) if math.isfinite(value) else math.inf
     return out

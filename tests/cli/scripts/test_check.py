@@ -67,7 +67,7 @@ def test_what_is_asked_is_executed(script: Path, policy: Path) -> None:
     (phase,) = document["phases"]
     assert (phase["from"], phase["ok"]) == (0.85, True)
     rows = {row["name"]: set(row["executed"].values()) for row in phase["layers"]}
-    assert rows == {"0": {"keep"}, "2": {"bf16"}}
+    assert rows == {"0": {"fp32"}, "2": {"bf16"}}
 
 
 @pytest.mark.slow

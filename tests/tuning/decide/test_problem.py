@@ -14,7 +14,7 @@ from autoprec.policy import resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.tuning.decide.problem import Problem, layer_key
-from autoprec.tuning.decide.table import parameter_probes
+from autoprec.tuning.decide.table import SensitivityTable, parameter_probes
 from tests.tuning.models import even_space, gpt, linear, report
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
@@ -204,3 +204,30 @@ def test_attention_is_not_searched_where_there_is_none() -> None:
         "attention" in Problem.build(replace(gpt(), operators=(replace(product, pattern="scores"),)), space).parameters
     )
     assert not [probe.id for probe in parameter_probes(problem) if "attention" in probe.id]
+
+
+@pytest.mark.parametrize("name", ["hopper-fp8", "cpu"])
+def test_autocast_is_not_offered_to_a_script_in_float64(name: str) -> None:
+    model, space = gpt(), load_space(name).model_copy(update={"activations": ("bf16", "keep")})
+    wide = replace(model, layers=tuple(replace(layer, dtype="fp64") for layer in model.layers))
+    assert "activations" in Problem.build(model, space).parameters
+    problem = Problem.build(wide, space)
+    assert problem.value({}, "activations") == "keep"
+    assert any(choice == "autocast" and "float64" in why for _, choice, why in problem.refused)
+
+
+def test_what_autocast_leaves_alone_has_no_error_under_it() -> None:
+    model = gpt()
+    first = model.tunable[0].name
+    layers = tuple(replace(layer, dtype="fp64" if layer.name == first else layer.dtype) for layer in model.layers)
+    problem = Problem.build(replace(model, layers=layers), load_space("cpu"))
+    kept = {layer_key(group.name): "keep" for group in problem.groups} | {"activations": "bf16"}
+    effective = {group.name: problem.effective(kept, group) for group in problem.groups}
+    alone = {group.name for group in problem.groups if group.layers == (first,)}
+    assert alone
+    assert {name for name, choice in effective.items() if choice == "keep"} >= alone
+    ones = {f"{g}|bf16": 1.0 for g in range(len(problem.groups))} | {"parameter|activations=bf16": 100.0}
+    table = SensitivityTable.of(problem, ones, None)
+    reached = sum(choice == "bf16" for choice in effective.values())
+    assert table.parameters["activations=bf16"] == 100.0 - reached
+    assert table.predict(problem, kept) == pytest.approx(10.0)

@@ -24,7 +24,7 @@ class Gradients:
 
     def __init__(self, parameters: list[torch.Tensor], *, shared: bool = True) -> None:
         self._parameters = parameters
-        self._sizes = [local_part(p).numel() for p in parameters]
+        self._sizes = [local_part(p).numel() * (2 if p.is_complex() else 1) for p in parameters]
         self._roots = [math.sqrt(_share(p)) for p in parameters] if any(map(is_dtensor, parameters)) else None
         length = sum(self._sizes)
         if shared:
@@ -46,7 +46,9 @@ class Gradients:
         for parameter, grad, target, root in zip(self._parameters, found, targets, roots, strict=True):
             if grad is not None:
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
-                grad = grad.detach().reshape(-1)
+                grad = grad.detach()
+                grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+                grad = grad.reshape(-1)
             for start in range(0, target.numel(), PIECE):
                 part = None if grad is None else grad[start : start + PIECE]
                 yield part, unclip.get(id(parameter), 1.0) * root, target[start : start + PIECE]

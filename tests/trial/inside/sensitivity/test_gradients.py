@@ -27,3 +27,13 @@ def test_store_compare_and_fold(shared: bool) -> None:
     assert math.isnan(relative_error(1.0, 0.0))
     bad = [torch.full((2,), float("nan")), None]
     assert math.isnan(gradients.compare({}, bad)[0])
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_the_imaginary_part_of_a_gradient_counts(conjugate: bool) -> None:
+    parameters = [torch.zeros(2, dtype=torch.complex64, requires_grad=True)]
+    gradients = Gradients(parameters)
+    gradients.store({}, [torch.tensor([3 + 4j, 0])])
+    assert gradients.squares() == [25.0]
+    other = torch.tensor([3 + 4j, 0])
+    assert gradients.compare({}, [other.conj() if conjugate else other]) == (64.0 if conjugate else 0.0, 25.0)
