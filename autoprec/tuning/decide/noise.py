@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autoprec.support.arrays import np, npt
 from autoprec.tuning.decide.sentences import Reason
@@ -52,10 +53,10 @@ _EVERY_STEP = 4.0
 _ONE_TRIAL = 2.0
 #: The loss of the reference has learnt when its smoothed curve moves by this share of it, and when fewer than the second
 #: share of random orders of its losses look as much like a curve, by each of three statistics (so the noise of batches
-#: alone passes in at most 1.5 of 100 scripts that learn nothing); fewer steps than the last say nothing about it.
-_LEAST_MOVE, _BY_CHANCE, _FEWEST_STEPS = 0.01, 0.005, 6
+#: alone passes in at most 1 of 200 scripts that learn nothing); fewer steps than the last say nothing about it.
+_LEAST_MOVE, _BY_CHANCE, _FEWEST_STEPS = 0.01, 0.0015, 7
 #: Random orders that are tried, and the points a curve is averaged to at most before.
-_ORDERS, _MOST_POINTS = 2000, 256
+_ORDERS, _MOST_POINTS = 4000, 256
 #: Standard deviation of ln(gradient error / gradient noise) over the seeds of one policy known beforehand, which counts
 #: for as many degrees of freedom.
 _ERROR_SD = 0.2
@@ -144,15 +145,20 @@ def has_learnt(losses: Sequence[float]) -> bool:
     smooth = np.convolve(values, np.full(width := max(2, len(values) // 6), 1 / width), "valid")
     if float(np.ptp(smooth)) <= _LEAST_MOVE * float(np.abs(values).mean()):
         return False
-    orders = np.argsort(np.random.default_rng(0).random((_ORDERS, len(values))), axis=1)
     values = values / np.ptp(values)
-    observed, chance = _curvelike(values[None]), _curvelike(values[orders])
+    ranks = values.argsort().argsort().astype(np.float64)
+    orders = _orders(len(values))
+    observed, chance = _curvelike(values[None], ranks[None]), _curvelike(values[orders], ranks[orders])
     return bool(((chance >= observed - 1e-9).mean(axis=1) < _BY_CHANCE).any())
 
 
-def _curvelike(rows: Vector) -> Vector:
-    """Return how much each row of losses looks like a curve, by three statistics: shape (3, rows)."""
-    ranks = rows.argsort(axis=1).argsort(axis=1).astype(np.float64)
+@lru_cache(maxsize=8)
+def _orders(count: int) -> npt.NDArray[np.int64]:
+    return np.argsort(np.random.default_rng(0).random((_ORDERS, count)), axis=1)
+
+
+def _curvelike(rows: Vector, ranks: Vector) -> Vector:
+    """Return how much each row of losses, given with its ranks, looks like a curve, by three statistics ``[3, rows]``."""
     steps = np.arange(rows.shape[1]) - (rows.shape[1] - 1) / 2
     return np.stack(
         [
