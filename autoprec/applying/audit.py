@@ -207,7 +207,8 @@ def _under_autocast(policy: Policy, units: dict[str, Unit], row: dict[str, Any])
     if policy.activations == KEEP or row["executed"] != policy.activations or not wide:
         return {}
     if wide == len(units):
-        return {"executed": "fp64", "ok": False, "reason": f"autocast changes nothing: the model computes in {_FLOAT64}"}
+        why = f"autocast changes nothing: the model computes in {_FLOAT64}"
+        return {"executed": "fp64", "ok": False, "reason": why}
     return {"executed": f"{row['executed']}, fp64", "reason": f"{wide} of {len(units)} layers compute in {_FLOAT64}"}
 
 

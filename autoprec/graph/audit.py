@@ -12,6 +12,7 @@ from autoprec.precision.recipes import GEMMS, KEEP
 
 _FLOATS = ("fp64", "fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1")
 _COMPLEX = ("complex128", "complex64", "complex32")
+_WIDE = ("fp32", "fp64", *_COMPLEX[:2])
 #: Operator classes that a policy protects, which are classes of the recorded step.
 _PROTECTED = ("softmax", "norm", "embedding", "loss")
 _QUIET = ("view", "cast", "allocation")
@@ -71,7 +72,7 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
     rows: dict[str, dict[str, Any]] = {}
     for name in _PROTECTED:
         requested, modules = operators.get(name, "keep"), ran["modules"].get(name, {})
-        low = [module for dtype, seen in modules.items() if dtype not in ("fp32", "fp64", *_COMPLEX[:2]) for module in seen]
+        low = [module for dtype, seen in modules.items() if dtype not in _WIDE for module in seen]
         # not the script itself, nor a module that does not belong to the model (<ClassName>)
         reached = [module for module in low if report.root_called and not module.startswith("<")]
         ok = requested != "fp32" or not reached

@@ -22,7 +22,7 @@ _OWN = "the script's own dtype: nothing else is asked for"
 
 
 def _held(values: list[Any]) -> tuple[str, bool]:
-    """Name what the live tensors are stored in, and say whether they are plain tensors in dtypes of the script's own."""
+    """Name what the live tensors are stored in, and whether they are plain tensors in the script's own dtypes."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     stored = {value.codec.name for value in tensors if isinstance(value, StoredTensor)}
     plain = {_short(value) for value in tensors if value.is_floating_point() or value.is_complex()}
@@ -128,7 +128,8 @@ def audit_optimizer(
         values = [optimizer.state[p].get(name) for p in matrices if p in optimizer.state for name in names]
         row = _stored(requested, values)
         second = runtime is not None and runtime.kind == "muon" and part == "exp_avg_sq"  # of the optimizer beside it
-        if row["executed"] == _NOTHING and (requested == "fp32" or second):  # SGD has no second moments, plain SGD no first
+        # SGD has no second moments, plain SGD no first
+        if row["executed"] == _NOTHING and (requested == "fp32" or second):
             out[part] = _idle(requested, f"{name} keeps no such state")
             continue
         out[part] = row

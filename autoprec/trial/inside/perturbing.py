@@ -18,7 +18,7 @@ def round_weights(found: Found, perturb: str = "bf16") -> None:
     with torch.no_grad():
         for parameter in found.parameters:
             if parameter.is_complex():  # its real and imaginary parts, in place
-                parameter = torch.view_as_real(parameter)  # noqa: PLW2901
+                parameter = torch.view_as_real(parameter)
             value = parameter if generator is None else _dithered(parameter, generator)
             parameter.copy_(value.to(torch.bfloat16).to(parameter.dtype))
 

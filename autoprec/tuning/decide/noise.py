@@ -51,9 +51,9 @@ UNINFORMATIVE_GRADIENT_ERROR = 0.1
 _EVERY_STEP = 4.0
 #: What the gap of one trial may be above the mean of several: two standard deviations of a lognormal spread of 0.4.
 _ONE_TRIAL = 2.0
-#: The loss of the reference has learnt when its smoothed curve moves by this share of it, and when fewer than the second
-#: share of random orders of its losses look as much like a curve, by each of three statistics (so the noise of batches
-#: alone passes in at most 1 of 200 scripts that learn nothing); fewer steps than the last say nothing about it.
+#: The loss of the reference has learnt when its smoothed curve moves by this share of it, and when fewer than the
+#: second share of random orders of its losses look as much like a curve by one of three statistics (so the noise of
+#: batches alone passes in at most 1 of 200 scripts that learn nothing); fewer steps than the last say nothing about it.
 _LEAST_MOVE, _BY_CHANCE, _FEWEST_STEPS = 0.01, 0.0015, 7
 #: Random orders that are tried, and the points a curve is averaged to at most before.
 _ORDERS, _MOST_POINTS = 4000, 256
@@ -158,7 +158,7 @@ def _orders(count: int) -> npt.NDArray[np.int64]:
 
 
 def _curvelike(rows: Vector, ranks: Vector) -> Vector:
-    """Return how much each row of losses, given with its ranks, looks like a curve, by three statistics ``[3, rows]``."""
+    """Return how much each row of losses, given with its ranks, looks like a curve: three statistics, ``[3, rows]``."""
     steps = np.arange(rows.shape[1]) - (rows.shape[1] - 1) / 2
     return np.stack(
         [
