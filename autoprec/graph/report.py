@@ -72,8 +72,8 @@ class Layer:
     ``name`` is the module's name relative to the user's root model (what policy globs match). ``kind`` is linear,
     conv, conv1d (transformers), attention_projection, expert, functional or rnn. ``flags`` holds position facts
     (first, head, tied, router, frozen, never_called, complex), narrow (its outputs are experts or classes, whose number
-    does not grow with the model) and double_backward. ``flops`` is per role; ``reason`` says why it is tunable or not; ``where``
-    is the ``file:line`` that defines it, where that is the script's own.
+    does not grow with the model) and double_backward. ``flops`` is per role; ``reason`` says why it is tunable or not;
+    ``where`` is the ``file:line`` that defines it, where that is the script's own.
     """
 
     name: str
