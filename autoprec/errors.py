@@ -36,7 +36,13 @@ MOST_NAMES = 2000
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
-    """Return up to ``limit`` valid names that look most like ``name``, best first."""
+    """Return up to ``limit`` valid names that look most like ``name``, best first.
+
+    Args:
+        name: what was typed.
+        valid: what might have been meant.
+        limit: most names to return.
+    """
     if len(name) > LONGEST_NAME:  # not a typing error, and comparing takes time that grows with the square
         return []
     options = sorted(option for option in set(valid) if len(option) <= LONGEST_NAME)

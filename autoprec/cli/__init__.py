@@ -50,9 +50,15 @@ class LazyGroup(click.Group):
     """Imports a command's module when the command is named, and turns every error into a message and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the commands in the order of a first visit; none of them is imported."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import a command and return it; None for a name that is not one.
+
+        Raises:
+            TypeError: the table names something else.
+        """
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name][0].split(":")
@@ -64,12 +70,19 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return (name, command, its arguments); underscores in the name count as dashes.
+
+        Raises:
+            UnknownNameError: an unknown command; with the nearest one.
+            UsageError: it has another name now.
+        """
         name = kebab(args[0]) if args else ""
         if name and not name.startswith("-") and name not in COMMANDS:
             raise UnknownNameError("command", args[0], COMMANDS)
         return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Write the table of commands into ``autoprec --help``."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 

@@ -50,7 +50,13 @@ def stderr_console() -> Console:
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> RenderableType:
-    """Return a table of plain text; the first column, a name, is never folded."""
+    """Return a table of plain text; the first column, a name, is never folded.
+
+    Args:
+        headings: of the columns.
+        rows: of as many cells each.
+        title: above the table; empty for none.
+    """
     return Table(tuple(headings), tuple(map(tuple, rows)), title).rich()
 
 

@@ -72,7 +72,13 @@ class Phases:
         self._task = self._bar.add_task(text, total=total or None, count="")
 
     def advance(self, done: int, total: int = 0, *, text: str = "") -> None:
-        """Report how much of the phase is done, of how many, and what the ticking line shows from now on."""
+        """Report how much of the phase is done, of how many, and what the ticking line shows from now on.
+
+        Args:
+            done: steps, trials or passes that ended.
+            total: of them; 0 keeps what was said before.
+            text: of the ticking line; empty keeps it.
+        """
         if self._bar is not None:
             self._total = total or self._total
             count = f"{done}/{self._total}" if self._total else ""

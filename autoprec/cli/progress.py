@@ -46,12 +46,14 @@ class TerminalProgress(Listener):
         self._bounded = False
 
     def phase(self, name: str, detail: str = "") -> None:
+        """Begin a phase of the search: its name is a key of :data:`PHASES`."""
         text = PHASES.get(name, name) + (f": {detail}" if detail else "")
         if self._phases.live:
             self._phases.say(text)
         self._phases.begin(text)
 
     def started(self, info: SearchInfo) -> None:
+        """Say what is searched, for which target, and how trials are started."""
         model = info.model
         self._bounded = bool(info.options.get("budget_s"))
         groups = f"{counted(len(info.groups), 'group')} of layers"
@@ -61,6 +63,14 @@ class TerminalProgress(Listener):
         )
 
     def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:
+        """Print a line for a run that ended, and move the bar.
+
+        Args:
+            record: the run.
+            done, total: runs of its kind that ended, and those that are planned at most.
+            best: the best acceptable run so far; None where that is the script as written.
+            seconds_left: that the search takes from here on at most.
+        """
         if record.kind in ("reference", "noise"):
             if record.kind == "reference" and record.seed == 0 and is_available("mlflow"):
                 self._phases.say("`autoprec ui` in another terminal shows the trials as they end")
@@ -82,6 +92,7 @@ class TerminalProgress(Listener):
         self._phases.advance(done, total, text=f"{what}, {leader}, {left}")
 
     def note(self, text: str) -> None:
+        """Print a note, in yellow."""
         self._phases.print(f"note: {text}", style="yellow")
 
     def close(self) -> None:

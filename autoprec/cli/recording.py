@@ -38,6 +38,12 @@ def running(
 
     With ``weights="fake"`` its parameters hold no data (:mod:`autoprec.graph.fake`): it can be recorded, and no more.
 
+    Args:
+        script: its command line, a launcher behind ``--``.
+        phases: is told what goes on.
+        timeout_s: seconds until the first training step.
+        weights: empty, or ``fake``.
+
     Raises:
         ScriptError: it failed before its first training step.
         UsageError: the script was not found.
@@ -54,6 +60,12 @@ def record_step(
     script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = ""
 ) -> tuple[GraphReport, HostInfo]:
     """Record one step of a script; return it and what the script was found to be.
+
+    Args:
+        script: its command line, a launcher behind ``--``.
+        phases: is told what goes on.
+        timeout_s: seconds until the first training step.
+        weights: empty, or ``fake``, see :func:`running`.
 
     Raises:
         ScriptError: the script failed before or in its first step.
@@ -122,7 +134,14 @@ def is_saved_step(text: str) -> bool:
 
 
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = PATIENCE_S) -> GraphReport:
-    """Record one step of a script that is held at it."""
+    """Record one step of a script that is held at it.
+
+    Args:
+        runner: holds the script.
+        label: what the script is called in messages.
+        phases: is told what goes on.
+        timeout_s: seconds for the step.
+    """
     phases.begin("recording one training step, operator by operator")
     return recorded.record_step(runner, label, timeout_s=timeout_s)
 

@@ -71,6 +71,7 @@ class TakesScript(click.Command):
         return out | {"Options": list(left)}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by heading, and the examples below them."""
         for heading, params in self.grouped(ctx).items():
             rows = [row for param in params if (row := param.get_help_record(ctx)) is not None]
             if rows:
@@ -81,6 +82,11 @@ class TakesScript(click.Command):
                 formatter.write("".join(f"{'':>{formatter.current_indent}}{line}\n" for line in self.examples))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read our own options, and leave the script's tokens untouched (:func:`split_script`).
+
+        Raises:
+            click.NoSuchOption: an unknown option before the script.
+        """
         takes_value = {
             name: not (option.is_flag or option.count)
             for option in self.params
@@ -98,6 +104,7 @@ class TakesScript(click.Command):
             raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return what the usage line says after the command."""
         return ["[OPTIONS]", self.takes]
 
 
@@ -113,6 +120,14 @@ def script_command(
     """Declare a command whose function receives the script's tokens as ``script: tuple[str, ...]``.
 
     Use it as the outermost decorator, above the options.
+
+    Args:
+        name: of the command.
+        required: whether there has to be a script.
+        groups: heading -> options under it in ``--help``; None for one list.
+        examples: command lines below the options.
+        takes: what the usage line says of the script.
+        settings: of :func:`click.command`.
     """
 
     def decorate(function: F) -> TakesScript:

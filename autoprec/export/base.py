@@ -58,6 +58,7 @@ class Request:
         return (*rules, RulePlan("*", self.policy.plan_of_rule(None)))
 
     def plans(self) -> dict[str, LayerPlan]:
+        """Return what each of the model's layers runs under the policy, by name; no rule has to match."""
         return resolve(self.policy, self.layers, strict=False)
 
     def runs(self, plan: LayerPlan) -> bool:
@@ -113,6 +114,13 @@ class Losses:
     kept: dict[str, str] = field(default_factory=dict)
 
     def add(self, what: str, instead: str, match: str = "") -> None:
+        """Note what the target does not express; said twice, it is one loss.
+
+        Args:
+            what: the part of the policy that is lost.
+            instead: what the target runs.
+            match: glob or name of the layers that it is about; empty for a setting of the whole run.
+        """
         loss = Loss(what, instead, match)
         if loss not in self.found:
             self.found.append(loss)

@@ -52,6 +52,11 @@ class Words:
 def section(document: Mapping[str, Any], name: str, known: Collection[str] = ()) -> Mapping[str, Any]:
     """Return a part of a configuration; empty where it is left out.
 
+    Args:
+        document: the whole configuration.
+        name: key of the part.
+        known: keys that the part may have; empty for any.
+
     Raises:
         FileError: it is not a mapping.
         UnknownNameError: it has a key that is not ``known`` (where keys are given): perhaps a later version's.
@@ -66,7 +71,13 @@ def section(document: Mapping[str, Any], name: str, known: Collection[str] = ())
 
 
 def as_rule(match: str, plan: LayerPlan, recipes: dict[str, Any]) -> dict[str, Any]:
-    """Return the rule of a policy under which layers run a plan, and add its recipes to ``recipes``."""
+    """Return the rule of a policy under which layers run a plan, and add its recipes to ``recipes``.
+
+    Args:
+        match: glob on layer names.
+        plan: what these layers run.
+        recipes: name -> recipe document; receives those that the rule names.
+    """
     names = {}
     for gemm in GEMMS:
         recipe = plan.recipe(gemm)

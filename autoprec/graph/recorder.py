@@ -369,6 +369,11 @@ def muon_operators(
 
     A twin of the optimizer is recorded on stand-ins without data, once for each shape. Of another Muon than torch's
     whose step cannot run on one there are none.
+
+    Args:
+        optimizers: of the script; others than Muon have no matrices.
+        names: of the parameters.
+        before: how many operators the report has already.
     """
     rules, rows, recorded = builtin_rules(), list[Operator](), dict[tuple[Any, ...], tuple[Operator, ...]]()
     for optimizer, group, matrix in muon_matrices(optimizers):
@@ -408,7 +413,13 @@ def record_step(
     *,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> GraphReport:
-    """Record what ``step()`` does (forward and backward, no optimizer step) and interpret it."""
+    """Record what ``step()`` does (forward and backward, no optimizer step) and interpret it.
+
+    Args:
+        model: whose layers are told apart.
+        step: runs forward and backward.
+        optimizers: of the script: for the bytes of their state.
+    """
     with StepRecorder(model, optimizers=optimizers) as recorder:
         step()
     return recorder.report()

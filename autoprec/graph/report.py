@@ -62,6 +62,7 @@ class NewtonSchulz:
 
     @property
     def flops(self) -> int:
+        """Floating-point operations of all iterations over all matrices: 2 M K N of each product."""
         return self.matrices * self.iterations * sum(2 * m * k * n for m, k, n in self.products)
 
 
@@ -92,6 +93,7 @@ class Layer:
 
     @property
     def total_flops(self) -> int:
+        """Floating-point operations of the layer's GEMMs in one step, forward, backward and recomputation."""
         return sum(self.flops.values())
 
     def roles(self) -> tuple[str, ...]:

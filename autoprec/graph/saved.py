@@ -15,7 +15,11 @@ import torch
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None for sparse and other tensors that have none."""
+    """Return a tensor's storage; None for sparse and other tensors that have none.
+
+    Args:
+        tensor: of any shape, dtype and layout.
+    """
     try:
         return tensor.untyped_storage()
     except RuntimeError:  # NotImplementedError is one of them
@@ -35,7 +39,11 @@ class StorageTable:
         self._excluded: set[int] = set()
 
     def key(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return what identifies a tensor's contents and view; registers its storage."""
+        """Return what identifies a tensor's contents and view; registers its storage.
+
+        Args:
+            tensor: of any shape, dtype and layout; one without a storage is known by its identity.
+        """
         storage = storage_of(tensor)
         if storage is None:
             return (id(tensor),)  # by object
@@ -46,7 +54,7 @@ class StorageTable:
         return (address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
     def address(self, tensor: torch.Tensor) -> int:
-        """Return what the views of one storage have in common, 0 for a tensor without storage."""
+        """Return what the views of one storage have in common, whatever their shapes; 0 without storage."""
         storage = storage_of(tensor)
         return 0 if storage is None else int(storage._cdata)
 
@@ -56,7 +64,11 @@ class StorageTable:
             self._weak[storage._cdata] = (storage._weak_ref(), storage.nbytes())
 
     def exclude(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor's storage out of activation memory: a parameter, a buffer, or the batch."""
+        """Leave a tensor's storage out of activation memory.
+
+        Args:
+            tensor: a parameter, a buffer, or the batch, of any shape and dtype.
+        """
         storage = storage_of(tensor)
         if storage is not None:
             self._excluded.add(storage._cdata)
@@ -73,6 +85,7 @@ class StorageTable:
         )
 
     def release(self) -> None:
+        """Give back the weak references to storages; the table is of no use after that."""
         free: Any = torch.UntypedStorage._free_weak_ref
         for weak, _ in self._weak.values():
             free(weak)
@@ -94,6 +107,10 @@ class SavedTensors:
         self._disable: Any = None
 
     def start(self) -> None:
+        """Begin to count what autograd saves for the backward pass.
+
+        Where the script forbids such hooks (``disable_saved_tensors_hooks``), counting steps aside for as long.
+        """
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
         self._hooks.__enter__()
         original = self._disable = torch.autograd.graph.disable_saved_tensors_hooks
@@ -108,6 +125,7 @@ class SavedTensors:
         graph.disable_saved_tensors_hooks = disable
 
     def stop(self) -> None:
+        """End counting, and put autograd's own functions back."""
         if self._disable is not None:
             torch.autograd.graph.disable_saved_tensors_hooks = self._disable
             self._disable = None

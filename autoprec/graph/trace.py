@@ -125,9 +125,11 @@ class Trace:
     _consumers: dict[int, list[Call]] = field(default_factory=dict, repr=False)
 
     def inputs(self, call: Call) -> list[Value]:
+        """Return the tensors that a call reads."""
         return [self.values[index] for index in call.ins]
 
     def outputs(self, call: Call) -> list[Value]:
+        """Return the tensors that a call makes."""
         return [self.values[index] for index in call.outs]
 
     def producer(self, value: int) -> Call | None:
@@ -151,7 +153,13 @@ class Trace:
         return self._consumers
 
     def above(self, value: int, passes: Callable[[Call], bool], depth: int = 8) -> Iterator[Call]:
-        """Iterate over the calls a value comes from, walking up through those that ``passes``."""
+        """Iterate over the calls a value comes from, walking up through those that ``passes``.
+
+        Args:
+            value: index of the tensor to begin with.
+            passes: says whether the walk goes on through a call.
+            depth: most calls from the tensor.
+        """
         frontier, seen = [value], set()
         for _ in range(depth):
             following: list[int] = []
@@ -166,7 +174,13 @@ class Trace:
             frontier = following
 
     def below(self, value: int, passes: Callable[[Call], bool], depth: int = 6) -> Iterator[tuple[Call, int]]:
-        """Iterate over (call, value it reads) downstream of a value, through those that ``passes``, never backward."""
+        """Iterate over (call, value it reads) downstream of a value, through those that ``passes``, never backward.
+
+        Args:
+            value: index of the tensor to begin with.
+            passes: says whether the walk goes on through a call.
+            depth: most calls from the tensor.
+        """
         frontier, seen, consumers = [value], set(), self.consumers()
         for _ in range(depth):
             following: list[int] = []
@@ -181,4 +195,5 @@ class Trace:
             frontier = following
 
     def in_phase(self, *phases: str) -> Iterator[Call]:
+        """Iterate over the calls of some phases (``forward``, ``backward``, ...), in their order."""
         return (call for call in self.calls if call.phase in phases)

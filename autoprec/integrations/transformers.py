@@ -60,7 +60,14 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         self.guard: Guard | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Apply the policy to the prepared model and wrap its optimizer."""
+        """Apply the policy to the prepared model and wrap its optimizer.
+
+        Args:
+            args: the Trainer's arguments: ``fp16`` is read.
+            state: of the Trainer: its step, and the steps of the run.
+            control: not used.
+            kwargs: ``model`` and ``optimizer`` as the Trainer prepared them.
+        """
         model = kwargs["model"]
         _refuse_scaling_twice(self.policy, bool(getattr(args, "fp16", False)))
         steps = {"run_steps": state.max_steps or None, "step": state.global_step} if self.policy.phases else {}
@@ -72,7 +79,13 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
             self.guard = Guard(self.policy, model, every=1, window=20, backend=self.backend)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
-        """Show the guard what the Trainer logged; its metrics join the log."""
+        """Show the guard what the Trainer logged; its metrics join the log.
+
+        Args:
+            args, state, control: not used.
+            logs: what is logged now; the guard reads ``loss`` and ``grad_norm`` and adds ``guard/...``.
+            kwargs: not used.
+        """
         if self.guard is not None and logs and "loss" in logs:
             breach = self.guard.step(logs["loss"], logs.get("grad_norm"))
             logs |= {f"guard/{name}": value for name, value in self.guard.values.items()}
@@ -80,5 +93,10 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
                 logs["guard/fallback"] = breach.action
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take the policy off, so that evaluation and saving see the plain model."""
+        """Take the policy off, so that evaluation and saving see the plain model.
+
+        Args:
+            args, state, control: not used.
+            kwargs: ``model`` as the Trainer prepared it.
+        """
         self.policy.remove(kwargs["model"])

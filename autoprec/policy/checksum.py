@@ -38,6 +38,11 @@ def _lines(text: str) -> list[str]:
 def verify_checksum(text: str, document: dict[str, Any], *, where: str) -> None:
     """Refuse a document whose text begins with a checksum line that is not its own; a text without one passes.
 
+    Args:
+        text: of the whole file.
+        document: what was parsed from it.
+        where: the file, for the message.
+
     Raises:
         PolicyError: the contents, or the line itself, were changed after AutoPrec wrote the file.
     """

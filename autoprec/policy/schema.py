@@ -169,6 +169,7 @@ class Phase(Frozen):
 
     @property
     def changes(self) -> dict[str, Any]:
+        """What this phase says, by field; what it leaves as the run began is left out."""
         parts = {name: getattr(self, name) for name in type(self).model_fields if name != "start"}
         return {name: value for name, value in parts.items() if value is not None}
 
@@ -178,6 +179,7 @@ class Phase(Frozen):
         return f"step {self.start}" if isinstance(self.start, int) else f"{self.start * 100:g} % of the run"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the phase as plain data, as it stands in a file (``from``, then what changes)."""
         out: dict[str, Any] = {"from": self.start}
         for name, value in self.changes.items():
             if name == "layers":
@@ -209,11 +211,13 @@ class LayerPlan(Frozen):
         return self.fprop is None and self.dgrad is None and self.wgrad is None
 
     def recipe(self, gemm: Gemm) -> Recipe | None:
+        """Return the recipe of one GEMM; None where it runs as the script wrote it."""
         found: Recipe | None = getattr(self, gemm)
         return found
 
     @property
     def recipes(self) -> tuple[Recipe | None, ...]:
+        """The recipes of fprop, dgrad and wgrad, in this order; None where a GEMM runs as written."""
         return (self.fprop, self.dgrad, self.wgrad)
 
     @property
@@ -235,6 +239,7 @@ class LayerPlan(Frozen):
 
     @classmethod
     def uniform(cls, recipe: Recipe | None) -> LayerPlan:
+        """Return a plan that runs all three GEMMs under one recipe; None keeps all as written."""
         return cls.of(dict.fromkeys(GEMMS, recipe))
 
     @classmethod

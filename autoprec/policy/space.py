@@ -65,6 +65,7 @@ class Choice(Frozen):
                 raise ValueError(f"{where}unknown recipe '{name}'{hint}")
 
     def recipe_of(self, gemm: Gemm) -> str:
+        """Return the name of the recipe of one GEMM (``fprop``, ``dgrad`` or ``wgrad``)."""
         return self.gemms.get(gemm, self.recipe)
 
     def plan(self, recipes: Mapping[str, Recipe]) -> LayerPlan:
@@ -91,6 +92,7 @@ class ChoiceRule(Frozen):
         return value
 
     def applies(self, name: str, flags: tuple[str, ...] = ()) -> bool:
+        """Say whether the rule is about a layer of this name and with these flags (``head``, ``first``, ``router``)."""
         return (self.flag is None or self.flag in flags) and glob_matches(self.match, name)
 
 
@@ -220,6 +222,7 @@ class SearchSpace(Frozen):
 
     @property
     def all_recipes(self) -> dict[str, Recipe]:
+        """Every recipe by name: the built-in ones, and the space's own, which replace those of the same name."""
         return {**BUILTIN_RECIPES, **self.recipes}
 
     def rule_for(self, name: str, flags: tuple[str, ...] = ()) -> tuple[Choice, ...]:
@@ -290,6 +293,11 @@ class SearchSpace(Frozen):
         return self.model_copy(update={"activations": values or ("keep",)})
 
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
+        """Return every recipe by name, with the values that a trial chose for the space's ``parameters``.
+
+        Raises:
+            ValueError: a recipe refuses the value.
+        """
         recipes = self.all_recipes
         for path in self.parameters:
             if path in parameters:
@@ -299,6 +307,11 @@ class SearchSpace(Frozen):
 
 def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str, Recipe]:
     """Return recipes with one field changed: ``fp8_delayed.scaling.amax_history_len``.
+
+    Args:
+        recipes: by name; they stay as they are.
+        path: recipe and field, joined by dots.
+        value: what the field becomes.
 
     Raises:
         ValueError: no such recipe or field, or a value that the recipe refuses.

@@ -371,6 +371,11 @@ def __getattr__(name: str) -> Mapping[str, Target]:
 def named(name: str, table: Mapping[str, Target], *, where: str = "") -> Target:
     """Return a target of a table by name, case-insensitively.
 
+    Args:
+        name: in any case.
+        table: targets by name.
+        where: file or option that said so, for the message.
+
     Raises:
         UnknownNameError: with the nearest valid name.
     """

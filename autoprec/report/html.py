@@ -138,7 +138,13 @@ def _words(result: SearchResult) -> str:
 
 
 def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None) -> str:
-    """Return the page's text."""
+    """Return the page's text.
+
+    Args:
+        result: of the search.
+        records: every run of its study.
+        graph: the recorded step; None leaves out the map of layers.
+    """
     summary, name = summarise(result, records), result.study_name or "study"
     titles, rows = result.comparison()
     comparison = [(row["role"], (*cells, note_of(row) or source_of(row))) for row, cells in rows]
@@ -187,5 +193,12 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
 def write_html(
     path: Path | str, result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None
 ) -> Path:
-    """Write the report as one HTML file, atomically; ``graph`` lets it draw the model layer by layer."""
+    """Write the report as one HTML file, atomically; ``graph`` lets it draw the model layer by layer.
+
+    Args:
+        path: of the file.
+        result: of the search.
+        records: every run of its study.
+        graph: the recorded step; None leaves out the map of layers.
+    """
     return write_atomic(path, visible(html_report(result, records, graph)))

@@ -39,7 +39,13 @@ def best_policy(result: SearchResult, records: Sequence[Run]) -> dict[str, objec
 
 
 def layer_rows(result: SearchResult, records: Sequence[Run], graph: GraphReport) -> tuple[LayerCell, ...]:
-    """Resolve the best policy over the recorded layers; empty without a policy to draw."""
+    """Resolve the best policy over the recorded layers; empty without a policy to draw.
+
+    Args:
+        result: of the search; its best policy is drawn.
+        records: every run of its study.
+        graph: the recorded step.
+    """
     document = best_policy(result, records)
     if not document:
         return ()

@@ -42,7 +42,14 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], title: str, *, zero: bool = False, log: bool = False) -> Axis:
-        """Return an axis that holds all values with a little room; ``zero`` includes the origin."""
+        """Return an axis that holds all values with a little room; ``zero`` includes the origin.
+
+        Args:
+            values: data; what is not finite (or, on a logarithmic axis, not positive) is left out.
+            title: of the axis.
+            zero: whether the origin is on it.
+            log: whether it is logarithmic.
+        """
         finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
         if log:
@@ -90,7 +97,13 @@ class Chart:
         return round(self.left + across * inner_w, 1), round(14 + (1 - up) * inner_h, 1)
 
     def line(self, xs: Sequence[float], ys: Sequence[float], css: str, label: str = "") -> None:
-        """Draw a polyline; non-finite values break it."""
+        """Draw a polyline; non-finite values break it.
+
+        Args:
+            xs, ys: coordinates, in units of the axes, of equal length.
+            css: class of the line.
+            label: shown where the pointer rests on it.
+        """
         run: list[str] = []
         pieces: list[list[str]] = [run]
         for x, y in zip(xs, ys, strict=True):
@@ -103,7 +116,13 @@ class Chart:
         self._parts += [f'<polyline class="{css}" points="{" ".join(p)}">{hint}</polyline>' for p in pieces if p]
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], css: str) -> None:
-        """Fill the area between two curves; steps without finite edges are left out."""
+        """Fill the area between two curves; steps without finite edges are left out.
+
+        Args:
+            xs: in units of the axis.
+            lows, highs: the edges at each of them.
+            css: class of the area.
+        """
         rows = [row for row in zip(xs, lows, highs, strict=True) if all(map(math.isfinite, row))]
         upper = [self.at(x, high) for x, _, high in rows]
         lower = [self.at(x, low) for x, low, _ in rows]
@@ -111,7 +130,14 @@ class Chart:
         self._parts.append(f'<polygon class="{css}" points="{points}"/>')
 
     def point(self, x: float, y: float, css: str, hint: str, *, size: float = 4.5) -> None:
-        """Draw a dot whose tooltip is ``hint``."""
+        """Draw a dot whose tooltip is ``hint``.
+
+        Args:
+            x, y: in units of the axes.
+            css: class of the dot.
+            hint: text of its tooltip.
+            size: radius in pixels.
+        """
         px, py = self.at(x, y)
         self._taken.append((px - size, py - size, px + size, py + size))
         self._parts.append(
@@ -119,7 +145,14 @@ class Chart:
         )
 
     def rule(self, *, css: str, label: str, x: float | None = None, y: float | None = None) -> None:
-        """Draw a line across the plot at a value of one axis, with its label at an end where that covers nothing."""
+        """Draw a line across the plot at a value of one axis, with its label at an end where that covers nothing.
+
+        Args:
+            css: class of the line.
+            label: written at its end.
+            x: value of a vertical line.
+            y: value of a horizontal one; exactly one of both is given.
+        """
         (x1, y1) = self.at(self.x.low if x is None else x, self.y.low if y is None else y)
         (x2, y2) = self.at(self.x.high if x is None else x, self.y.high if y is None else y)
         self._parts.append(f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
@@ -154,7 +187,13 @@ class Chart:
         return (px + distance, py, "start") if right else (px - distance, py, "end")
 
     def label(self, x: float, y: float, text: str, css: str = "label") -> bool:
-        """Write a name beside a data point where it covers no other; return False when no room is left for it."""
+        """Write a name beside a data point where it covers no other; return False when no room is left for it.
+
+        Args:
+            x, y: of the data point, in units of the axes.
+            text: cut where it is long.
+            css: class of the text.
+        """
         px, py = self.at(x, y)
         text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
         for distance, lift in ((9, 4), (9, -8), (9, 16), (-9, 4), (-9, -8), (-9, 16)):

@@ -143,7 +143,13 @@ def write_atomic(path: Path | str, text: str) -> Path:
 
 
 def write_json(path: Path | str, value: Any, *, indent: int | None = 1) -> Path:
-    """Write a JSON document atomically (NaN and infinity are refused)."""
+    """Write a JSON document atomically (NaN and infinity are refused).
+
+    Args:
+        path: of the file; folders above it are made.
+        value: plain data.
+        indent: spaces per level; None writes one line.
+    """
     return write_atomic(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
@@ -297,6 +303,11 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse_document(text: str, *, where: str = "document", most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Parse a YAML or JSON mapping as plain data.
+
+    Args:
+        text: of the file; a byte order mark is skipped.
+        where: the file, for messages.
+        most_bytes: of the text.
 
     Raises:
         FileError: too large, malformed, aliased, nested too deep, not a mapping, or holding a non-finite number.

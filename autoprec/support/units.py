@@ -24,6 +24,10 @@ def speed_text(speedup: float, low: float | None = None, high: float | None = No
 
     >>> speed_text(1.314), speed_text(1.314, 1.28, 1.35)
     ('1.31x', '1.31x [1.28, 1.35]')
+
+    Args:
+        speedup: a ratio; 1 is as fast.
+        low, high: bounds of its 95 % interval; None where it has none.
     """
     return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
 

@@ -139,7 +139,14 @@ class TrackingListener(Listener):
         self._tell()
 
     def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:  # noqa: ARG002
-        """Say that the study has one more record."""
+        """Say that the study has one more record.
+
+        Args:
+            record: the run that ended.
+            done, total: runs of its kind that ended, and those that are planned at most.
+            best: the best acceptable run so far.
+            seconds_left: that the search takes from here on at most.
+        """
         if self._study is not None:
             self._tell()
 

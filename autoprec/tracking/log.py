@@ -51,6 +51,7 @@ class Logged:
 
     @property
     def ok(self) -> bool:
+        """Whether everything was written."""
         return not self.reason
 
 

@@ -73,6 +73,11 @@ def free_port(wanted: int) -> int:
 def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     """Serve a store on the loopback and yield the server's address; a store that is a server is used as it is.
 
+    Args:
+        uri: of the store: a file, a database, or ``http(s)://`` of a server.
+        port: of the loopback to serve on.
+        timeout_s: until the server has to answer.
+
     Raises:
         MissingDependencyError: only mlflow-skinny is installed, which tracks and has no web interface.
         AutoPrecError: the server did not come up; its own output is in the message.

@@ -97,7 +97,13 @@ class Store:
         return str(self.client.create_experiment(name, artifact_location=location))
 
     def open_parent(self, info: Mapping[str, Any], started: float, *, running: bool) -> None:
-        """Find or create the study's own run, and log what the study was asked to do."""
+        """Find or create the study's own run, and log what the study was asked to do.
+
+        Args:
+            info: what the study was asked to do; secrets are taken out.
+            started: epoch seconds.
+            running: whether the search goes on: the run is marked so.
+        """
         self.info = info
         own = f"{self.uid}/study"
         found = self.client.search_runs(
@@ -145,6 +151,11 @@ class Store:
 
         ``found_at`` (epoch seconds) stamps the figures that an answer gave it: of two values with one stamp MLflow
         shows the larger.
+
+        Args:
+            record: the run of the study.
+            run: what MLflow is to show of it.
+            found_at: epoch seconds, see above.
         """
         if run.tags["autoprec.row"] == "policy":
             self._params.append({safe_key(key): value for key, value in run.params.items()})

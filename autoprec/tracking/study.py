@@ -50,6 +50,7 @@ class TrackedStudy:
 
     @property
     def own(self) -> Path:
+        """The folder in the study's folder in which tracking keeps its own files."""
         return self.path / "tracking"
 
     @property
@@ -71,6 +72,7 @@ class TrackedStudy:
         return About(self.path.name)
 
     def save_about(self, about: About) -> None:
+        """Write what the study was asked to do, so that a later ``ui --sync`` has it."""
         _ = self.uid
         write_json(self.own / "study.json", finite(asdict(about)), indent=None)
 

@@ -98,7 +98,13 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
 
 
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
-    """Print the final table and what to do next, on stdout."""
+    """Print the final table and what to do next, on stdout.
+
+    Args:
+        engine: the search that ended.
+        result: its answer.
+        files: what was written, by what it is.
+    """
     from autoprec.report.text import verdict_lines
 
     console = stdout_console()

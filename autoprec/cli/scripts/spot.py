@@ -29,6 +29,15 @@ def ask(
 ) -> SpotCheck:
     """Run the passes on a script that is held at its first step, at two moments of it where it has so many steps.
 
+    Args:
+        runner: holds the script.
+        host: what the script was found to be.
+        label: what it is called in messages.
+        policy: what is checked.
+        report: the recorded step.
+        passes: how many forward and backward passes; the first is of the whole policy.
+        backend: who multiplies: ``auto``, ``emulated`` or a library.
+
     Raises:
         ScriptError: they could not be run.
     """
@@ -53,6 +62,12 @@ def print_spot(found: SpotCheck) -> None:
 
 def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path) -> None:
     """Write the corrected policy where the check failed.
+
+    Args:
+        found: outcome of the passes.
+        policy: what was checked.
+        report: the recorded step.
+        path: of the policy: the corrected one is written beside it.
 
     Raises:
         AuditError: the policy is beyond the limit on this model; the message names the corrected one.

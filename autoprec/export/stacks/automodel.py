@@ -125,6 +125,11 @@ _SIXTEEN = "Automodel leaves linear layers whose sizes are not multiples of 16 i
 def read(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
     """Return the body of a policy from an Automodel recipe.
 
+    Args:
+        document: the recipe, parsed.
+        _layers: not needed: rules name parts of names.
+        notes: receives what a person should know.
+
     Raises:
         FileError: two sections ask for FP8, or one for what Automodel would refuse.
         UnknownNameError: a recipe that it does not have.

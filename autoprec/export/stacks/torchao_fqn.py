@@ -88,6 +88,11 @@ def _config(word: str) -> dict[str, Any] | None:
 def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
     """Return the body of a policy from what torchao's ``config_to_dict`` makes of an ``FqnToConfig``.
 
+    Args:
+        document: the JSON, parsed.
+        layers: names of the model's linear layers; empty where they are not known.
+        notes: receives what a person should know.
+
     Raises:
         FileError: another version, a config that does not train, a field that no policy expresses, or, without the
             names of the model's layers, an expression that is not a glob.

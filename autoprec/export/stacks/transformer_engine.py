@@ -112,6 +112,11 @@ def keywords(recipe: Recipe) -> dict[str, Any]:
 def read_recipe(scaling: str, form: str = "HYBRID", given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the document of the recipe that Transformer Engine runs under a format and the keywords of its class.
 
+    Args:
+        scaling: a key of :data:`SCALINGS`.
+        form: ``fp8_format``, in any case: ``HYBRID`` has gradients in E5M2.
+        given: keywords of the recipe's class; others than those of delayed scaling and NVFP4 are ignored.
+
     Raises:
         FileError: a format that does not train.
     """

@@ -45,6 +45,7 @@ class Gemm:
 
     @property
     def flops(self) -> int:
+        """Floating-point operations of the product: 2 M K N per matrix of the batch, of what is filled."""
         return round(2 * self.m * self.k * self.n * self.batch * self.filled)
 
 

@@ -112,7 +112,14 @@ def _same_expert(
 def sibling_pairs(
     trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]
 ) -> list[tuple[str, str]]:
-    """Return pairs of layer names that must move together."""
+    """Return pairs of layer names that must move together.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        links: what belongs together in the trace.
+        records: layers by name.
+    """
     pairs = list(_same_input(trace, links, records))
     pairs += _same_expert(trace, names, links, records)
     by_weight: dict[str, str] = {}

@@ -143,7 +143,14 @@ def _of_muon(found: tuple[NewtonSchulz, ...]) -> list[str]:
 def interpret(
     trace: Trace, names: ModelNames, rules: Rules, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> GraphReport:
-    """Build the report of a recorded step."""
+    """Build the report of a recorded step.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        rules: the class of each operator.
+        optimizers: of the script: for the bytes of their state, and Muon's products.
+    """
     links = link(trace, names, rules)
     patterns = find_patterns(trace, links)
     records = collect(trace, names, links)

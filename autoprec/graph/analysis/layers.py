@@ -75,7 +75,13 @@ def _layer_name(names: ModelNames, product: Product) -> tuple[str, str]:
 
 
 def collect(trace: Trace, names: ModelNames, links: Links) -> dict[str, LayerRecord]:
-    """Gather the weighted products of a step by layer, in the order of their first forward call."""
+    """Gather the weighted products of a step by layer, in the order of their first forward call.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        links: what belongs together in the trace.
+    """
     records: dict[str, LayerRecord] = {}
     for product in links.products:
         if not product.weight or _computes_weight(product.layer_call, links):
@@ -133,7 +139,14 @@ def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> N
 
 
 def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]) -> None:
-    """Flag layers by position (first, head, tied, frozen, router, narrow), and where backward is differentiated."""
+    """Flag layers by position (first, head, tied, frozen, router, narrow), and where backward is differentiated.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        links: what belongs together in the trace.
+        records: layers by name; receive their flags.
+    """
     forward = [r for r in records.values() if r.outputs]
     if forward:
         min(forward, key=lambda r: trace.values[r.outputs[0]].producer).flags.add("first")
@@ -160,6 +173,12 @@ def mark_output(trace: Trace, links: Links, records: dict[str, LayerRecord], par
     """Give the class ``output`` to what is done to the logits before the loss reads them; return the head's products.
 
     Casts, soft caps and masks count; operators that are part of a hand-written one (``part_of``) keep their class.
+
+    Args:
+        trace: the recorded step.
+        links: what belongs together in the trace; receives the class ``output``.
+        records: layers by name.
+        part_of: indices of calls that belong to a pattern.
     """
     products: set[int] = set()
     for record in (r for r in records.values() if "head" in r.flags and r.outputs):
@@ -339,7 +358,15 @@ def build_layers(
     records: dict[str, LayerRecord],
     groups: dict[str, tuple[str, ...]],
 ) -> tuple[Layer, ...]:
-    """Turn records into the layers of the report, in model order."""
+    """Turn records into the layers of the report, in model order.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        links: what belongs together in the trace.
+        records: layers by name.
+        groups: name -> layers that must move together.
+    """
     applicable = names.applicable()
     group_of = {member: group for group, members in groups.items() for member in members}
     position = {name: index for index, name in enumerate(names.modules)}

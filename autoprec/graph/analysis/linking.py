@@ -51,7 +51,13 @@ class Links:
     constant: list[bool] = field(default_factory=list)
 
     def source(self, trace: Trace, value: int, also: Collection[str] = ()) -> tuple[int, bool]:
-        """Walk up through moves, casts and the operators ``also``; say whether one of those was passed."""
+        """Walk up through moves, casts and the operators ``also``; say whether one of those was passed.
+
+        Args:
+            trace: the recorded step.
+            value: index of the tensor to begin with.
+            also: names of further operators that are passed.
+        """
         passed = False
         for _ in range(16):
             call = trace.producer(value)
@@ -65,6 +71,7 @@ class Links:
         return value, passed
 
     def other_model(self, gemm: Gemm) -> bool:
+        """Say whether a factor of a product belongs to a model that is not recorded (a teacher, a frozen encoder)."""
         return bool(self.foreign[gemm.a] or self.foreign[gemm.b])
 
 
@@ -169,7 +176,13 @@ def _pick(candidates: list[Product], operands: set[str], gemm: Gemm) -> Product 
 
 
 def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
-    """Classify every call, find the parameter behind every tensor and the forward call behind every backward call."""
+    """Classify every call, find the parameter behind every tensor and the forward call behind every backward call.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        rules: the class of each operator.
+    """
     classes = [classify(call, rules) for call in trace.calls]
     parameter_of, constant = _parameters(trace, classes)
     others = any(value.origin == "foreign" for value in trace.values)

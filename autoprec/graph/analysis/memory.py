@@ -30,7 +30,13 @@ def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
 
 
 def step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadow: torch.nn.Parameter) -> int:
-    """Run one step of a copy of the optimizer on a stand-in for a group's parameters; return the bytes of its state."""
+    """Run one step of a copy of the optimizer on a stand-in for a group's parameters; return the bytes of its state.
+
+    Args:
+        optimizer: whose copy makes the step; it is not changed.
+        group: the parameter group whose settings hold.
+        shadow: the stand-in, with a gradient of its shape.
+    """
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.state = defaultdict(dict)
@@ -42,7 +48,13 @@ def step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadow
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype, device: str = "meta") -> torch.nn.Parameter:
-    """Return a parameter of zeros with a gradient, without data on the meta device."""
+    """Return a parameter of zeros with a gradient, without data on the meta device.
+
+    Args:
+        shape: of the parameter.
+        dtype: of the parameter and its gradient.
+        device: ``meta`` holds no data.
+    """
     shadow = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     shadow.grad = torch.zeros_like(shadow)
     return shadow
@@ -81,6 +93,11 @@ def step_memory(trace: Trace, names: ModelNames, optimizers: Iterable[torch.opti
     ``saved_for_backward`` counts each storage once, without parameters and the batch; ``live_at_backward`` is all
     that was alive when backward began, which also sees the inputs that checkpointing keeps. ``gradients_in_forward``
     are those of the step before, where a script releases them between forward and backward.
+
+    Args:
+        trace: the recorded step.
+        names: modules and parameters of the model.
+        optimizers: of the script, for the bytes of their state.
     """
     unique = [p for name, p in names.parameters.items() if names.aliases[name] == name]
     out = {

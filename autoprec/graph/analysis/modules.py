@@ -17,7 +17,14 @@ from autoprec.applying.units import clean_name, tunable_units, unwrap
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a sharded tensor (FSDP2, tensor parallelism) that this rank holds; others as they are."""
+    """Return the part of a sharded tensor (FSDP2, tensor parallelism) that this rank holds; others as they are.
+
+    Args:
+        tensor: of any shape and dtype.
+
+    Returns:
+        The same tensor, or the local shard: of a shape of its own, of the same dtype.
+    """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -71,7 +78,7 @@ class ModelNames:
         return {name: unit.kind for name, unit in tunable_units(self.root).items()}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over parameters, each once under its first name, then buffers."""
+        """Iterate over parameters, each once under its first name, then buffers; of any shape and dtype."""
         for name, parameter in self.parameters.items():
             if self.aliases[name] == name and not isinstance(parameter, UninitializedParameter):
                 yield name, parameter
@@ -79,6 +86,7 @@ class ModelNames:
             yield clean_name(name), buffer
 
     def canonical(self, name: str) -> str:
+        """Return the first name of a parameter that has several (tied weights); other names as they are."""
         return self.aliases.get(name, name)
 
     def own_parameter(self, module: str, parameter: str) -> str:
@@ -93,7 +101,11 @@ class ModelNames:
         return ""
 
     def name_of_parameter(self, tensor: torch.Tensor) -> str:
-        """Return a parameter's first name, empty for another tensor (lazy layers make theirs during the step)."""
+        """Return a parameter's first name, empty for another tensor (lazy layers make theirs during the step).
+
+        Args:
+            tensor: of any shape and dtype; known by its identity, not by its values.
+        """
         return self._parameter_names.get(id(tensor), "")
 
     def held(self) -> float:
