@@ -30,7 +30,12 @@ class EinsumProduct:
 
     @classmethod
     def parse(cls, equation: str, x_dims: int, weight_dims: int) -> EinsumProduct | None:
-        """Return the product an equation of (input, weight) describes, or None when it is not a matrix product."""
+        """Return the product an equation of (input, weight) describes, or None when it is not a matrix product.
+
+        Args:
+            equation: of ``torch.einsum``, e.g. ``bsd,hd->bsh``.
+            x_dims, weight_dims: number of dimensions of input and weight.
+        """
         terms, arrow, out = equation.replace(" ", "").partition("->")
         x, comma, weight = terms.partition(",")
         if not (arrow and comma) or "," in weight or "..." in weight:
@@ -54,7 +59,13 @@ class EinsumProduct:
         return cls(x, weight, out, batch, tokens, features, summed)
 
     def run(self, x: Tensor, weight: Tensor, linear: Callable[[Tensor, Tensor, None], Tensor]) -> Tensor:
-        """Compute the product through ``linear(input [T, K], weight [N, K], None) -> [T, N]``, once per batch entry."""
+        """Compute the product through ``linear(input [T, K], weight [N, K], None) -> [T, N]``, once per batch entry.
+
+        Args:
+            x: the input, of as many dimensions as the equation says.
+            weight: the weight, likewise.
+            linear: multiplies matrices; see above.
+        """
         sizes = dict(zip(self.x, x.shape, strict=True)) | dict(zip(self.weight, weight.shape, strict=True))
         shape = {kind: [sizes[c] for c in kind] for kind in (self.batch, self.tokens, self.features, self.summed)}
         batches, inner = prod(shape[self.batch]), prod(shape[self.summed])

@@ -93,12 +93,23 @@ class Execution(ABC):
         return {}
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:  # noqa: B027
-        """Continue from :meth:`state`."""
+        """Continue from :meth:`state`.
+
+        Args:
+            state: tensors of any shape by name, as :meth:`state` returned them.
+            device: on which the layer runs.
+        """
 
     def record(self, out: Tensor, key: Any, labels: Mapping[str, str], *, dgrad: bool, wgrad: bool) -> None:
         """Note that fprop ran as ``labels`` say, and dgrad and wgrad where they run: when ``out``'s gradient arrives.
 
         One backward per ``key`` is enough: autograd runs it in the dtypes of the graph just built.
+
+        Args:
+            out: the layer's output, ``[..., N]``.
+            key: what the graph depends on, such as the dtypes of autocast and of the script.
+            labels: GEMM -> what it runs as.
+            dgrad, wgrad: whether the input, and the weight, has a gradient.
         """
         self.ran["fprop"] = labels["fprop"]
         if not out.requires_grad or self.watched == key or torch.compiler.is_compiling():

@@ -42,8 +42,15 @@ def limited_matmul(a: Tensor, b: Tensor) -> Tensor:
 def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int, *, wide: bool = False, tf32: bool = False) -> Tensor:
     """Sum the product of two matrices over ``a``'s axis ``a_axis`` and ``b``'s axis ``b_axis``.
 
-    ``wide`` returns the FP32 sums of a 16-bit product on a GPU (cuBLAS with a float32 C), instead of rounding them;
-    ``tf32`` lets a GPU multiply float32 on its TF32 units, whatever the script has chosen.
+    Args:
+        a: ``[M, K]``, or ``[K, M]`` where ``a_axis`` is 0.
+        a_axis, b_axis: the axis that is summed, of each.
+        b: ``[K, N]``, or ``[N, K]`` where ``b_axis`` is 1; of the dtype of ``a``.
+        wide: return the FP32 sums of a 16-bit product on a GPU (cuBLAS with a float32 C), instead of rounding them.
+        tf32: let a GPU multiply float32 on its TF32 units, whatever the script has chosen.
+
+    Returns:
+        ``[M, N]`` in the dtype of ``a``; float32 where ``wide``.
     """
     left, right = a if a_axis == 1 else a.t(), b if b_axis == 0 else b.t()
     if tf32:
@@ -57,6 +64,13 @@ def tf32_mm(left: Tensor, right: Tensor) -> Tensor:
     """Multiply float32 matrices with TF32 allowed for this product alone (``torch.backends.cuda.matmul``).
 
     The setting is of the process: a product of another thread meanwhile may run on the TF32 units as well.
+
+    Args:
+        left: ``[M, K]``, float32.
+        right: ``[K, N]``, float32.
+
+    Returns:
+        ``[M, N]``, float32.
     """
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -76,6 +90,11 @@ def product_dtype(a: Spec, b: Spec, device_type: str, *, wide: bool = False) -> 
 
     A ``wide`` product (FP32 sums returned) of 16-bit operands has a kernel on GPUs only; elsewhere the operands'
     values are multiplied in float32, which is the same arithmetic.
+
+    Args:
+        a, b: how the operands are quantised.
+        device_type: ``cpu`` or ``cuda``.
+        wide: whether the FP32 sums are returned.
     """
     if wide and device_type != "cuda":
         return torch.float32
@@ -100,10 +119,12 @@ def emulated_multiply(
     fast: bool = False,
     wide: bool = False,
 ) -> Tensor:
-    """Multiply quantised operands and return the scaled product as ``out_dtype``.
+    """Multiply quantised operands and return the scaled product ``[M, N]`` as ``out_dtype``.
 
     Args:
-        a, b: operands; ``axes`` their contraction axes.
+        a, b: operands, 2-D.
+        axes: the contraction axis of each.
+        out_dtype: of the product.
         product: dtype in which the values are multiplied; see :func:`product_dtype`.
         fast: emulate Hopper's limited-precision accumulator.
         wide: keep the FP32 sums of 16-bit operands.
@@ -143,7 +164,15 @@ def exact_sums(a: Tensor, b: Tensor) -> bool:
 
 
 def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply int8 matrices exactly, through the integer kernel where it can be trusted; int32 or float64."""
+    """Multiply int8 matrices exactly, through the integer kernel where it can be trusted.
+
+    Args:
+        a: ``[M, K]``, int8.
+        b: ``[K, N]``, int8.
+
+    Returns:
+        ``[M, N]``: int32 of the kernel, else float64.
+    """
     if exact_sums(a, b):
         return torch._int_mm(a, b)
     inner, step = a.shape[1], LONGEST_SUM
@@ -154,7 +183,12 @@ def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product_scales(a: QuantizedOperand, b: QuantizedOperand, axes: tuple[int, int]) -> list[Tensor]:
-    """Return the scales of the product: one 0-d tensor, or a column and a row."""
+    """Return the scales of the product: one 0-d tensor, or a column ``[M, 1]`` and a row ``[1, N]``; none without any.
+
+    Args:
+        a, b: operands, 2-D.
+        axes: the contraction axis of each.
+    """
     left = a.scale if a.scale is None or axes[0] == 1 else a.scale.t()
     right = b.scale if b.scale is None or axes[1] == 0 else b.scale.t()
     if left is not None and right is not None and left.numel() == right.numel() == 1:

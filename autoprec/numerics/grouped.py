@@ -67,9 +67,16 @@ def _group_amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def encode_e8m0(amax: Tensor, limit: float) -> Tensor:
-    """Return the E8M0 code (uint8) of the smallest power of two that keeps ``amax`` within ``limit``; 255 is NaN.
+    """Return the E8M0 code of the smallest power of two that keeps ``amax`` within ``limit``; 255 is NaN.
 
     Zero and everything below ``2**-127`` get code 0, infinity gets 254.
+
+    Args:
+        amax: largest magnitudes, float32 of any shape.
+        limit: the largest value of the element format.
+
+    Returns:
+        Codes of the shape of ``amax``, uint8.
     """
     # by exponents and mantissas: compiled for a GPU a quotient may be off by two units of its last place, and where it
     # should be a power of two the scale would be the next one
@@ -82,7 +89,7 @@ def encode_e8m0(amax: Tensor, limit: float) -> Tensor:
 
 
 def decode_e8m0(code: Tensor) -> Tensor:
-    """Return the float32 value of E8M0 codes: ``2**(code - 127)``, NaN for 255."""
+    """Return the float32 value of E8M0 codes, uint8 of any shape: ``2**(code - 127)``, NaN for 255."""
     wide = code.to(torch.int32)
     value = torch.where(wide == 0, 0x400000, wide << 23).view(torch.float32)
     return torch.where(wide == 255, torch.nan, value)
@@ -138,11 +145,17 @@ def _nvfp4(
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Multiply groups of 16 rows of a 2-D tensor (rows a multiple of 16) by the signed 16 x 16 Hadamard matrix.
+    """Multiply groups of 16 rows of a matrix by the signed 16 x 16 Hadamard matrix.
 
     The matrix is orthogonal, so transforming both operands of a GEMM along its contraction axis leaves the exact
     product unchanged while spreading outliers over the group. Four rounds of sums and differences compute it, in an
     order of their own: every device gives the same bits.
+
+    Args:
+        x: ``[rows, columns]``, rows a multiple of 16; any float dtype.
+
+    Returns:
+        ``[rows, columns]``, float32.
     """
     rows, columns = x.shape
     signs = 1 - 2 * ((NEGATIVE >> torch.arange(16, device=x.device)) & 1)
@@ -156,10 +169,14 @@ def hadamard(x: Tensor) -> Tensor:
 def quantize_grouped(
     x: Tensor, spec: Spec, state: QuantizerState | None, values: bool = False, *, groups: tuple[Any, ...] = ()
 ) -> QuantizedOperand:
-    """Quantise a 2-D tensor in groups; see the module's table. ``values`` keeps them as float32 (``quantize``).
+    """Quantise a matrix in groups; see the module's table.
 
-    Without a ``state`` what is random is hashed, as in compiled graphs. ``groups``: process groups over which the
-    tensor is cut; NVFP4's scale of the whole tensor is that of all parts.
+    Args:
+        x: ``[rows, columns]``, any float dtype.
+        spec: scheme and axis of the groups.
+        state: what the layer remembers; without it what is random is hashed, as in compiled graphs.
+        values: keep the codes' values as float32 (:func:`~autoprec.numerics.quantize.quantize`).
+        groups: process groups over which the tensor is cut; NVFP4's scale of the whole tensor is that of all parts.
     """
     rows, columns = x.shape
     x = x.float() if x.dtype is torch.float64 else x
@@ -180,6 +197,13 @@ def grouped_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """Return the values the GEMM multiplies, tensor scale not applied; padding cropped where it is not part of the sum.
 
     After a Hadamard transform padded rows hold values, and both operands keep them.
+
+    Args:
+        operand: quantised in groups.
+        dtype: of the result.
+
+    Returns:
+        ``[rows, columns]``; with a Hadamard transform rows are those of whole groups.
     """
     codes, scale, spec = operand.codes, operand.inside, operand.spec
     wide = decode_e8m0(scale) if spec.scheme == "mx" else scale

@@ -40,9 +40,14 @@ class Casts(Protocol):
     """Quantises an operand for both of its GEMMs at once; None in the place of what torch's operators must cast."""
 
     def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str) -> Pair:
-        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns.
+        """Quantise a matrix for a GEMM that sums along rows, and for one that sums along columns.
 
         Also called while a graph is traced.
+
+        Args:
+            x: ``[rows, columns]``.
+            first, second: how, for each of the two GEMMs; None where a GEMM does not need it.
+            operand: ``input``, ``weight`` or ``grad_output``.
         """
 
 
@@ -55,7 +60,16 @@ class Experts(Protocol):
     def run(
         self, layer: LinearExecution, input: Tensor, weight: Tensor, ends: Tensor, steps: Steps, out_dtype: torch.dtype
     ) -> Tensor:
-        """Return ``[M, N]`` in ``out_dtype``."""
+        """Return ``[M, N]`` in ``out_dtype``.
+
+        Args:
+            layer: whose experts they are.
+            input: ``[M, K]``, rows ordered by expert.
+            weight: ``[E, K, N]``.
+            ends: integers ``[E]``: the row after each expert's last one.
+            steps: what each of the three GEMMs runs.
+            out_dtype: of the result.
+        """
 
 
 @dataclass(slots=True)
@@ -108,7 +122,7 @@ class LinearExecution(Execution):
         return {name: key for key, name in found.items()}
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Return delayed histories and scales (float32), and the state of the random stream (uint8)."""
+        """Return delayed histories ``[length]`` and scales ``[]``, float32, and the random stream's state, uint8."""
         found = {
             f"{name}.{part}": value
             for name, key in self.delayed_operands().items()
@@ -119,7 +133,12 @@ class LinearExecution(Execution):
         return found
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Continue from :meth:`state`; operands that it does not name begin anew."""
+        """Continue from :meth:`state`; operands that it does not name begin anew.
+
+        Args:
+            state: tensors by name, of the shapes that :meth:`state` returned; a history may have another length.
+            device: on which the layer runs.
+        """
         for name, key in self.delayed_operands().items():
             parts = {part: state.get(f"{name}.{part}") for part in ("history", "scale", "seen")}
             held = {part: value for part, value in parts.items() if value is not None}
@@ -193,7 +212,14 @@ class LinearExecution(Execution):
         return self._sharded(input, weight, bias, training)
 
     def grouped(self, input: Tensor, weight: Tensor, ends: Tensor, *, training: bool = True) -> Tensor:
-        """Return ``input[group] @ weight[group]`` for all groups of rows, in one grouped GEMM where there is one."""
+        """Return ``input[group] @ weight[group]`` for all groups of rows, in one grouped GEMM where there is one.
+
+        Args:
+            input: ``[M, K]``, rows ordered by group.
+            weight: ``[E, K, N]``.
+            ends: integers ``[E]``: the row after each group's last one.
+            training: whether a backward pass may follow, and histories learn.
+        """
         if input.device.type == "meta":
             return input.new_empty((input.shape[0], weight.shape[2]))
         why = "" if self.experts is None else self.experts.refusal(weight)

@@ -111,7 +111,12 @@ class RecurrentExecution(_OneDtypeExecution):
         raise UnsupportedError("a recurrent layer has no single product", fix="call the module itself")
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module's forward with weights, input and states in the format; results are as the script's."""
+        """Call the module's forward with weights, input and states in the format; results are as the script's.
+
+        Args:
+            forward: the module's own.
+            args, kwargs: of the call: input ``[T, B, K]`` (or packed) and states, in the script's dtype.
+        """
         self.called = True
         module = self.module
         if isinstance(module, nn.RNNBase):

@@ -34,6 +34,7 @@ class ScaleRule:
 
     @classmethod
     def of(cls, scaling: Scaling) -> ScaleRule:
+        """Return the same rule as plain fields."""
         return cls(**{name: getattr(scaling, name) for name in Scaling.model_fields})
 
 
@@ -63,6 +64,7 @@ class Spec:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype in which codes of the format are stored."""
         return STORAGE[self.format]
 
 
@@ -90,7 +92,11 @@ class QuantizedOperand:
 
     @property
     def inside(self) -> Tensor:
-        """The scales that lie inside the sum, of an operand that has such."""
+        """The scales that lie inside the sum: one per group, in the shape of the grid of groups.
+
+        Raises:
+            ValueError: it has none.
+        """
         if self.groups is None:
             raise ValueError("an operand in the scheme '" + self.spec.scheme + "' has no group scales")
         return self.groups
@@ -151,7 +157,18 @@ class QuantizerState:
         return not recompute or postponed > 0
 
     def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, recompute: bool) -> Tensor:
-        """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats."""
+        """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats.
+
+        Args:
+            operand: ``input``, ``weight`` or ``grad_output``.
+            spec: how it is quantised.
+            amax: the tensor's largest magnitude now, 0-d float32 (shape ``[]``).
+            update: whether the history learns from it.
+            recompute: whether this forward repeats an earlier one.
+
+        Returns:
+            The scale that the tensor is multiplied by, 0-d float32.
+        """
         key = (operand, spec)
         if torch.compiler.is_compiling():
             return self.graph[_slot(operand, spec)].traced(amax, update=update)

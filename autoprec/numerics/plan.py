@@ -73,11 +73,21 @@ class Steps:
 
     @property
     def labels(self) -> dict[str, str]:
+        """GEMM -> what it runs as, in the words of an audit."""
         return {"fprop": self.fprop.label, "dgrad": self.dgrad.label, "wgrad": self.wgrad.label}
 
 
 def multiply_emulated(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-    """The ``multiply`` of steps that no hardware runs."""
+    """Multiply as steps do that no hardware runs.
+
+    Args:
+        a, b: quantised operands, 2-D.
+        step: which axes are summed, and in which dtype.
+        out_dtype: of the product.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+    """
     return emulated_multiply(a, b, step.axes, out_dtype, product=step.product, fast=step.fast, wide=step.wide)
 
 
@@ -99,6 +109,12 @@ def compile_plan(
     """Compile a plan for the dtype the script would have run the layer in; GEMMs not in ``multiply`` are emulated.
 
     Layers with equal plans share their steps.
+
+    Args:
+        plan: a recipe per GEMM.
+        keep_dtype: the script's dtype of the layer.
+        device_type: ``cpu`` or ``cuda``.
+        multiply: GEMM -> the backend's function.
     """
     return _compiled(plan, keep_dtype, device_type, tuple((multiply or {}).items()))
 

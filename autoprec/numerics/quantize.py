@@ -22,7 +22,13 @@ from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
 
 def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
-    """Return how ``recipe`` quantises ``operand`` of ``gemm``."""
+    """Return how ``recipe`` quantises ``operand`` of ``gemm``.
+
+    Args:
+        recipe: of the GEMM.
+        gemm: ``fprop``, ``dgrad`` or ``wgrad``.
+        operand: ``input``, ``weight`` or ``grad_output``.
+    """
     axis = CONTRACTION[gemm][GEMM_OPERANDS[gemm].index(operand)]
     name = recipe.operand_format(operand)
     stochastic = recipe.stochastic_rounding and operand == "grad_output"
@@ -91,14 +97,17 @@ def _codes(scaled: Tensor, spec: Spec, amax: Tensor, state: QuantizerState, *, b
 
 
 def operand_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-    """Return the 2-D values the GEMM multiplies as ``dtype``; ``operand.scale`` is not applied, group scales are."""
+    """Return the values ``[rows, columns]`` that the GEMM multiplies: group scales applied, ``operand.scale`` not."""
     if operand.groups is not None:
         return grouped_values(operand, dtype)
     return operand.codes.to(dtype) if operand.spec.scheme == "cast" else decode(operand.codes, dtype)
 
 
 def dequantize(operand: QuantizedOperand) -> Tensor:
-    """Return what is left of the operand after quantisation, as float32 (a Hadamard transform is not undone)."""
+    """Return what is left of the operand after quantisation, ``[rows, columns]`` in float32.
+
+    A Hadamard transform is not undone.
+    """
     if operand.groups is not None and operand.scale is not None:
         # group and tensor scale are combined first, as torchao's NVFP4 tensors do
         combined = replace(operand, scale=None, groups=operand.groups.float() * operand.scale.reshape(()))

@@ -55,12 +55,21 @@ def stores_values(device: torch.device) -> bool:
 
 
 def encode(x: Tensor, format_name: str, *, bounded: bool = False, in_place: bool = False) -> Tensor:
-    """Round ``x`` (already scaled, float32 or bfloat16) to the nearest value of ``e4m3`` or ``e5m2``, ties to even.
+    """Round scaled values to the nearest of ``e4m3`` or ``e5m2``, ties to even.
 
-    Finite overflow and infinities saturate to the largest finite value; NaN stays NaN. ``bounded`` promises that
-    ``|x|`` rounds to at most the largest value already (scales taken from this very tensor), and saves the clamp.
-    ``in_place`` returns the values instead of codes, in the memory of ``x`` (float32): five passes over it take half
-    the time that a CPU needs for a cast to 8 bits and back.
+    Finite overflow and infinities saturate to the largest finite value; NaN stays NaN.
+
+    Args:
+        x: of any shape, float32 or bfloat16, already scaled.
+        format_name: ``e4m3`` or ``e5m2``.
+        bounded: promises that ``|x|`` rounds to at most the largest value already (scales taken from this very tensor),
+            and saves the clamp.
+        in_place: return the values instead of codes, in the memory of ``x`` (float32): five passes over it take half
+            the time that a CPU needs for a cast to 8 bits and back.
+
+    Returns:
+        Codes of the shape of ``x`` in the format's dtype; bfloat16 values where the device stores those; ``x`` itself
+        where ``in_place``.
     """
     f = FORMATS[format_name]
     if stores_values(x.device):
@@ -73,7 +82,7 @@ def encode(x: Tensor, format_name: str, *, bounded: bool = False, in_place: bool
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Read 8-bit codes back as ``dtype``; bfloat16 holds every value of E4M3 and E5M2 exactly.
+    """Read 8-bit codes, of any shape, back as ``dtype``; bfloat16 holds every value of E4M3 and E5M2 exactly.
 
     NaN codes of E4M3 may read back as a finite value: whoever scales marks non-finite tensors with a NaN scale.
     """
@@ -98,12 +107,24 @@ def to_grid(x: Tensor, mantissa: int, min_exponent: int, limit: float) -> Tensor
 
     Adding and subtracting ``1.5 * 2**(23 - mantissa)`` times the value's power of two makes the float32 adder do the
     rounding; below ``2**min_exponent`` the grid is the subnormal one. NaN stays NaN, overflow saturates to ``limit``.
+
+    Args:
+        x: of any shape, float32.
+        mantissa: explicit bits of the format's mantissa.
+        min_exponent: exponent of its smallest normal value.
+        limit: its largest value.
     """
     return to_grid_(x.clamp(-limit, limit), mantissa, min_exponent)
 
 
 def to_grid_(x: Tensor, mantissa: int, min_exponent: int) -> Tensor:
-    """Do in place what :func:`to_grid` does, to values that its limit does not cut off."""
+    """Do in place what :func:`to_grid` does, to values that its limit does not cut off.
+
+    Args:
+        x: of any shape, float32; is changed, and returned.
+        mantissa: explicit bits of the format's mantissa.
+        min_exponent: exponent of its smallest normal value.
+    """
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     magic = power.clamp_(min=2.0**min_exponent).mul_(1.5 * 2.0 ** (23 - mantissa))
     return x.add_(magic).sub_(magic)
@@ -115,6 +136,12 @@ def split_to_grid(x: Tensor, mantissa: int, min_exponent: int, limit: float) -> 
     A compiler that also converts to bfloat16 in the same loop does not vectorise a reinterpretation of bits. This is
     Veltkamp's splitting, ``q - (q - x)`` with ``q = (2**s + 1) x``; it needs every product rounded by itself, which
     Triton does not promise.
+
+    Args:
+        x: of any shape, float32.
+        mantissa: explicit bits of the format's mantissa.
+        min_exponent: exponent of its smallest normal value.
+        limit: its largest value.
     """
     x = x.clamp(-limit, limit)
     q = x * (2.0 ** (23 - mantissa) + 1.0)
@@ -123,7 +150,7 @@ def split_to_grid(x: Tensor, mantissa: int, min_exponent: int, limit: float) -> 
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """Round float32 values to E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6), ties to even, saturating at 6."""
+    """Round float32 values of any shape to E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6), ties to even, saturating at 6."""
     return split_to_grid(x, 1, 0, 6.0) if stores_values(x.device) else to_grid(x, 1, 0, 6.0)
 
 
@@ -162,12 +189,16 @@ def cast_values(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     A product of such operands, rounded to ``dtype``, is what a GEMM in ``dtype`` with float32 accumulation gives, up to
     the order of its sums.
+
+    Args:
+        x: of any shape and float dtype.
+        dtype: whose values are kept.
     """
     return x.to(dtype).to(torch.float32)
 
 
 def round_tf32(x: Tensor) -> Tensor:
-    """Round float32 to TF32's 10 mantissa bits, ties to even; infinities and NaN pass through."""
+    """Round float32 of any shape to TF32's 10 mantissa bits, ties to even; infinities and NaN pass through."""
     bits = x.view(torch.int32)
     odd = (bits >> 13) & 1
     rounded = ((bits + (_TF32_HALF - 1) + odd) & _TF32_MASK).view(torch.float32)

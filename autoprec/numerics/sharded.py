@@ -66,6 +66,10 @@ def reduced(amax: Tensor, groups: tuple[str, ...]) -> Tensor:
     """Return the largest amax over named process groups; NaN and infinity become infinity, which a scale answers alike.
 
     By torch's functional operators, which may stand in a compiled graph.
+
+    Args:
+        amax: float32 of any shape, the same on every rank.
+        groups: names of the groups; nothing is sent where there are none.
     """
     if not groups:
         return amax
@@ -120,6 +124,11 @@ class Layout:
 
 def layout_of(weight: Any, ndim: int, name: str) -> Layout:
     """Return the layout of a layer whose weight is a DTensor ``[N, K]`` and whose input has ``ndim`` dimensions.
+
+    Args:
+        weight: the DTensor.
+        ndim: dimensions of the input.
+        name: of the layer, for the message.
 
     Raises:
         UnsupportedError: the weight has a placement that no recipe is computed for.
