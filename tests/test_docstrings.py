@@ -2,13 +2,17 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "autoprec"
 #: Rooms in which every public function is documented.
-ROOMS = ("errors.py", "support", "precision", "policy", "graph", "tracking", "report", "export", "integrations", "cli")
+ROOMS = (
+    *("errors.py", "support", "precision", "policy", "backends", "graph"),
+    *("tracking", "report", "export", "integrations", "cli"),
+)
 #: So many parameters are told one by one.
 MANY = 3
 
@@ -27,6 +31,31 @@ def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
             yield f"{prefix}{name}", child
 
 
+@cache
+def classes() -> dict[str, tuple[set[str], set[str]]]:
+    """Return, by the name of a class, the names of its bases, and of its methods whose docstrings tell parameters."""
+    out: dict[str, tuple[set[str], set[str]]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases, told = out.setdefault(node.name, (set(), set()))
+                bases |= {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+                methods = [method for method in node.body if isinstance(method, Function)]
+                told |= {method.name for method in methods if "Args:" in (ast.get_docstring(method) or "")}
+    return out
+
+
+def is_told_by_a_base(qualified: str) -> bool:
+    """Say whether a base class of a method's class tells its parameters."""
+    *owner, name = qualified.split(".")
+    frontier, seen = owner[-1:], set[str]()
+    while frontier:
+        bases = classes().get(frontier.pop(), (set(), set()))[0] - seen
+        seen |= bases
+        frontier += bases
+    return any(name in classes()[base][1] for base in seen if base in classes())
+
+
 def _is_declared_elsewhere(function: Function) -> bool:
     """Say whether a function is an overload or a setter, which its sibling documents."""
     return any(ast.unparse(one).endswith(("overload", ".setter")) for one in function.decorator_list)
@@ -38,13 +67,13 @@ def is_command(function: Function) -> bool:
     return "click.command" in text or "script_command" in text
 
 
-def problem(function: Function) -> str:
+def problem(function: Function, qualified: str = "") -> str:
     """Return what a docstring lacks; empty for nothing."""
     doc, spec = ast.get_docstring(function), function.args
     named = [one for one in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs) if one.arg not in ("self", "cls")]
     if not doc:
         return "has no docstring"
-    if len(named) >= MANY and "Args:" not in doc and not is_command(function):
+    if len(named) >= MANY and "Args:" not in doc and not (is_command(function) or is_told_by_a_base(qualified)):
         return f"has {len(named)} parameters and no Args:"
     types = [ast.unparse(one.annotation) for one in named if one.annotation]
     types += [ast.unparse(function.returns)] if function.returns else []
@@ -61,7 +90,7 @@ def test_public_functions_are_documented(room: str) -> None:
         f"{path.relative_to(ROOT)}:{function.lineno} {name} {what}"
         for path in files
         for name, function in functions(ast.parse(path.read_text(encoding="utf-8")))
-        if (what := problem(function))
+        if (what := problem(function, name))
     ]
     assert found == []
 
@@ -81,3 +110,9 @@ def test_public_functions_are_documented(room: str) -> None:
 def test_what_is_missing_is_seen(source: str, what: str) -> None:
     (_, function), *_ = functions(ast.parse(source))
     assert problem(function) == what
+
+
+def test_an_override_leaves_the_parameters_to_its_base() -> None:
+    assert is_told_by_a_base("NativeBackend.capability")
+    assert not is_told_by_a_base("Backend.capability")
+    assert not is_told_by_a_base("capability")

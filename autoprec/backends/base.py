@@ -42,11 +42,24 @@ class Backend(ABC):
 
     @abstractmethod
     def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:
-        """Say whether one GEMM, ``[m, k] x [k, n]``, runs under a recipe; 0 stands for a size not known yet."""
+        """Say whether one GEMM, ``[m, k] x [k, n]``, runs under a recipe; 0 stands for a size not known yet.
+
+        Args:
+            recipe: of the GEMM.
+            gemm: ``fprop``, ``dgrad`` or ``wgrad``.
+            m, k, n: sizes; the tokens are M of fprop and dgrad, K of wgrad.
+            device: ``cpu``, ``cuda`` or ``cuda:N``.
+        """
 
     @abstractmethod
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> Execution:
         """Return what runs ``module`` under ``plan``.
+
+        Args:
+            plan: a recipe per GEMM.
+            module: whose Parameters are read in each call.
+            name: of the layer, for messages.
+            seed: of its random stream.
 
         Raises:
             UnsupportedError: the backend cannot express the plan.
@@ -62,7 +75,13 @@ class Backend(ABC):
 
 
 def misaligned(gemm: Gemm, m: int, k: int, n: int, multiple: int) -> str:
-    """Return which size of a GEMM is not a multiple, or nothing; tokens are padded, so any number of them will do."""
+    """Return which size of a GEMM is not a multiple, or nothing; tokens are padded, so any number of them will do.
+
+    Args:
+        gemm: ``fprop``, ``dgrad`` or ``wgrad``.
+        m, k, n: its sizes.
+        multiple: what they have to be a multiple of.
+    """
     sizes = {"M": m, "K": k, "N": n}
     del sizes["K" if gemm == "wgrad" else "M"]
     wrong = (label for label, size in sizes.items() if size % multiple)

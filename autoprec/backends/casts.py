@@ -79,7 +79,13 @@ class CompiledCasts:
     device: str = "cuda"
 
     def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str) -> Pair:
-        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
+        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns.
+
+        Args:
+            x: ``[rows, columns]``, float32, bfloat16 or float16.
+            first, second: how, for each of the two GEMMs; None where a GEMM does not need it.
+            operand: ``input``, ``weight`` or ``grad_output``.
+        """
         if torch.compiler.is_compiling():
             return None, None  # the compiler fuses casts with what comes before
         uses = tuple(spec if _is_alone(spec) else None for spec in (first, second))

@@ -26,6 +26,7 @@ class EmulatedBackend(Backend):
         self.emulates_casts = casts
 
     def available(self, device: str) -> Capability:
+        """Always yes."""
         return Capability(True, f"emulation runs on any device ({device})")
 
     def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:

@@ -45,14 +45,21 @@ class LibraryExecution(Execution):
     memory: DelayedMemory | None = None
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what the library remembers between steps, tensors of its own shapes by name; {} for none."""
         return {} if self.memory is None else self.memory.state(device)
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Continue from :meth:`state`; one that lacks a part is not taken."""
+        """Continue from :meth:`state`; one that lacks a part is not taken.
+
+        Args:
+            state: tensors by name, of the shapes that :meth:`state` returned.
+            device: on which the layer runs.
+        """
         if self.memory is not None and state.keys() == self.memory.state(device).keys():
             self.memory.load(state)
 
     def describe(self) -> str:
+        """Return what runs, and by whom, in a few words."""
         return f"{self.plan.describe()} by {self.backend}"
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:

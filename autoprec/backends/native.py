@@ -87,6 +87,7 @@ class NativeBackend(Backend):
     ran_on = frozenset({(9, 0)})
 
     def available(self, device: str) -> Capability:
+        """Say whether torch can run on a device at all: ``cpu``, ``cuda`` or ``cuda:N``."""
         if device.startswith("cuda") and not torch.cuda.is_available():
             return Capability(False, "torch sees no CUDA device")
         return Capability(True, "casts run anywhere; 8-bit GEMMs depend on the device")

@@ -53,7 +53,16 @@ def _padded(codes: Tensor, multiple: int) -> Tensor:
 
 
 def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two FP8 operands with tensor or row scales through ``torch._scaled_mm``."""
+    """Multiply two FP8 operands with tensor or row scales through ``torch._scaled_mm``.
+
+    Args:
+        a, b: operands, 2-D.
+        step: which axes are summed.
+        out_dtype: of the product.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+    """
     axes = step.axes
     left = a.codes if axes[0] == 1 else a.codes.t()
     right = b.codes if axes[1] == 1 else b.codes.t()  # [N, K]: its transpose is the column-major second operand
@@ -100,7 +109,16 @@ def _vector(scale: Tensor, length: int) -> Tensor:
 
 
 def blocked_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two operands whose scales lie inside the sum through ``F.scaled_mm``; the product is bfloat16."""
+    """Multiply two operands whose scales lie inside the sum through ``F.scaled_mm``, which sums into bfloat16.
+
+    Args:
+        a, b: operands, 2-D.
+        step: which axes are summed.
+        out_dtype: of the product.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+    """
     if a.codes.numel() == 0 or b.codes.numel() == 0:
         return multiply_emulated(a, b, step, out_dtype)
     layout = {"block": _block, "mx": _mx, "nvfp4": nvfp4_layout}[a.spec.scheme]

@@ -112,7 +112,13 @@ class QuantizerFactory:
 
 
 def with_accumulation(recipes: Any, made: Any, plan: LayerPlan) -> Any:
-    """Give a recipe object the accumulation its plan asks for; te.Linear reads these attributes where they exist."""
+    """Give a recipe object the accumulation its plan asks for; te.Linear reads these attributes where they exist.
+
+    Args:
+        recipes: ``transformer_engine.common.recipe``.
+        made: a recipe of it; is changed.
+        plan: a recipe per GEMM.
+    """
     for gemm, split in zip(GEMMS, accumulation(plan), strict=True):
         setattr(made, f"fp8_gemm_{gemm}", recipes.MMParams(use_split_accumulator=split))
     return made

@@ -68,7 +68,10 @@ class EngineState:
     def repeated(self, recipe: Any, shell: nn.Module, scale: Tensor | None) -> Iterator[None]:
         """Recompute a forward (activation checkpointing) with the scales that the first one had, learning nothing.
 
-        ``scale`` is a copy of what the first forward used, float32 ``[operands]``; None where nothing is delayed.
+        Args:
+            recipe: of Transformer Engine.
+            shell: its module.
+            scale: a copy of what the first forward used, float32 ``[operands]``; None where nothing is delayed.
         """
         state = delayed_buffers(shell)
         now = None if state is None else tuple(buffer.clone() for buffer in state)
@@ -85,7 +88,7 @@ class EngineState:
                     buffer.copy_(value)
 
     def watch(self, out: Tensor) -> None:
-        """Remember that a backward pass gave delayed scales something to learn."""
+        """Remember that a backward pass through ``out``, ``[..., N]``, gave delayed scales something to learn."""
 
         def seen(_grad: Tensor) -> None:
             self.backward_seen = True
@@ -95,7 +98,15 @@ class EngineState:
 
 
 def delayed_buffers(shell: Any, key: str = "scaling_fwd") -> tuple[Tensor, Tensor] | None:
-    """Return scale and amax history of a module's forward (or backward) operands, or None where it has none."""
+    """Return scale and amax history of a module's operands, or None where it has none.
+
+    Args:
+        shell: a module of Transformer Engine.
+        key: ``scaling_fwd`` or ``scaling_bwd``.
+
+    Returns:
+        Float32 ``[operands]`` and ``[length, operands]``: the module's own, not copies.
+    """
     state = shell.fp8_meta.get(key)
     scale, history = getattr(state, "scale", None), getattr(state, "amax_history", None)
     return None if scale is None or history is None else (scale, history)
@@ -135,7 +146,11 @@ class DelayedMemory:
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from :meth:`state`, from the next forward on."""
+        """Continue from :meth:`state`, from the next forward on.
+
+        Args:
+            state: scales ``[operands]`` and histories ``[length, operands]`` by name; they are copied.
+        """
         self.pending = {name: value.detach().clone() for name, value in state.items()}
 
     def restore(self) -> None:

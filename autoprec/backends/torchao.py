@@ -114,6 +114,7 @@ class TorchaoBackend(Backend):
     ran_on = frozenset({(9, 0)})
 
     def available(self, device: str) -> Capability:
+        """Say whether torchao is installed, and what runs its products on a device."""
         try:
             require("torchao.float8", purpose="backend 'torchao'")
         except MissingDependencyError as error:

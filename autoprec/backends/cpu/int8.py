@@ -96,7 +96,13 @@ class Int8Casts:
     state: QuantizerState
 
     def pair(self, x: Tensor, first: Spec | None, second: Spec | None, operand: str) -> Pair:
-        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
+        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns.
+
+        Args:
+            x: ``[rows, columns]``, float32, bfloat16 or float16.
+            first, second: how, for each of the two GEMMs; None where a GEMM does not need it.
+            operand: ``input``, ``weight`` or ``grad_output``.
+        """
         uses = [spec if _is_int8(spec) else None for spec in (first, second)]
         # where ranks share scales they agree on the largest value before anything is cast
         if uses == [None, None] or x.device.type != "cpu" or x.dtype not in _SUFFIX or self.state.groups.get(operand):
@@ -131,7 +137,16 @@ def _int8_shapes(x: Tensor, scheme: str, along: list[float], across: list[float]
 
 
 def int8_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two INT8 operands; the int32 sums are widened and rescaled where they lie."""
+    """Multiply two INT8 operands; the int32 sums are widened and rescaled where they lie.
+
+    Args:
+        a, b: operands, 2-D.
+        step: which axes are summed.
+        out_dtype: of the product.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+    """
     left = a.codes if step.axes[0] == 1 else a.codes.t()
     right = b.codes if step.axes[1] == 0 else b.codes.t()
     scales = product_scales(a, b, step.axes)
@@ -214,6 +229,11 @@ def int8_parts(plan: LayerPlan, module: nn.Module, state: QuantizerState) -> dic
     """Return what a :class:`LinearExecution` of a plan with INT8 GEMMs runs them with on a CPU; nothing for others.
 
     Compiles the library where that has not been done yet.
+
+    Args:
+        plan: a recipe per GEMM.
+        module: whose Parameters say on which device it is.
+        state: what the layer remembers.
     """
     recipes = {gemm: plan.recipe(gemm) for gemm in GEMMS}
     integer: list[Gemm] = [gemm for gemm, recipe in recipes.items() if recipe is not None and recipe.format == "int8"]

@@ -36,18 +36,42 @@ _TILE = (128, 4)
 
 
 def padded_ends(ends: Tensor, multiple: int, *, least: int = 1) -> Tensor:
-    """Return where groups end once each has a multiple of ``multiple`` rows, ``least`` multiples or more; int32."""
+    """Return where groups end once each has a multiple of ``multiple`` rows, ``least`` multiples or more.
+
+    Args:
+        ends: integers ``[E]``: the row after each group's last one.
+        multiple: of rows.
+        least: multiples that an empty group has as well.
+
+    Returns:
+        ``[E]``, int32.
+    """
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     return (((sizes + (multiple - 1)) // multiple).clamp(min=least) * multiple).cumsum(0, dtype=torch.int32)
 
 
 def padded_width(rows: int, count: int, multiple: int) -> int:
-    """Return an upper bound of the last padded end, a multiple of ``multiple``, that needs no look at the groups."""
+    """Return an upper bound of the last padded end, a multiple of ``multiple``, that needs no look at the groups.
+
+    Args:
+        rows: of all groups together.
+        count: of groups.
+        multiple: of rows that each group has.
+    """
     return (rows + multiple - 1) // multiple * multiple + multiple * count
 
 
 def padded_rows(ends: Tensor, padded: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for ``width`` rows of padded groups: the row each holds, whether it holds one, and its group."""
+    """Return for ``width`` rows of padded groups: the row each holds, whether it holds one, and its group.
+
+    Args:
+        ends: integers ``[E]``: the row after each group's last one.
+        padded: ``[E]``, int32, of :func:`padded_ends`.
+        width: of the result, see :func:`padded_width`.
+
+    Returns:
+        Three tensors ``[width]``: int32, bool, integers.
+    """
     at = torch.arange(width, dtype=torch.int32, device=ends.device)
     group = torch.searchsorted(padded, at, right=True).clamp(max=ends.shape[0] - 1)
     begins, starts = (F.pad(stops, (1, 0))[:-1][group] for stops in (padded, ends))
@@ -63,7 +87,14 @@ def _codes(x: Tensor, spec: Spec, axis: int, operand: str) -> tuple[Tensor, Tens
 
 
 def mx_rows(x: Tensor, ends: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
-    """Quantise ``[M, K]`` along its rows: codes, and scales of groups of rows in tiles, ``[rows, K/32]`` padded."""
+    """Quantise ``[M, K]`` along its rows: codes, and scales of groups of rows in tiles, ``[rows, K/32]`` padded.
+
+    Args:
+        x: ``[M, K]``, rows ordered by group.
+        ends: integers ``[E]``: the row after each group's last one.
+        spec: of MXFP8 codes.
+        operand: ``input``, ``weight`` or ``grad_output``.
+    """
     codes, scales = _codes(x, spec, 1, operand)
     width = padded_width(x.shape[0] // _TILE[0] * _TILE[0], ends.shape[0], _TILE[0])
     source, held, _ = padded_rows(ends, padded_ends(ends, _TILE[0], least=0), width)
@@ -79,7 +110,13 @@ def mx_matrices(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def mx_columns(x: Tensor, ends: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise ``[M, columns]`` for sums over each group: codes ``[columns, T]``, scales in tiles, ends in ``T``."""
+    """Quantise ``[M, columns]`` for sums over each group: codes ``[columns, T]``, scales in tiles, ends in ``T``.
+
+    Args:
+        x: ``[M, columns]``, rows ordered by group.
+        ends: integers ``[E]``: the row after each group's last one.
+        spec: of MXFP8 codes.
+    """
     count, columns = ends.shape[0], x.shape[1]
     padded, width = padded_ends(ends, _GROUP), padded_width(x.shape[0], ends.shape[0], _GROUP)
     source, held, _ = padded_rows(ends, padded, width)
@@ -102,7 +139,12 @@ def mx_columns(x: Tensor, ends: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Ten
 
 
 def mx_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
-    """Multiply ``[M, K]`` by ``[E, N, K]``, or ``[N, T]`` by ``[K, T]`` group by group, scales in tiles; bfloat16."""
+    """Multiply ``[M, K]`` by ``[E, N, K]``, or ``[N, T]`` by ``[K, T]`` group by group, scales in tiles; bfloat16.
+
+    Args:
+        a, b: codes, and their scales in tiles (uint8).
+        ends: ``[E]``, int32: where each group ends, in rows or in ``T``.
+    """
     if not torch.compiler.is_compiling():
         return _product(a[0], b[0], a[1], b[1], ends)
     # Inductor knows neither these scales nor their dtype; bytes it passes on

@@ -143,14 +143,30 @@ class GroupedProducts:
     def run(
         self, layer: LinearExecution, input: Tensor, weight: Tensor, ends: Tensor, steps: Steps, out_dtype: torch.dtype
     ) -> Tensor:
-        """Return ``input[M, K] @ weight[E, K, N]``, group by group, as ``[M, N]`` in ``out_dtype``."""
+        """Return ``input[M, K] @ weight[E, K, N]``, group by group, as ``[M, N]`` in ``out_dtype``.
+
+        Args:
+            layer: whose experts they are.
+            input: ``[M, K]``, rows ordered by expert.
+            weight: ``[E, K, N]``.
+            ends: integers ``[E]``: the row after each expert's last one.
+            steps: what each of the three GEMMs runs.
+            out_dtype: of the result.
+        """
         grad = torch.is_grad_enabled()
         ends = ends.to(torch.int32)
         out: Tensor = _Experts.apply(input, weight, ends, self, layer, steps, out_dtype, grad)  # type: ignore[no-untyped-call]
         return out
 
     def rows(self, x: Tensor, ends: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
-        """Quantise a 2-D tensor along its rows: codes of its shape, inverse scales ``[rows]`` or E8M0 in tiles."""
+        """Quantise a 2-D tensor along its rows: codes of its shape, inverse scales ``[rows]`` or E8M0 in tiles.
+
+        Args:
+            x: ``[rows, columns]``.
+            ends: integers ``[E]``: the row after each group's last one.
+            spec: how it is quantised.
+            operand: ``input``, ``weight`` or ``grad_output``.
+        """
         if spec.scheme == "mx":
             return mx_rows(x, ends, spec, operand)
         return self._rows(x, replace(spec, axis=1), operand)
@@ -162,7 +178,13 @@ class GroupedProducts:
         return made.codes.contiguous(), made.scale.reshape(-1)
 
     def columns(self, x: Tensor, ends: Tensor, spec: Spec) -> Columns:
-        """Quantise ``[M, columns]`` for sums over each group: codes, inverse scales (E8M0 in tiles) and padded ends."""
+        """Quantise ``[M, columns]`` for sums over each group: codes, inverse scales (E8M0 in tiles) and padded ends.
+
+        Args:
+            x: ``[M, columns]``, rows ordered by group.
+            ends: integers ``[E]``: the row after each group's last one.
+            spec: how it is quantised.
+        """
         if spec.scheme == "mx":
             return mx_columns(x, ends, spec)
         return _columns(x, ends, spec)
