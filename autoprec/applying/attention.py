@@ -66,7 +66,20 @@ class AttentionExecutions(WeightExecutions):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute what ``nn.MultiheadAttention.forward`` computes; same arguments, same results."""
+        """Compute what ``nn.MultiheadAttention.forward`` computes; same arguments, same results.
+
+        Args:
+            query: ``[L, E]``, ``[L, B, E]``, or ``[B, L, E]`` where the module is ``batch_first``.
+            key, value: likewise, with S in the place of L, and the module's ``kdim`` and ``vdim``.
+            key_padding_mask: ``[B, S]`` (or ``[S]``), bool or float: what is ignored, or added.
+            need_weights: whether the weights are returned.
+            attn_mask: ``[L, S]`` or ``[B * heads, L, S]``, bool or float.
+            average_attn_weights: whether returned weights are means over the heads.
+            is_causal: a hint that ``attn_mask`` is causal.
+
+        Returns:
+            The output in the shape of ``query``, and the weights ``[B, L, S]`` or ``[B, heads, L, S]``, or None.
+        """
         m = self.module
         batched = query.dim() == 3
         if not batched and key_padding_mask is not None:

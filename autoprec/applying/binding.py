@@ -90,7 +90,13 @@ class Binder:
             )
 
     def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
-        """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
+        """Return what runs one layer, or None (with ``strict`` off) where nothing can.
+
+        Args:
+            name: of the layer.
+            unit: the layer.
+            plan: a recipe per GEMM.
+        """
         seed, fix = zlib.crc32(name.encode()), "choose another recipe for it"
         if unit.kind in _ONE_DTYPE:
             execution, what = _ONE_DTYPE[unit.kind]

@@ -176,11 +176,15 @@ class Phases:
 
     # ---------------------------------------------------------------- checkpoints
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint must carry: ``step``, float64 and 0-d."""
+        """Return what a checkpoint must carry: ``step``, float64 of shape ``[]``."""
         return {"step": torch.tensor(float(self.step), dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state`; optimizers are wrapped for the phase after their next step."""
+        """Continue from :meth:`state`; optimizers are wrapped for the phase after their next step.
+
+        Args:
+            state: ``step``, of shape ``[]``; nothing begins at the first.
+        """
         if "step" in state:  # an optimizer that is loading its state must not be wrapped anew: after its next step
             self.resume(int(state["step"]), with_optimizers=False)
 
@@ -198,7 +202,13 @@ def stop_phases(model: nn.Module) -> None:
 
 
 def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | None) -> Optimizer:
-    """Wrap an optimizer for the stage that runs now; later ones follow by themselves where phases are at work."""
+    """Wrap an optimizer for the stage that runs now; later ones follow by themselves where phases are at work.
+
+    Args:
+        optimizer: of the model.
+        policy: whose phases they are.
+        model: that the policy was applied to; None where it is not known.
+    """
     found = None if model is None else phases_of(model)
     if found is None:
         return wrap_optimizer(optimizer, policy, model=model)

@@ -43,6 +43,15 @@ def apply_policy(
 
     ``strict`` refuses rules that match nothing and recipes that the backend cannot run. Otherwise such a rule is
     ignored, such a layer is left as the script wrote it, and the audit says why.
+
+    Args:
+        policy: any.
+        model: is changed in place.
+        backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
+        strict: see above.
+        run_steps: steps of the whole run: phases may begin at a share of it.
+        step: at which the run is.
+        on_change: is told of each phase that begins.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -155,11 +164,22 @@ class TorchPolicy(Shown, Policy):
         """Return what this policy remembers on ``model`` between steps: delayed scales and random streams.
 
         Needed only where no wrapped optimizer's ``state_dict`` carries it; see :mod:`autoprec.applying.state`.
+
+        Args:
+            model: that the policy was applied to.
+
+        Returns:
+            Tensors by name: histories ``[length]`` and scales ``[]`` in float32, random streams in uint8.
         """
         return model_state(model)
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from :meth:`state_dict`; layers that it does not name begin anew, with a warning."""
+        """Continue from :meth:`state_dict`; layers that it does not name begin anew, with a warning.
+
+        Args:
+            model: that the policy was applied to.
+            state: tensors by name, of the shapes that :meth:`state_dict` returned.
+        """
         load_model_state(model, state)
 
     def save(self, path: Path | str) -> Path:

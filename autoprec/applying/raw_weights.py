@@ -52,6 +52,7 @@ class WeightExecutions:
         self.module, self.executions = module, executions
 
     def describe(self) -> str:
+        """Return what runs each of the module's weights, in words."""
         return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
 
 
@@ -86,6 +87,12 @@ class RawWeightExecutions(WeightExecutions):
             _let_dynamo_dispatch()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's forward; products with its weights run under the policy.
+
+        Args:
+            forward: the module's own.
+            args, kwargs: of the call.
+        """
         weights = [(one, made) for name, made in self.executions.items() for one in _held(getattr(self.module, name))]
         before = len(_TRACED)
         with WeightMode(weights, self.module.training):

@@ -50,7 +50,12 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Continue from :func:`model_state`; what the state does not name begins anew, with a warning."""
+    """Continue from :func:`model_state`; what the state does not name begins anew, with a warning.
+
+    Args:
+        model: that a policy was applied to.
+        state: tensors by name, of the shapes that :func:`model_state` returned.
+    """
     counted = ON.get(unwrap(model))
     if counted is not None:  # first: what runs the layers depends on how far the run is
         counted.load_state(_under(_PHASES, state))

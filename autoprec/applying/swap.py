@@ -184,7 +184,13 @@ def _parametrized(base: type[nn.Module]) -> dict[str, Any]:
 
 
 def install(module: nn.Module, kind: str, execution: Any) -> None:
-    """Make ``module`` run through ``execution``; ``kind`` is that of ``units.Unit``, or ``root``."""
+    """Make ``module`` run through ``execution``; ``kind`` is that of ``units.Unit``, or ``root``.
+
+    Args:
+        module: is changed in place.
+        kind: that of ``units.Unit``, or ``root``.
+        execution: what runs it from now on.
+    """
     module.__dict__[ROOT if kind == "root" else ATTRIBUTE] = execution
     instance = module.__dict__.get("forward")
     if instance is not None and kind in ("functional", "root"):

@@ -43,7 +43,7 @@ class Unit:
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the layer multiplies by."""
+        """The weight that the layer multiplies by: ``[N, K]``, or of the shape that its kind of layer has."""
         found: Any = _attribute(self.module, self.parameter)
         held: Any = found.weight if isinstance(found, nn.Module) else found
         weight: Tensor = held

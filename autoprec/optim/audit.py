@@ -82,6 +82,11 @@ def audit_optimizers(
     """Return :func:`audit_optimizer`'s rows of the parts in which the policy asks for something, by ``optimizer.PART``.
 
     Of several optimizers the first that is not as asked counts; where none was wrapped, nothing of it can have run.
+
+    Args:
+        policy: what was asked.
+        optimizers: of the model, after at least one step.
+        model: whose parameters they train.
     """
     asked: dict[str, Any] = policy.optimizer.model_dump(exclude_defaults=True)
     asked |= {"loss_scaling": policy.loss_scaling} if policy.loss_scaling != "none" else {}
@@ -110,6 +115,11 @@ def audit_optimizer(
     asks for it, communication.
     Emulated weight storage is executed (the numerics are) and says why its bytes are not saved. A part that nothing
     has used yet is not ok and says so.
+
+    Args:
+        policy: what was asked.
+        optimizer: after at least one step.
+        model: whose parameters it trains; None where that is not known.
     """
     runtime, choice = runtime_of(optimizer), policy.optimizer
     matrices = [p for group in optimizer.param_groups for p in group["params"] if p.dim() >= 2]

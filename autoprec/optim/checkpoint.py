@@ -28,7 +28,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of an optimizer, in the order in which its checkpoints number them."""
+    """Yield the parameters of an optimizer, of any shape, in the order in which its checkpoints number them."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -113,7 +113,14 @@ class Checkpoint:
             narrow_moments(parameter, state)
 
     def codes(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return the codes and scales of what is stored for parameters that are not FP32, by name."""
+        """Return the codes and scales of what is stored for parameters that are not FP32.
+
+        Args:
+            optimizer: whose state they are.
+
+        Returns:
+            Tensors by name, of the shapes and dtypes of the format: one entry for each part.
+        """
         found: dict[str, Tensor] = {}
         for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter.dtype is torch.float32:
@@ -126,14 +133,19 @@ class Checkpoint:
         return found
 
     def stores(self, parameter: Tensor) -> bool:
-        """Say whether a parameter is updated here: a matrix with any part in low precision."""
+        """Say whether a parameter, of any shape, is updated here: a matrix with any part in low precision."""
         if not parameter.is_floating_point():
             return False
         return parameter in self.weights or (parameter.dim() >= 2 and any(self.codecs.values()))
 
 
 def narrow_moments(parameter: Tensor, state: dict[str, Any]) -> None:
-    """Give plain moments of a parameter its dtype, as the optimizer itself keeps them."""
+    """Give plain moments of a parameter its dtype, as the optimizer itself keeps them.
+
+    Args:
+        parameter: of any shape and dtype.
+        state: of the parameter; moments of its shape are replaced.
+    """
     for name in _MOMENTS:
         value = state.get(name)
         if isinstance(value, Tensor) and not isinstance(value, StoredTensor) and parameter.is_floating_point():

@@ -32,16 +32,18 @@ class Codec(Protocol):
     """How FP32 values are stored. ``bits`` counts codes and scales, per value, on a large tensor."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The format's name in a policy, e.g. ``fp8_block``."""
+
     @property
-    def bits(self) -> float: ...
+    def bits(self) -> float:
+        """Bits per value, codes and scales, of a large tensor."""
+
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
         """Return the parts that store ``values`` (any shape, floating point, finite)."""
-        ...
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
         """Return a fresh FP32 tensor of ``shape``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,15 @@ class CastCodec:
 
     @property
     def bits(self) -> float:
+        """Bits per value."""
         return 8.0 * self.dtype.itemsize
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """Return one tensor of the shape of ``values``, in the format's dtype."""
         return (values.to(self.dtype, copy=True, memory_format=torch.contiguous_format),)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return a fresh FP32 tensor of ``shape`` from the stored one."""
         return parts[0].to(torch.float32, copy=True).view(shape)
 
 
@@ -77,6 +82,12 @@ class StochasticCodec(CastCodec):
     """
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """Return the part that stores ``values`` (any shape, floating point, finite): one tensor of their shape.
+
+        Args:
+            values: rounded up or down with a probability by their distance, so that the expected value is kept.
+            generator: of the noise; without one rounding is to nearest.
+        """
         if generator is None:
             return super().encode(values)
         values = values.float().contiguous()
@@ -97,9 +108,11 @@ class TensorCodec:
 
     @property
     def bits(self) -> float:
+        """Bits per value; the one scale of a tensor does not count."""
         return 8.0 * self.dtype.itemsize
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """Return codes of the shape of ``values``, and the float32 factor ``[]`` that brings them back."""
         values = values.float().contiguous()
         largest, smallest = _FLOAT_LIMITS[self.dtype]
         low, high = torch.aminmax(values) if values.numel() else (values.new_zeros(()), values.new_zeros(()))
@@ -115,6 +128,7 @@ class TensorCodec:
         return scaled.clamp_max_(largest).to(self.dtype), inverse
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return a fresh FP32 tensor of ``shape`` from codes and factor."""
         return decode(parts[0], torch.float32).mul_(parts[1]).view(shape)
 
 
@@ -164,6 +178,7 @@ class BlockCodec(_InBlocks):
     size: int = 128
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """Return codes ``[values]`` in E4M3, and float32 factors ``[blocks]``."""
         blocks = _blocks(values, self.size)
         amax = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
         # 20 mantissa bits make 448 * inverse exact: encoding what was decoded changes nothing (exact resume).
@@ -174,6 +189,7 @@ class BlockCodec(_InBlocks):
         return _trimmed(codes.view(torch.uint8), values.numel()).view(torch.float8_e4m3fn), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return a fresh FP32 tensor of ``shape`` from codes and factors."""
         return _scale_blocks(decode(parts[0], torch.float32), parts[1], self.size, shape)
 
 
@@ -205,6 +221,7 @@ class MapCodec(_InBlocks):
     size: int = 256
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """Return codes ``[values]`` in uint8, and float32 factors ``[blocks]``; values are at least 0."""
         blocks = _blocks(values, self.size)
         _, slopes, offsets = _dynamic_map(blocks.device)
         amax = blocks.amax(1, keepdim=True)
@@ -217,6 +234,7 @@ class MapCodec(_InBlocks):
         return _trimmed(codes, values.numel()), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return a fresh FP32 tensor of ``shape`` from codes and factors."""
         return _scale_blocks(_look_up(parts[0]), parts[1], self.size, shape)
 
 
@@ -253,9 +271,18 @@ class PairCodec:
 
     @property
     def bits(self) -> float:
+        """Bits per value of both parts."""
         return self.compute.bits + self.memory.bits
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """Return the parts that store ``values`` (any shape, floating point, finite).
+
+        First those of what is computed with, then those of what is remembered.
+
+        Args:
+            values: what the optimizer updated.
+            generator: of the noise of stochastic rounding, for what is computed with.
+        """
         if not self.residual:
             memory = self.memory.encode(values)
             return (*self.compute.encode(self.memory.decode(memory, values.shape), generator), *memory)
@@ -267,10 +294,11 @@ class PairCodec:
         return (*low, *self.memory.encode(exact - self.compute.decode(low, values.shape)))
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return a fresh FP32 tensor of ``shape``: what the model computes with."""
         return self.compute.decode(parts[: self._split(parts)], shape)
 
     def exact(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Return what the optimizer updates: the FP32 value with everything that is remembered of it."""
+        """Return what the optimizer updates, FP32 of ``shape``: the value with everything that is remembered of it."""
         at = self._split(parts)
         memory = self.memory.decode(parts[at:], shape)
         return memory.add_(self.compute.decode(parts[:at], shape)) if self.residual else memory

@@ -47,7 +47,11 @@ def _whole(norm: Any) -> Tensor:
 
 
 def gradient_norm(parameters: list[Tensor]) -> float:
-    """Return the L2 norm of all gradients (FP32 accumulation); infinity or NaN when any value is."""
+    """Return the L2 norm of all gradients (FP32 accumulation); infinity or NaN when any value is.
+
+    Args:
+        parameters: of any shapes; those without a dense gradient do not count.
+    """
     norms = [
         _whole(torch.linalg.vector_norm(decoded(p.grad), dtype=torch.float32))
         for p in parameters
@@ -80,6 +84,7 @@ class StepGuard:
         return made
 
     def remove(self) -> None:
+        """Take the hooks off the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -102,6 +107,7 @@ class StepGuard:
         return torch.tensor([self.skipped, self.nonfinite], dtype=torch.float64)
 
     def load_state(self, state: Tensor) -> None:
+        """Continue from :meth:`state`: a tensor ``[2]`` of the steps skipped, and of those that were not finite."""
         self.skipped, self.nonfinite = map(int, state.tolist()[:2])
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:

@@ -90,6 +90,7 @@ class StateMonitor:
         self._meant: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def remove(self) -> None:
+        """Take the hooks off the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -149,6 +150,7 @@ class StateMonitor:
         return parameter.detach().float().clone() if runtime is None else runtime.weights.read(parameter).clone()
 
     def report(self) -> StateReport:
+        """Return what was seen so far."""
         return StateReport(
             lost_updates=_lost(self._weights),
             lost_state_updates=_lost(self._seconds),

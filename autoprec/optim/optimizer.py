@@ -122,7 +122,12 @@ class OptimizerRuntime:
         self.checkpoint = Checkpoint(self.weights, self.codecs, ("exp_avg", "exp_avg_sq") if self.kind == _ADAM else ())
 
     def generator(self, parameter: Tensor, step: int) -> torch.Generator:
-        """Return the private noise stream of one parameter at one step: resuming a run resumes its noise."""
+        """Return the private noise stream of one parameter at one step: resuming a run resumes its noise.
+
+        Args:
+            parameter: of any shape; the stream is on its device.
+            step: of the optimizer, from 1 on.
+        """
         device = parameter.device
         if device not in self.generators:
             self.generators[device] = torch.Generator(device)
@@ -130,7 +135,12 @@ class OptimizerRuntime:
         return self.generators[device].manual_seed((step * 1_000_003 + index) * 2_654_435_761 % (1 << 62))
 
     def update_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
-        """Update this group's managed parameters; return those left to the optimizer itself."""
+        """Update this group's managed parameters; return those left to the optimizer itself.
+
+        Args:
+            optimizer: whose step it is.
+            group: one of its parameter groups; parameters of any shapes.
+        """
         if group is optimizer.param_groups[0]:
             self.steps += 1
         left: list[Tensor] = []
@@ -214,7 +224,7 @@ def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
 
 
 def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what decides how the next step is taken, beside the state: 0-d and 1-d float64 tensors, by name."""
+    """Return what decides how the next step is taken, beside the state: float64 of shape ``[]`` or ``[n]``, by name."""
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     found: dict[str, Tensor] = {}
     if runtime is not None:
@@ -227,13 +237,25 @@ def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def stored_codes(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the codes that a checkpoint must hold beside the state, by name; see :mod:`autoprec.optim.checkpoint`."""
+    """Return the codes that a checkpoint must hold beside the state; see :mod:`autoprec.optim.checkpoint`.
+
+    Args:
+        optimizer: wrapped or not.
+
+    Returns:
+        Tensors by name, of the shapes of the format's parts.
+    """
     runtime = runtime_of(optimizer)
     return {} if runtime is None else runtime.checkpoint.codes(optimizer)
 
 
 def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Continue from :func:`optimizer_counters`; what the state does not name stays as it is."""
+    """Continue from :func:`optimizer_counters`; what the state does not name stays as it is.
+
+    Args:
+        optimizer: wrapped for the same policy.
+        state: float64 of shape ``[]`` or ``[n]``, by name.
+    """
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     if runtime is not None and "steps" in state:
         runtime.steps = int(state["steps"])
@@ -307,7 +329,13 @@ def wrap_optimizer(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module | None = None) -> None:
-    """Refuse now what :func:`wrap_optimizer` would refuse; changes nothing."""
+    """Refuse now what :func:`wrap_optimizer` would refuse; changes nothing.
+
+    Args:
+        optimizer: to be wrapped.
+        policy: what is asked of it.
+        model: whose parameters it trains; None where that is not known.
+    """
     if policy.optimizer != OptimizerPolicy() and not _has_nothing(optimizer, model):
         _check(optimizer, policy.optimizer, _kind(optimizer), model)
 
@@ -316,6 +344,11 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
     """Go over to another policy in the middle of a run: stored values are converted, counters go on.
 
     What does not change is left alone.
+
+    Args:
+        optimizer: wrapped or not.
+        policy: what is asked from now on.
+        model: whose parameters it trains.
 
     Raises:
         UnsupportedError, PolicyMismatchError: see :func:`wrap_optimizer`.

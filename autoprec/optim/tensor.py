@@ -40,7 +40,13 @@ class StoredTensor(torch.Tensor):
 
     @classmethod
     def store(cls, values: Tensor, codec: Codec, generator: torch.Generator | None = None) -> StoredTensor:
-        """Encode ``values`` (plain tensor); the result keeps their shape and dtype."""
+        """Encode ``values`` (plain tensor); the result keeps their shape and dtype.
+
+        Args:
+            values: of any shape and float dtype.
+            codec: the format.
+            generator: of the noise of stochastic rounding; None rounds to nearest.
+        """
         return cls(codec.encode(values.detach(), generator), codec, values.shape, values.dtype)
 
     def decode(self) -> Tensor:
@@ -48,7 +54,7 @@ class StoredTensor(torch.Tensor):
         return self.codec.decode(self.parts, self.shape)
 
     def exact(self) -> Tensor:
-        """Return what the optimizer updates and a checkpoint holds: :meth:`decode` plus what is remembered."""
+        """Return what the optimizer updates and a checkpoint holds, FP32 of the same shape."""
         return self.codec.exact(self.parts, self.shape) if isinstance(self.codec, PairCodec) else self.decode()
 
     def assign(self, values: Tensor, generator: torch.Generator | None = None) -> None:

@@ -21,10 +21,13 @@ def _number(value: Any) -> float:
 def adam_update(
     weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, group: Mapping[str, Any]
 ) -> None:
-    """Update ``weight``, ``exp_avg`` and ``exp_avg_sq`` in place (all FP32, one shape).
+    """Update ``weight``, ``exp_avg`` and ``exp_avg_sq`` in place.
 
-    ``step`` counts from 1 and includes this step; ``group`` holds lr, betas, eps, weight_decay, maximize and
-    decoupled_weight_decay (AdamW) as ``torch.optim.Adam`` names them. ``gradient`` is not changed.
+    Args:
+        weight, gradient, exp_avg, exp_avg_sq: FP32 of one shape; ``gradient`` is not changed.
+        step: counts from 1 and includes this step.
+        group: lr, betas, eps, weight_decay, maximize and decoupled_weight_decay (AdamW), as ``torch.optim.Adam`` names
+            them.
     """
     beta1, beta2 = (_number(beta) for beta in group["betas"])
     lr, decay = _number(group["lr"]), _number(group["weight_decay"])
@@ -43,10 +46,12 @@ def adam_update(
 
 
 def sgd_update(weight: Tensor, gradient: Tensor, momentum: Tensor | None, group: Mapping[str, Any]) -> Tensor | None:
-    """Update ``weight`` (FP32) in place and return the new momentum buffer (None without momentum).
+    """Update ``weight`` in place and return the new momentum buffer (None without momentum).
 
-    ``momentum`` is the buffer so far, changed in place, or None before the first step; ``group`` as in
-    ``torch.optim.SGD``.
+    Args:
+        weight, gradient: FP32 of one shape; ``gradient`` is not changed.
+        momentum: the buffer so far, of the same shape, changed in place; None before the first step.
+        group: as in ``torch.optim.SGD``.
     """
     lr, decay, factor = _number(group["lr"]), _number(group["weight_decay"]), _number(group["momentum"])
     if group.get("maximize"):
@@ -64,11 +69,14 @@ def sgd_update(weight: Tensor, gradient: Tensor, momentum: Tensor | None, group:
 
 
 def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
-    """Update ``weight`` and ``momentum`` in place (FP32, one matrix), by torch's own function.
+    """Update ``weight`` and ``momentum`` in place, by torch's own function.
 
     Its Newton-Schulz iterations multiply in bf16 by themselves, which is left as it is: a policy says how the momentum
-    is stored between steps, not how it is made orthogonal (Jordan, kellerjordan.github.io/posts/muon). ``group`` as in
-    ``torch.optim.Muon``.
+    is stored between steps, not how it is made orthogonal (Jordan, kellerjordan.github.io/posts/muon).
+
+    Args:
+        weight, gradient, momentum: one matrix each, FP32 ``[rows, columns]``.
+        group: as in ``torch.optim.Muon``.
     """
     names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
     muon([weight], [gradient], [momentum], has_complex=False, **{name: group[name] for name in names})

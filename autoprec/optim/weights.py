@@ -89,7 +89,11 @@ class StoredWeights:
     ) -> StoredWeights:
         """Exchange every matrix among ``parameters`` but embeddings, and hook its gradient storage.
 
-        ``exact``: values that count in the place of a parameter's own, by its id.
+        Args:
+            parameters: of any shapes and dtypes.
+            choice: in which formats weights and gradients are stored.
+            model: whose parameters they are; None where that is not known.
+            exact: values that count in the place of a parameter's own, of its shape, by its id.
         """
         made = cls(codec("weights", choice.weights))
         made.gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
@@ -131,7 +135,7 @@ class StoredWeights:
         return found or isinstance(parameter.grad, StoredTensor)
 
     def gradient(self, parameter: Tensor) -> Tensor:
-        """Return the gradient the update uses, as FP32: decoded, or rounded now where it could not be stored."""
+        """Return the gradient the update uses, FP32 of the parameter's shape: decoded, or rounded now."""
         self.waiting.discard(id(parameter))
         gradient: Tensor = decoded(parameter.grad).float()
         if self.gradients is not None and id(parameter) in self.rounded:
@@ -160,14 +164,20 @@ class StoredWeights:
         )
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the FP32 value the optimizer updates: the parameter itself when it is plain FP32, else a copy."""
+        """Return the FP32 value the optimizer updates: the parameter itself, or a copy of its shape."""
         if isinstance(parameter, StoredTensor):
             return parameter.exact()
         found = self.beside.get(id(parameter))
         return parameter.detach().float() if found is None else _current(*found)
 
     def write(self, parameter: Tensor, values: Tensor, generator: torch.Generator) -> None:
-        """Store updated FP32 ``values``."""
+        """Store updated values.
+
+        Args:
+            parameter: of any shape.
+            values: FP32 of the same shape.
+            generator: of the noise of stochastic rounding.
+        """
         stored = self._stored(parameter)
         if stored is None:
             if values.data_ptr() != parameter.data_ptr():
@@ -183,23 +193,35 @@ class StoredWeights:
         return self.beside_of(parameter)
 
     def checkpoint(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what an optimizer checkpoint must add: the exact value of a weight that is stored beside."""
+        """Return what an optimizer checkpoint must add: the exact value of a weight that is stored beside.
+
+        Args:
+            parameter: of any shape.
+
+        Returns:
+            One FP32 tensor of its shape by name, or nothing.
+        """
         found = self.beside.get(id(parameter))
         return {} if found is None else {EXACT: _current(*found)}
 
     def restore(self, parameter: Tensor, values: Tensor) -> None:
-        """Take over a loaded exact value; it counts where the parameter has the value that it rounds to."""
+        """Take over a loaded exact value; it counts where the parameter has the value that it rounds to.
+
+        Args:
+            parameter: of any shape.
+            values: of the same shape, any float dtype.
+        """
         stored = self.beside_of(parameter)
         if stored is not None:
             stored.assign(values.float())
 
     def beside_of(self, parameter: Tensor) -> StoredTensor | None:
-        """Return what is stored beside a parameter, if anything."""
+        """Return what is stored beside a parameter, of its shape, if anything."""
         found = self.beside.get(id(parameter))
         return None if found is None else found[1]
 
     def exact_values(self) -> dict[int, Tensor]:
-        """Return the exact values of weights that are stored beside their parameters, by the parameter's id."""
+        """Return the exact values, FP32 of their shapes, of weights stored beside, by their parameters' ids."""
         return {key: _current(*found) for key, found in self.beside.items()}
 
     def remove(self) -> None:

@@ -337,7 +337,12 @@ class RootExecution:
         )
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model's forward under the policy."""
+        """Call the model's forward under the policy.
+
+        Args:
+            forward: the model's own.
+            args, kwargs: of the call.
+        """
         if self.scales and (
             torch._C._get_tracing_state() is not None
             or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())

@@ -113,8 +113,8 @@ class Guard:
         """Take in one optimizer step; return the breach this step brought to light, if any. Never raises.
 
         Args:
-            loss: the step's loss (a 0-d tensor is not synchronised before the next look).
-            gradient_norm: total gradient norm before clipping, e.g. what ``clip_grad_norm_`` returned.
+            loss: the step's loss; a tensor of shape ``[]`` is not synchronised before the next look.
+            gradient_norm: total gradient norm before clipping, e.g. what ``clip_grad_norm_`` returned: likewise.
         """
         try:
             self.steps += 1
