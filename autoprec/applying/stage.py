@@ -10,6 +10,7 @@ DDP, FSDP2, activation checkpointing, autocast and gradient accumulation. Caller
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,12 +26,12 @@ from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import install, root_of, swapped_base, uninstall
 from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
-from autoprec.errors import UnsupportedError
+from autoprec.errors import AutoPrecWarning, UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.plan import NATIVE
 from autoprec.numerics.sharded import is_dtensor, is_sharded
-from autoprec.policy import LayerPlan, Policy, resolve
+from autoprec.policy import LayerPlan, Policy, first_match, resolve
 
 
 def put_stage(
@@ -80,6 +81,7 @@ def put_stage(
         if made is not None:
             made.name = name
     binder.say_refused()
+    _say_without_a_layer(policy, units)
     allow_versions(plans)
     with _all_or_nothing(root):
         take_off(root)
@@ -90,6 +92,22 @@ def put_stage(
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
         _install_root(root, policy, backends, device, executions)
         set_execution(root, policy.execution)
+
+
+def _say_without_a_layer(policy: Policy, units: dict[str, Unit]) -> None:
+    """Warn where a policy has rules, all optional, and none of them fits the model: none of them does anything."""
+    rules = [rule.match for rule in policy.layers if rule.optional and not policy.plan_of_rule(rule).keeps]
+    if (
+        rules
+        and all(rule.optional for rule in policy.layers)
+        and not any(first_match(policy.layers, name) for name in units)
+    ):
+        warnings.warn(
+            f"no rule of the policy fits a layer of this model, and all are optional: {', '.join(rules[:5])} change "
+            f"nothing; its layers are {', '.join([*units][:5]) or 'none that a policy reaches'}",
+            AutoPrecWarning,
+            stacklevel=2,
+        )
 
 
 def _install_root(

@@ -3,7 +3,7 @@
 Formats that name whole recipes are read by the module of :mod:`.stacks` that writes them, from the same table.
 
 A setting that its library accepts and ignores is translated into what it was meant to do, or refused; it is never
-carried along silently. Every such decision is a note.
+carried along silently. Every such decision is a note, and so is every key that no reader here has asked for.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from itertools import pairwise
 from typing import Any
 
 from autoprec.errors import FileError
+from autoprec.export.reading import Watched, plain
 from autoprec.export.stacks.megatron import NAMES, TRAINING_KEYS
 from autoprec.export.stacks.transformer_engine import read_recipe
 from autoprec.export.words import section
-from autoprec.policy import Policy, escape, policy_from_dict
+from autoprec.policy import Policy, escape, glob_matches, policy_from_dict
 from autoprec.policy.library import published
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 
+_TE_CONFIG = "TEQuantizationParams"
 _TE_KEYS = {
     "margin",
     "interval",
@@ -39,6 +41,13 @@ _MISNAMED = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
     "optimization_level": "opt_level",
+}
+
+
+#: What torchao's Float8LinearConfig says beside how layers are quantised.
+_BESIDE_AO = {
+    "pad_inner_dim": "it lets sizes that are not multiples of 16 run, and a backend here says which it can run",
+    "enable_fsdp_float8_all_gather": "weights are gathered as they are",
 }
 
 
@@ -99,6 +108,7 @@ def import_policy(document: Mapping[str, Any], *, layers: Sequence[str] = (), fl
     Raises:
         FileError: a value that the stack itself would refuse, or that means nothing any more.
     """
+    document = Watched(document)
     found = detect(document)
     readers: dict[str, Callable[..., dict[str, Any]]]
     readers = {"accelerate": _accelerate, "megatron": partial(_megatron, flags=flags), "te": _te}
@@ -107,7 +117,22 @@ def import_policy(document: Mapping[str, Any], *, layers: Sequence[str] = (), fl
     notes: list[str] = []
     body = readers[found](document, layers, notes)
     policy: Policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")
+    if unread := document.unread():
+        notes.append(f"not read, and so not in the policy: {', '.join(unread)}")
+    notes += _without_a_layer(policy, layers)
     return Imported(policy, tuple(notes))
+
+
+def _without_a_layer(policy: Policy, layers: Sequence[str]) -> list[str]:
+    """Say which rules fit none of the model's layers: a rule that is optional may, and nothing else tells."""
+    rules = [rule.match for rule in policy.layers if rule.optional and rule.recipe != KEEP]
+    if not layers:
+        told = "every rule is optional: one that fits no layer of your model changes nothing, and nobody is told; pass "
+        return [f"{told}--layers to have it told here"] if rules and all(r.optional for r in policy.layers) else []
+    idle = [match for match in rules if not any(glob_matches(match, name) for name in layers)]
+    if idle and len(idle) == len(rules):
+        return [f"no rule fits any of the {len(layers)} layers: {', '.join(idle)}"]
+    return [f"fits none of the {len(layers)} layers: {', '.join(idle)}"] if idle else []
 
 
 def _bool(value: Any, where: str) -> bool:
@@ -116,13 +141,24 @@ def _bool(value: Any, where: str) -> bool:
     raise FileError(f"{where} is {value!r}, not true or false", fix="write a YAML list: [false, false, true]")
 
 
-def _te_recipe(keys: Mapping[str, Any], notes: list[str], history: int, algo: str) -> dict[str, Any]:
+def _te_recipe(
+    keys: Mapping[str, Any], notes: list[str], history: int, algo: str, *, in_evaluation: bool = True
+) -> dict[str, Any]:
     """Return (the body of) a policy from TE's DelayedScaling keys; defaults are the reading library's own."""
+    if keys.get("use_autocast_during_eval", in_evaluation) is not True:
+        notes.append(
+            "use_autocast_during_eval is not true: accelerate then evaluates in bf16, and under the policy evaluation "
+            "is in FP8 too, unless policy.remove(model) comes before it"
+        )
     if keys.get("use_mxfp8_block_scaling"):
         return {"recipes": {"mxfp8": read_recipe("mxfp8", "E4M3")}, "default": "mxfp8", "activations": "bf16"}
     if keys.get("interval", 1) != 1:
         notes.append(f"interval {keys['interval']}: Transformer Engine ignores it since 1.8; left out")
-    given = {"amax_history_len": history, **keys, "amax_compute_algo": str(keys.get("amax_compute_algo", algo)).lower()}
+    given = {
+        "margin": keys.get("margin", 0),
+        "amax_history_len": keys.get("amax_history_len", history),
+        "amax_compute_algo": str(keys.get("amax_compute_algo", algo)).lower(),
+    }
     recipe = read_recipe("delayed", str(keys.get("fp8_format", "HYBRID")), given)
     body: dict[str, Any] = {"recipes": {"fp8_delayed": recipe}, "default": "fp8_delayed", "activations": "bf16"}
     override = keys.get("override_linear_precision", [False] * 3)
@@ -158,17 +194,15 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
         return {"activations": activations, "loss_scaling": "dynamic" if mixed == "fp16" else "none"}
     if mixed != "fp8":
         raise FileError(f"mixed_precision {mixed!r} is none of accelerate's", fix="no, fp16, bf16 or fp8")
-    keys = {
-        str(key).removeprefix("fp8_") if key != "fp8_format" else key: v
-        for key, v in section(document, "fp8_config").items()
-    }
+    if isinstance(document, Watched):
+        document.respelled("fp8_config", lambda key: key.removeprefix("fp8_") if key != "fp8_format" else key)
+    keys = section(document, "fp8_config")
     for wrong, right in _MISNAMED.items():
-        if wrong in keys:
+        if keys.get(wrong) is not None:
             notes.append(f"{wrong}: accelerate reads {right} and ignored yours; left out")
-            del keys[wrong]
-    backend = str(keys.pop("backend", "AO")).upper()
+    backend = str(keys.get("backend", "AO")).upper()
     if backend == "TE":
-        return _te_recipe(keys, notes, history=1024, algo="most_recent")
+        return _te_recipe(keys, notes, history=1024, algo="most_recent", in_evaluation=False)
     if backend == "MSAMP":
         asked = str(keys.get("opt_level", "O2")).upper()
         if asked not in ("O1", "O2"):
@@ -183,6 +217,7 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
             "rules per layer are not in this file: what precision_accelerate.py, or AORecipeKwargs and conversions in "
             "your script, do beside it is not in the policy"
         )
+    notes += [f"{key}: {why}; left out" for key, why in _BESIDE_AO.items() if keys.get(key)]
     body: dict[str, Any] = {"activations": "bf16", "default": "fp8_tensorwise"}
     body["recipes"] = {"fp8_tensorwise": BUILTIN_RECIPES["fp8_tensorwise"].to_dict()}
     if layers:
@@ -249,6 +284,8 @@ def _megatron(
     inherited, edges = _inherited(flags, notes), _edges(flags, layers)
     for key, matcher in matchers.items():
         if not isinstance(matcher, Mapping) or not matcher.get("enabled", False):
+            if "enabled" not in (plain(matcher) or {}):
+                notes.append(f"matcher '{key}' does not say 'enabled: true', so Megatron passes over it: left out")
             continue
         if matcher.get("type") != "glob" or matcher.get("config") not in configs or not matcher.get("pattern"):
             raise FileError(f"matcher '{key}' needs type: glob, a pattern, and a config that exists")
@@ -257,9 +294,13 @@ def _megatron(
         if recipe:
             recipes[name] = recipe
         training = config.get("training_recipe") or {}
+        kind = config.get("transformer_engine_config_type", _TE_CONFIG)
+        if kind != _TE_CONFIG:
+            raise FileError(f"config '{matcher['config']}' is a {kind}", fix=f"only {_TE_CONFIG} is read")
         if config.get("evaluation_recipe") not in (None, training):
-            evaluation[name] = config["evaluation_recipe"]
-        holds = not edges or training.get("override_nonquantized_autocast", False) or not recipe
+            evaluation[name] = plain(config["evaluation_recipe"])
+        beyond_edges = training.get("override_nonquantized_autocast", False)
+        holds = not edges or beyond_edges or not recipe
         if holds and recipe and rules and edges:
             notes.append(f"matcher '{key}' also quantises the blocks that stay in bf16; here it comes after those")
         part = everywhere if holds and not rules else rules

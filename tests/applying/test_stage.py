@@ -13,7 +13,7 @@ from autoprec.applying import stage
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.stage import put_stage, take_off
 from autoprec.applying.units import tunable_units
-from autoprec.errors import PolicyMismatchError, UnsupportedError
+from autoprec.errors import AutoPrecWarning, PolicyMismatchError, UnsupportedError
 
 DELAYED = {"format": "fp8", "scaling": {"granularity": "tensor", "scale": "delayed", "amax_history_len": 8}}
 
@@ -103,3 +103,12 @@ def test_what_cannot_be_exported_names_the_line_that_helps(
     take_off(model)
     if kind in ("trace", "script"):
         export()
+
+
+@pytest.mark.parametrize("matches", [["encoder.*"], ["encoder.*", "*.linear_fc1"]])
+def test_optional_rules_of_which_none_fits_are_told(model: nn.Sequential, matches: list[str]) -> None:
+    rules = [{"match": match, "recipe": "fp8", "optional": True} for match in matches]
+    with pytest.warns(AutoPrecWarning, match=r"no rule of the policy fits .* its layers are 0, 1"):
+        put_stage(policy(layers=rules), model)
+    put_stage(policy(layers=[*rules, {"match": "1", "recipe": "fp8", "optional": True}]), model)  # one is enough
+    put_stage(policy(layers=[{"match": "encoder.*", "recipe": "keep", "optional": True}]), model)  # nothing is asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def test_accelerate_backends() -> None:
     assert recipe is not None
     assert recipe.scaling is not None
     assert (recipe.scaling.amax_history_len, recipe.scaling.amax_compute_algo) == (1024, "most_recent")
+    assert "evaluates in bf16" in te.notes[0]
     ao = import_policy({"fp8_config": {"backend": "AO"}}, layers=["a", "b", "c"])
     assert [p.keeps for p in resolve(ao.policy, ["a", "b", "c"]).values()] == [True, False, True]
     msamp = import_policy({"fp8_config": {"backend": "MSAMP", "opt_level": "O2"}})
@@ -178,3 +180,79 @@ def test_what_a_document_is_its_keys_say() -> None:
     assert detect(TE) == "te"
     with pytest.raises(FileError, match="not an accelerate"):
         detect({"foo": 1})
+
+
+MEGATRON = {
+    "configs": {
+        "mx": {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": {"fp8_quantization_recipe": "mxfp8"},
+        },
+        "bf16": {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}},
+    },
+    "matchers": {
+        "fc": {"type": "glob", "enabled": True, "pattern": "*.mlp.linear_fc*", "config": "mx"},
+        "rest": {"type": "glob", "enabled": True, "pattern": "*.layers.*", "config": "bf16"},
+    },
+}
+_TE = {"backend": "TE", "fp8_format": "HYBRID", "use_autocast_during_eval": True}
+ACCELERATE = {"mixed_precision": "fp8", "fp8_config": _TE}
+AO = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}
+AUTOMODEL = {"fp8": {"enabled": True, "recipe_name": "rowwise"}, "model": {"torch_dtype": "float32"}}
+FQN = {
+    "_type": "FqnToConfig",
+    "_version": 1,
+    "_data": {"fqn_to_config": {"fc": {"_type": "NVFP4TrainingConfig", "_version": 1, "_data": {}}}},
+}
+
+
+def _with(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    made = copy.deepcopy(document)
+    here = made
+    *sections, key = path.split("/")
+    for name in sections:
+        here = here.setdefault(name, {})
+    here[key] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "value", "told"),
+    [
+        (MEGATRON, "matchers/new", {"type": "glob"}, "matcher 'new' does not say 'enabled: true'"),
+        (MEGATRON, "matchers/fc/patern", "*", "matchers.fc.patern (did you mean pattern?)"),
+        (MEGATRON, "configs/mx/training_recipe/tp_only_amax_red", True, "configs.mx.training_recipe.tp_only_amax_red"),
+        (MEGATRON, "configs/unused", {"training_recipe": {}}, "configs.unused"),
+        (MEGATRON, "defaults", {"config": "mx"}, "not in the policy: defaults"),
+        (ACCELERATE, "fp8_config/amax_histroy_len", 16, "fp8_config.amax_histroy_len (did you mean amax_history_len?)"),
+        (ACCELERATE, "fp8_config/use_autocast_during_eval", False, "accelerate then evaluates in bf16"),
+        (ACCELERATE, "fp8_config/use_mxfp8_block_scaling", True, "fp8_config.fp8_format"),
+        (ACCELERATE, "num_processes", 8, "not in the policy: num_processes"),
+        (ACCELERATE, "fp8_config/opt_level", "O2", "fp8_config.opt_level"),
+        (AO, "fp8_config/pad_inner_dim", True, "pad_inner_dim"),
+        (AO, "fp8_config/enable_fsdp_float8_all_gather", True, "weights are gathered as they are"),
+        (AO, "fp8_config/recipe", "rowwise", "fp8_config.recipe"),
+        ({"mixed_precision": "bf16"}, "fp8_config/backend", "TE", "not in the policy: fp8_config"),
+        (AUTOMODEL, "fp8/enable_fsdp_float8_all_gather", True, "fp8.enable_fsdp_float8_all_gather"),
+        (AUTOMODEL, "model/backend/attn", "te", "model.backend.attn"),
+        (AUTOMODEL, "step_scheduler", {"max_steps": 5}, "step_scheduler"),
+        (FQN, "_data/filter", "x", "_data.filter"),
+        (TE, "use_autocast_during_eval", False, "accelerate then evaluates in bf16"),
+        (TE, "use_mxfp8_block_scaling", True, "the policy: fp8_format, amax_history_len, amax_compute_algo"),
+    ],
+)
+def test_what_no_reader_asks_for_is_named(document: dict[str, Any], path: str, value: Any, told: str) -> None:
+    before, notes = import_policy(document).notes, import_policy(_with(document, path, value)).notes
+    assert not any(told in note for note in before)
+    assert any(told in note for note in notes), notes
+
+
+@pytest.mark.parametrize("document", [MEGATRON, AUTOMODEL, FQN])
+def test_rules_that_fit_no_layer_are_told(document: dict[str, Any]) -> None:
+    assert any("nobody is told; pass --layers" in note for note in import_policy(document).notes)
+    notes = import_policy(document, layers=["transformer.h.0.c_attn", "head"]).notes
+    fits = document is AUTOMODEL  # it takes every linear layer
+    assert any("no rule fits any of the 2 layers" in note for note in notes) != fits, notes
+    named = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2", "fc"]
+    notes = import_policy(document, layers=named).notes
+    assert not any("no rule fits" in note or "pass --layers" in note for note in notes)

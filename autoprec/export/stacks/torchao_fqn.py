@@ -18,6 +18,7 @@ from typing import Any
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.export.base import Losses, Request, Written
 from autoprec.export.naming import header
+from autoprec.export.reading import plain
 from autoprec.export.settings import CAST_LOGITS, SCALER, by_script, report_settings
 from autoprec.export.snippets import template
 from autoprec.export.stacks.torchao import NAMED
@@ -99,13 +100,16 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
     """
     _first_version("FqnToConfig", document)
     data = document.get("_data")
+    document.get("_type")
     data = data if isinstance(data, Mapping) else {}
     configs = data.get("fqn_to_config") or data.get("module_fqn_to_config")
     if not isinstance(configs, Mapping) or not all(isinstance(key, str) for key in configs):
         raise FileError("FqnToConfig without fqn_to_config, which gives names a config", fix="torchao: config_to_dict")
     plans = {key: _plan(key, config, notes) for key, config in configs.items()}
     recipes: dict[str, Any] = {}
-    matches = _named(plans, layers) if layers else _globs(plans)
+    matches = list(_named(plans, layers) if layers else _globs(plans))
+    if layers and not matches:
+        notes.append(f"no rule fits any of the {len(layers)} layers: {', '.join(plans)}")
     rules = [as_rule(match, plan, recipes) for match, plan in matches]
     return {"recipes": recipes, "layers": rules, "default": "keep"}
 
@@ -127,9 +131,8 @@ def _plan(key: str, config: Any, notes: list[str]) -> LayerPlan:
             raise FileError(f"'{key}': {kind} is for inference, not for training", fix=", ".join(known))
         raise UnknownNameError("torchao training config", kind, tuple(known), where=f"'{key}'")
     _first_version(f"'{key}': {kind}", config)
-    given = {
-        name: value.get("_data") if isinstance(value, Mapping) else value for name, value in config["_data"].items()
-    }
+    values = plain(config["_data"])
+    given = {name: value.get("_data") if isinstance(value, Mapping) else value for name, value in values.items()}
     how = sorted(name for name in given if name in _HOW and given[name] not in (None, False, "AUTO", "TRITON"))
     if how:
         notes.append(f"'{key}': {', '.join(how)} say how products are run, not in what precision; left out")
