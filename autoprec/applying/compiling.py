@@ -2,14 +2,22 @@
 
 FP8 casts are separate kernels until a compiler fuses them with what comes before, so whether a script is compiled
 decides whether its policy pays; a search may therefore try both.
+
+``compile`` compiles the repeated blocks of a model by themselves: blocks of one kind share what was compiled for one of
+them, so that a model of twelve blocks takes a tenth of the time, and what lies between and around them runs as the
+script wrote it. Where the script compiles the model as a whole, its blocks are compiled instead, in the script's own
+way. ``compile_whole`` compiles the model as a whole, which is what a script that compiles does.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal
 
@@ -19,13 +27,45 @@ from torch import nn
 from autoprec.policy import LayerPlan
 from autoprec.support.living import living
 
-Execution = Literal["keep", "compile", "eager"]
+Execution = Literal["keep", "compile", "compile_whole", "eager"]
 
 #: So many kinds of blocks Dynamo compiles by default, each in two versions (training, evaluation).
 _FEW_KINDS = 4
-_by_block = False
-#: Where it is kept what :func:`set_execution` did, in the ``__dict__`` of the root.
-ATTRIBUTE = "_autoprec_execution"
+#: What compiles a function in the way in which a script compiled its model.
+_Compiles = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What :func:`set_execution` did.
+
+    Attributes:
+        how: ``blocks`` or ``whole`` (compiled here), ``script`` (the script compiles it itself), or ``eager``.
+        graphs, limits: :func:`compiled_graphs` and versions beyond the limit until then.
+        blocks: how many share what is compiled.
+        wholes: what the script compiled as a whole and runs as eager code around its blocks, with what compiles it.
+    """
+
+    how: str
+    graphs: int
+    limits: int
+    blocks: int = 0
+    wholes: tuple[tuple[weakref.ref[nn.Module], _Compiles], ...] = ()
+
+
+class _Limits(logging.Filter):
+    """Counts how often Dynamo refused to compile a further version of something, and ran it as eager code."""
+
+    hits = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.hits += "hit config." in str(record.msg)
+        return True
+
+
+_LIMITS = _Limits()
+#: By model; none of it keeps a model alive.
+_DONE: weakref.WeakKeyDictionary[nn.Module, _Done] = weakref.WeakKeyDictionary()
 
 
 def is_compiled(root: nn.Module) -> bool:
@@ -49,64 +89,97 @@ def set_execution(root: nn.Module, wanted: Execution) -> None:
     """Compile ``root`` in place, or make what the script compiled run eagerly; ``keep`` changes nothing.
 
     ``eager`` holds for the whole process (``torch.compiler.set_stance``): a script may have compiled functions that
-    belong to no module.
+    belong to no module. What a script compiles itself, but for whole models, stays as it is.
     """
     if wanted == "keep":
         return
-    root.__dict__[ATTRIBUTE] = (wanted, compiled_graphs())
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_LIMITS)
+    before = (compiled_graphs(), _LIMITS.hits)
     if wanted == "eager":
         torch.compiler.set_stance("force_eager")
-    elif not is_compiled(root):
-        blocks = _repeated_blocks(root) if _by_block else []
-        for module, call in _callers(blocks or [root]):
-            module.__dict__["_compiled_call_impl"] = torch.compile(call)
-        root.__dict__[ATTRIBUTE] = ("compiled here", compiled_graphs())
+        _DONE[root] = _Done("eager", *before)
+        return
+    blocks = _repeated_blocks(root) if wanted == "compile" else []
+    if is_compiled(root):
+        wholes = _taken_apart(root, blocks)
+        _DONE[root] = _Done("blocks" if wholes else "script", *before, len(blocks) if wholes else 0, tuple(wholes))
+        return
+    for module, call in _callers(blocks or [root]):
+        module.__dict__["_compiled_call_impl"] = torch.compile(call)
+    _allow_each(blocks)
+    _DONE[root] = _Done("blocks" if blocks else "whole", *before, len(blocks))
 
 
-def compile_by_block() -> None:
-    """Compile repeated blocks instead of whole models (in this process, for good): for short trials.
+def _taken_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[weakref.ref[nn.Module], _Compiles]]:
+    """Compile the blocks of a model that the script compiles as a whole; returns what was compiled before.
 
-    Blocks of one kind share what was compiled for one of them, so that a model of twelve blocks takes a tenth of the
-    time; what lies between and around them runs as the script wrote it.
+    What lies between and around the blocks, the loss included, then runs as eager code. Functions that the script
+    compiles stay as they are.
     """
-    global _by_block
-    _by_block = True
-
-
-def compile_whole_by_block(root: nn.Module) -> int:
-    """Compile the repeated blocks of a model that the script compiles as a whole, with the script's own settings.
-
-    For short trials, where the script's own graph of N blocks takes N times as long to compile. What lies between and
-    around the blocks, the loss included, then runs as eager code. Functions that the script compiles stay as they are.
-
-    Returns:
-        How many blocks share what is compiled; 0 where nothing was changed: there is no such model, or no such blocks.
-    """
-    blocks = _repeated_blocks(root)
     ids = {id(block) for block in blocks}
-    settings = None
-    for whole, context in _compiled_wholes(root):
-        if sum(id(module) in ids for module in whole.modules()) < 2:
-            continue  # one of the blocks, or a part beside them
-        settings = settings or context
-        if hasattr(whole, "_orig_mod"):
-            whole.__dict__["forward"] = whole._orig_mod.__call__
-        else:
-            whole.__dict__.pop("_compiled_call_impl")
-    if settings is None:
-        return 0
+    found = [
+        (weakref.ref(whole), compiles)
+        for whole, compiles in _compiled_wholes(root)
+        if sum(id(module) in ids for module in whole.modules()) > 1  # else one of the blocks, or a part beside them
+    ]
+    if not found:
+        return []
+    _run_eagerly_around(found)
     for module, call in _callers(blocks):
-        module.__dict__["_compiled_call_impl"] = settings(call)
-    return len(blocks)
+        module.__dict__["_compiled_call_impl"] = found[0][1](call)
+    _allow_each(blocks)
+    return found
+
+
+def _run_eagerly_around(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiles]]) -> None:
+    living_ones: list[Any] = [ref() for ref, _ in wholes]
+    for whole in living_ones:
+        if whole is not None and hasattr(whole, "_orig_mod"):
+            whole.__dict__["forward"] = whole._orig_mod.__call__
+        elif whole is not None:
+            whole.__dict__.pop("_compiled_call_impl", None)
+
+
+def _compile_again(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiles]]) -> None:
+    living_ones: list[tuple[Any, _Compiles]] = [(ref(), compiles) for ref, compiles in wholes]
+    for whole, compiles in living_ones:
+        if whole is not None and hasattr(whole, "_orig_mod"):
+            whole.__dict__["forward"] = compiles(whole._orig_mod.__call__)
+        elif whole is not None:
+            whole.__dict__["_compiled_call_impl"] = compiles(whole._call_impl)
+
+
+def _allow_each(blocks: Sequence[nn.Module]) -> None:
+    """Let Dynamo compile each of some blocks by itself where they differ: past its limit it runs them as eager code."""
+    if len(blocks) > _FEW_KINDS:
+        _allow(2 * len(blocks))
 
 
 def compiled_blocks(root: nn.Module) -> int:
-    """Return how many blocks share what :func:`set_execution` compiled by block; 0 where it compiled the model."""
-    done, _ = root.__dict__.get(ATTRIBUTE, ("keep", 0))
-    return len(_repeated_blocks(root)) if _by_block and done == "compiled here" else 0
+    """Return how many blocks share what :func:`set_execution` compiled by block; 0 where it compiled none by itself."""
+    done = execution_of(root)
+    return done.blocks if done is not None else 0
 
 
-def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, Callable[..., Any]]]:
+def execution_of(root: nn.Module) -> _Done | None:
+    """Return what :func:`set_execution` did to a model, for :func:`exchange_execution`."""
+    return _DONE.get(root)
+
+
+def exchange_execution(root: nn.Module, now: _Done | None) -> None:
+    """Go from what is on a model to what was on it at another time; its modules' own attributes are the caller's."""
+    was = _DONE.pop(root, None)
+    if now is not None:
+        _DONE[root] = now
+    if was is not None and was.wholes:
+        _compile_again(was.wholes)
+    if now is not None and now.wholes:
+        _run_eagerly_around(now.wholes)
+    if "eager" in (was and was.how, now and now.how):
+        torch.compiler.set_stance("force_eager" if now is not None and now.how == "eager" else "default")
+
+
+def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, _Compiles]]:
     """Yield what the script compiled of a model, and what compiles anything else in the same way.
 
     That is Dynamo's context, which ``torch.compile(model)`` keeps as an attribute of the model that it returns, and
@@ -176,12 +249,13 @@ def _callers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable
 
 def restore_execution(root: nn.Module) -> None:
     """Undo :func:`set_execution`; a no-op where it did nothing."""
-    done, _ = root.__dict__.pop(ATTRIBUTE, ("keep", 0))
-    if done == "eager":
-        torch.compiler.set_stance("default")
-    elif done == "compiled here":
+    done = execution_of(root)
+    if done is None:
+        return
+    if done.how in ("blocks", "whole"):
         for module in root.modules():
             module.__dict__.pop("_compiled_call_impl", None)
+    exchange_execution(root, None)
 
 
 def allow_versions(plans: Mapping[str, LayerPlan]) -> None:
@@ -197,9 +271,19 @@ def allow_versions(plans: Mapping[str, LayerPlan]) -> None:
             blocks.setdefault(block[1], set()).add((name[block.end() :], plan))
     kinds = len({frozenset(layers) for layers in blocks.values()})
     if kinds > 1 and (kinds > _FEW_KINDS or "torch._dynamo" in sys.modules):  # its import takes a second
-        config: Any = importlib.import_module("torch._dynamo.config")
-        for name, each in (("recompile_limit", 8), ("accumulated_recompile_limit", 256)):
-            setattr(config, name, max(getattr(config, name), each * kinds))
+        _allow(8 * kinds)
+
+
+def allow_contenders(count: int) -> None:
+    """Let Dynamo keep the versions of so many policies that take turns on one model (in this process)."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    _allow(count * config.recompile_limit)
+
+
+def _allow(versions: int) -> None:
+    config: Any = importlib.import_module("torch._dynamo.config")
+    for name, each in (("recompile_limit", versions), ("accumulated_recompile_limit", 32 * versions)):
+        setattr(config, name, max(getattr(config, name), each))
 
 
 def keep_random_streams() -> None:
@@ -224,16 +308,20 @@ def run_eagerly() -> None:
 
 def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:
     """Return the audit row of ``execution``: requested, executed, ok, reason."""
-    done, before = root.__dict__.get(ATTRIBUTE, ("keep", 0))
-    if done == "keep":
-        return {"requested": wanted, "executed": "keep", "ok": wanted == "keep", "reason": "the policy is not applied"}
+    done, row = execution_of(root), {"requested": wanted, "executed": "keep"}
+    if done is None:
+        return row | {"ok": wanted == "keep", "reason": "the policy is not applied"}
     if wanted == "eager":
-        return {"requested": wanted, "executed": "eager", "ok": True, "reason": ""}
-    if compiled_graphs() > before:
-        reason = "" if done == "compiled here" else "the script compiles it itself"
-        return {"requested": wanted, "executed": "compile", "ok": True, "reason": reason}
+        return row | {"executed": "eager", "ok": True, "reason": ""}
+    if _LIMITS.hits > done.limits:
+        reason = "past torch._dynamo.config.recompile_limit versions some of it ran as eager code: its blocks differ"
+        return row | {"executed": "eager", "ok": False, "reason": reason}
+    if compiled_graphs() > done.graphs:
+        whole = "the model has no repeated blocks: it is compiled as a whole" if wanted == "compile" else ""
+        reason = {"script": "the script compiles it itself", "whole": whole}.get(done.how, "")
+        return row | {"executed": wanted, "ok": True, "reason": reason}
     reason = "torch.compile has compiled no graph: is the model called by its name, model(x)?"
-    return {"requested": wanted, "executed": "eager", "ok": False, "reason": reason}
+    return row | {"executed": "eager", "ok": False, "reason": reason}
 
 
 def compiled_graphs() -> int:

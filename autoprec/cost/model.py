@@ -160,7 +160,7 @@ class CostModel:
 
     def executed(self, execution: str) -> CostModel:
         """Return the same model under a policy's ``execution``; ``keep`` is this very model."""
-        compiled = {"compile": True, "eager": False}.get(execution, self.compiled)
+        compiled = self.compiled if execution == "keep" else execution != "eager"
         if compiled == self.compiled:
             return self
         if self._other is None:

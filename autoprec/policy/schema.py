@@ -263,7 +263,9 @@ class Policy(Frozen):
     optimizer: OptimizerPolicy = OptimizerPolicy()
     communication: CommunicationPolicy = CommunicationPolicy()
     loss_scaling: Literal["none", "dynamic"] = "none"
-    execution: Literal["keep", "compile", "eager"] = Field("keep", description="torch.compile around the model")
+    execution: Literal["keep", "compile", "compile_whole", "eager"] = Field(
+        "keep", description="torch.compile: of repeated blocks by themselves, of the whole model, or of nothing"
+    )
     model: ModelInfo | None = None
     evidence: dict[str, Any] = Field(default_factory=dict, description="how it was found; plain data")
     guard: Guard | None = None

@@ -172,8 +172,10 @@ class SearchSpace(Frozen):
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
     loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
-    execution: tuple[Literal["keep", "compile", "eager"], ...] = Field(
-        ("keep",), min_length=1, description="torch.compile around the model; tried where trials are timed"
+    execution: tuple[Literal["keep", "compile", "compile_whole", "eager"], ...] = Field(
+        ("keep",),
+        min_length=1,
+        description="torch.compile of blocks or the whole model; tried where trials are timed",
     )
     parameters: dict[str, tuple[bool | int | float | str, ...]] = Field(
         default_factory=dict, description="recipe parameters: <recipe>.<field>[.<field>] to values, the default first"
@@ -278,7 +280,7 @@ class SearchSpace(Frozen):
             compiled: the script compiles its model itself.
             measured: trials are timed; a rehearsal's time is modelled and its numerics are the same either way.
         """
-        same = {"compile" if compiled else "eager"}
+        same = {"compile", "compile_whole"} if compiled else {"eager"}
         values = tuple(v for v in self.execution if v not in same) if measured else ("keep",)
         return self.model_copy(update={"execution": values or ("keep",)})
 

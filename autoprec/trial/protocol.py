@@ -67,8 +67,8 @@ class TrialSpec:
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: processes that may be at work at once where each probe is a fork of its own (CPU); a duel's
             contenders are forks where there may be more than one.
-        by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
-            instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
+        by_block: where the policy or the script compiles the model as a whole, ``execution: compile`` takes its place:
+            repeated blocks are compiled, N times cheaper for N blocks, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).
         variant: under which other arguments of the script it runs; empty for those of the reference. It says which host
             is asked, and nothing to that.

@@ -49,18 +49,13 @@ class ByBlock:
         allowed: off, none does.
 
     Attributes:
-        active: the script's own blocks are compiled, instead of its whole model.
+        active: runs ask for blocks, instead of the whole model that the script compiles.
     """
 
     def __init__(self, setup: Setup, ledger: Ledger, run: _Run, *, allowed: bool = True) -> None:
         self._setup, self._ledger, self._run, self._allowed = setup, ledger, run, allowed
         self._speed, self._memory_bytes = 1.0, 0  # the whole model's step over that of blocks, and bytes more
         self.active = False
-
-    @property
-    def wanted(self) -> bool:
-        """Whether runs ask for blocks: also where a policy compiles a script that does not compile itself."""
-        return self._allowed and (self.active or not self._setup.host.compiled)
 
     def run(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run a trial; one under the script's own seed that fails by block runs again as the script compiles it."""

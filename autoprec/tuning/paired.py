@@ -99,7 +99,7 @@ class PairedRunner:
             "backend": options.backend if measured else "emulated",
             "timeout_s": self.trial_timeout(),
             "anneal": True,  # no policy causes the noise of a high learning rate
-            "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
+            "by_block": changes.get("kind", "train") == "train" and self.by_block.active,
             "variant": str(params.get(VARIANT, "")),
             "within_s": self.seconds_left() if changes.get("kind", "train") == "train" else None,
         }

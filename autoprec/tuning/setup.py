@@ -203,7 +203,9 @@ def timed_backends(calibration: Mapping[str, Any] | None, backend: str, *, compi
         return None
 
     def backends(recipes: Mapping[str, Recipe], execution: str) -> dict[str, dict[str, str]]:
-        return linears.record(recipes, compiled={"compile": True, "eager": False}.get(execution, compiled))
+        return linears.record(
+            recipes, compiled={"compile": True, "compile_whole": True, "eager": False}.get(execution, compiled)
+        )
 
     return backends
 

@@ -332,8 +332,8 @@ def verify(
             if seed:
                 pool.release(seed)
         duels = Duels(setup, runner, ledger)
-        while timed and not setup.host.compiled and duels.time([run for own in runs.values() for run in own[:1]]):
-            pass  # some at a time; each would compile a script that compiles its model once more
+        while timed and duels.time([run for own in runs.values() for run in own[:1]]):
+            pass  # some at a time
         for name, duel in duels.known().items():
             runs[name].append(duel)
     noise = statistics.geometric_mean(noises) if noises else None

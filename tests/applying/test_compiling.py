@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +16,12 @@ from torch import nn
 from autoprec import Policy
 from autoprec.applying import compiling
 from autoprec.applying.compiling import is_compiled, run_eagerly
+from autoprec.applying.prepared import Prepared
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # torch 2.13 itself looks at it
+]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +57,8 @@ def test_a_model_is_compiled_in_place_and_given_back(more: dict[str, object]) ->
     assert torch.equal(model(x), eager(x))
     model(x).sum().backward()
     row = policy.audit(model).operators["execution"]
-    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+    why = "the model has no repeated blocks: it is compiled as a whole"
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": why}
     assert list(model.state_dict()) == list(eager.state_dict())
     policy.remove(model)
     assert not is_compiled(model)
@@ -187,67 +193,100 @@ class _Stack(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.13 itself looks at it
-def test_short_trials_compile_blocks_of_one_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_by_block", False)
+@pytest.mark.parametrize("more", [{}, BF16], ids=["as written", "bf16"])
+@pytest.mark.parametrize("execution", ["compile", "compile_whole"])
+def test_blocks_of_one_kind_are_compiled_once(execution: str, more: dict[str, object]) -> None:
     model, x = _Stack(), torch.randn(4, 16)
+    _policy("keep", **more).apply(model)
     expected = model(x)
-    compiling.compile_by_block()
-    policy, before = _policy("compile"), compiling.compiled_graphs()
+    policy, before = _policy(execution, **more), compiling.compiled_graphs()
     policy.apply(model)
     assert torch.equal(model(x), expected)
     model(x).sum().backward()
-    assert compiling.compiled_graphs() - before == 1  # three blocks, one graph
-    assert compiling.compiled_blocks(model) == 3
-    assert policy.audit(model).ok
+    assert compiling.compiled_graphs() - before == 1  # three blocks, one graph; or the whole model
+    assert compiling.compiled_blocks(model) == (3 if execution == "compile" else 0)
+    assert ("_compiled_call_impl" in model.__dict__) is (execution == "compile_whole")
+    row = policy.audit(model).operators["execution"]
+    assert row == {"requested": execution, "executed": execution, "ok": True, "reason": ""}
     policy.remove(model)
     assert not is_compiled(model)
     assert compiling.compiled_blocks(model) == 0
-    flat = _model()  # nothing is repeated: the model is compiled as a whole
-    policy.apply(flat)
-    assert "_compiled_call_impl" in flat.__dict__
-    assert compiling.compiled_blocks(flat) == 0
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.13 itself looks at it
-@pytest.mark.parametrize("how", ["a wrapper", "in place"])
-def test_what_the_script_compiles_as_a_whole_is_compiled_by_block_in_its_way(how: str) -> None:
-    graphs: list[int] = []
-
+def _counting(graphs: list[int]) -> object:
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
         graphs.append(len(graph.graph.nodes))
         return graph.forward
 
+    return backend
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["as written", "bf16"])
+@pytest.mark.parametrize("how", ["a wrapper", "in place"])
+def test_what_the_script_compiles_as_a_whole_is_compiled_by_block_in_its_way(how: str, more: dict[str, object]) -> None:
+    graphs: list[int] = []
     model, x = _Stack(), torch.randn(4, 16)
+    _policy("keep", **more).apply(model)
     expected = model(x)
     call: nn.Module = model
     if how == "a wrapper":
-        call = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        call = torch.compile(model, backend=_counting(graphs))  # type: ignore[call-overload]
     else:
-        torch.nn.Module.compile(model, backend=backend)
-    assert compiling.compile_whole_by_block(model) == 3
+        torch.nn.Module.compile(model, backend=_counting(graphs))
+    policy = _policy("compile", **more)
+    policy.apply(call)
     assert is_compiled(model)
-    policy = _policy("keep", **BF16)
-    policy.apply(model)
+    assert compiling.compiled_blocks(model) == 3
+    assert torch.equal(call(x), expected)
     call(x).sum().backward()
     assert len(graphs) == 1  # by the script's own backend, once for three blocks
-    assert policy.audit(model).ok
-    policy.remove(model)
+    report = policy.audit(model)
+    assert report.ok, report
+    assert report.operators["execution"]["reason"] == ""
+    policy.remove(call)
     torch._dynamo.reset()
-    assert torch.equal(call(x), expected)
+    plain = _Stack()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(call(x), plain(x))
+    assert len(graphs) == 2  # and is the whole model again
+    assert graphs[1] > graphs[0]
+
+
+@pytest.mark.parametrize("how", ["a wrapper", "in place"])
+def test_blocks_and_the_whole_model_are_exchanged_and_nothing_is_compiled_twice(how: str) -> None:
+    graphs: list[int] = []
+    model, x = _Stack(), torch.randn(4, 16)
+    call: nn.Module = model
+    if how == "a wrapper":
+        call = torch.compile(model, backend=_counting(graphs))  # type: ignore[call-overload]
+    else:
+        torch.nn.Module.compile(model, backend=_counting(graphs))
+    whole = Prepared(model)
+    _policy("compile").apply(model)
+    blocks = Prepared(model)
+    for _ in range(3):
+        whole.put()
+        call(x).sum().backward()
+        blocks.put()
+        call(x).sum().backward()
     assert len(graphs) == 2
+    whole.put()
+    assert compiling.compiled_blocks(model) == 0
 
 
-def test_a_script_that_compiles_its_blocks_or_functions_keeps_them() -> None:
+@pytest.mark.parametrize("execution", ["compile", "compile_whole"])
+def test_a_script_that_compiles_its_blocks_or_functions_keeps_them(execution: str) -> None:
     model = _Stack()
-    assert compiling.compile_whole_by_block(model) == 0
     for block in model.blocks:
         block.compile(backend="eager")
     before = [block.__dict__["_compiled_call_impl"] for block in model.blocks]
-    assert compiling.compile_whole_by_block(model) == 0
+    policy = _policy(execution)
+    policy.apply(model)
     assert [block.__dict__["_compiled_call_impl"] for block in model.blocks] == before
-    flat = torch.compile(_model(), backend="eager")
-    assert compiling.compile_whole_by_block(flat) == 0  # type: ignore[arg-type]
+    model(torch.randn(4, 16)).sum().backward()
+    assert policy.audit(model).operators["execution"]["reason"] == "the script compiles it itself"
+    policy.remove(model)
+    assert [block.__dict__["_compiled_call_impl"] for block in model.blocks] == before
 
 
 @pytest.mark.usefixtures("whole_heap")
@@ -257,8 +296,19 @@ def test_what_was_compiled_before_a_fork_is_found_after_it() -> None:
     gc.freeze()
     try:
         assert is_compiled(model)
-        assert compiling.compile_whole_by_block(model) == 3
+        _policy("compile").apply(model)
+        assert compiling.compiled_blocks(model) == 3
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
     assert compiled is not None
+
+
+def test_a_model_that_was_compiled_as_a_whole_is_not_kept_alive() -> None:
+    model = _Stack()
+    compiled = torch.compile(model, backend="eager")
+    _policy("compile").apply(model)
+    gone = weakref.ref(model)
+    del model, compiled
+    gc.collect()
+    assert gone() is None

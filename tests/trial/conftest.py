@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
@@ -39,3 +40,12 @@ def host(tmp_path: Path) -> Any:
             yield runner
 
     return start
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs without inductor's C++; what the first one of a process imports is imported here, once for all forks."""
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **more: plain(model, **{**more, "backend": "aot_eager"}))
+    torch.ones((), requires_grad=True).backward()  # or a build with CUDA could not be forked any more
+    torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()

@@ -105,7 +105,6 @@ def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
 ) -> None:
     runs = begun(made(script, **changes), script)
     assert not runs.active
-    assert not runs.wanted
     tried = script.blocks == 1
     assert len(runs._ledger.notes) == tried
     assert not tried or "no block could be compiled by itself" in runs._ledger.notes[0]
@@ -117,15 +116,6 @@ def test_where_policies_quantise_blocks_pay_sooner_and_modelled_times_are_not_to
     runs = begun(made(script, measured=measured), script)
     assert runs.active
     assert ("times" in runs._ledger.notes[0]) is measured
-
-
-def test_a_policy_that_compiles_an_eager_script_compiles_blocks_and_needs_no_such_reference() -> None:
-    script = Script()
-    runs = made(script, compiled=False)
-    assert runs.wanted
-    assert not runs.active
-    assert runs.run(TRIAL, 0).step_ms == pytest.approx((9.0,) * 6)
-    assert script.asked == [(0, True, True)]
 
 
 def test_what_fails_by_block_under_the_scripts_own_seed_is_run_as_the_script_compiles_it() -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from autoprec.trial.inside.observe.discovery import Found
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autoprec.applying.policy import TorchPolicy
 
 
@@ -38,6 +40,15 @@ def apply_document(
     for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
         policy.wrap_optimizer(optimizer, model=found.root)
     return policy
+
+
+def by_block(document: dict[str, Any] | None, root: nn.Module) -> dict[str, Any] | None:
+    """Return the policy that compiles a model's repeated blocks where it, or the script, compiles the whole model."""
+    from autoprec.applying.compiling import is_compiled
+
+    asked = document or {"schema": "autoprec.policy/1"}
+    whole = {"keep": is_compiled(root), "compile_whole": True}.get(asked.get("execution", "keep"), False)
+    return asked | {"execution": "compile"} if whole else document
 
 
 def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:

@@ -8,8 +8,9 @@ duel goes on until that is narrow enough.
 This is the duel in one process, of scripts that cannot be forked (CUDA, several ranks) or that compile: policies are
 put on and taken off between blocks. Of all others each block has a process (:mod:`autoprec.trial.inside.lanes`).
 
-The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold, and
-what compiles does so once. The model is trained on by all of them, so a duel's losses mean nothing.
+The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold. What
+compiles does so before the first round, in which all have settled; only then a duel's own seconds begin. The model is
+trained on by all of them, so a duel's losses mean nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from autoprec.applying.compiling import cache_graphs, compile_by_block, compile_whole_by_block, is_compiled
+from autoprec.applying.compiling import allow_contenders, cache_graphs, is_compiled
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import world_size
 from autoprec.policy import policy_from_dict
+from autoprec.trial.inside.applying import by_block
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
@@ -49,8 +51,8 @@ class Duel:
     """Times the policies of ``spec.probes`` against ``spec.policy``, the reference, in a script's own loop.
 
     Args:
-        answer: is given ``{"duel": {"rounds": [{contender: ms per step}], "steps", "block", "refused"}}``, and ends
-            the process.
+        answer: is given ``{"duel": {"rounds": [{contender: ms per step}], "steps", "block", "refused"}}``, with the
+            seconds until all contenders had settled (``settled_s``), and ends the process.
         beat: called when a step is done.
     """
 
@@ -64,9 +66,11 @@ class Duel:
         self._rounds: list[dict[str, float]] = []
         self._round: dict[str, float] = {}
         self._order: list[str] = []
-        self._lane, self._seen = REFERENCE, {REFERENCE}
+        self._lane, self._settled_s = REFERENCE, 0.0
+        self._unsettled: list[str] = []
         self._settle, self._since, self._timed = _SETTLING_FIRST, 0, 0
-        self._block = _RANKED_STEPS if self._ranked else 0  # 0: not known before a step was timed
+        self._block = _RANKED_STEPS  # until all have settled
+        self._steps_s: list[float] = []
         self._random = random.Random(0)
         self._began, self._own = time.monotonic(), time.process_time()
         self.loop = Loop(
@@ -81,38 +85,47 @@ class Duel:
 
     def begin(self) -> None:
         """Start with the reference, inside the first training forward."""
-        root = self._found.root
-        if self._spec.by_block:
-            compile_by_block()
-            compile_whole_by_block(root)
-        if is_compiled(root) or any(probe.policy.get("execution") == "compile" for probe in self._spec.probes):
+        asked = [self._spec.policy or {}, *(probe.policy for probe in self._spec.probes)]
+        if is_compiled(self._found.root) or any(one.get("execution", "keep") != "keep" for one in asked):
             cache_graphs()
+            allow_contenders(len(asked))
+        self._prepare()
         self.loop.start()
 
     def end(self) -> None:
         """Answer with the rounds so far, also where the script ends by itself: another process may go on."""
         found = {"rounds": self._rounds, "steps": self.loop.steps, "block": self._block, "refused": self._refused}
+        found["settled_s"] = self._settled_s
         self._answer({"duel": found})
 
     # ---------------------------------------------------------------- between two steps: the clock stands still
     def _stepped(self, loop: Loop) -> None:
-        if not self._lanes:
-            self._prepare()
         if self._settle:
             compiled = loop.graphs[-1] > loop.graphs[-2] and loop.steps - self._since < _MOST_SETTLING
             self._settle = max(self._settle - 1, int(compiled))
+            if not self._settle and self._unsettled:
+                self._settled(loop)
             return
         self._timed += 1
-        if not self._block:  # the first settled step tells how long one takes
-            step_s = max(loop.clock.milliseconds()[-1] / 1e3, 1e-6)
-            within = math.inf if self._spec.within_s is None else self._spec.within_s
-            block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)))  # the fewest rounds take half of the time
-            self._block = max(1, min(_MOST_STEPS, math.ceil(block_s / step_s)))
-        elif self._timed < self._block:
+        if self._timed < self._block:
             return
-        else:
-            self._round[self._lane] = sum(loop.clock.milliseconds()[-self._timed :]) / self._timed
+        self._round[self._lane] = sum(loop.clock.milliseconds()[-self._timed :]) / self._timed
         self._next(loop)
+
+    def _settled(self, loop: Loop) -> None:
+        """Let the next contender settle; when all have, say how many steps a block has, and begin."""
+        self._steps_s.append(max(loop.clock.milliseconds()[-1] / 1e3, 1e-6))
+        self._put(self._unsettled.pop(), loop, _SETTLING_FIRST)
+        if self._unsettled:  # the last one is the reference, which has settled before
+            return
+        if not self._ranked:
+            step_s = sum(self._steps_s) / len(self._steps_s)
+            within = math.inf if self._spec.within_s is None else self._spec.within_s
+            # the fewest rounds take half of the time
+            block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)) - _SETTLING * step_s)
+            self._block = max(1, min(_MOST_STEPS, math.ceil(block_s / step_s)))
+        self._settled_s = time.monotonic() - self._began
+        self._began, self._own = time.monotonic(), time.process_time()
 
     def _prepare(self) -> None:
         """Put every policy on once, and hold what it changed."""
@@ -121,13 +134,15 @@ class Duel:
         asked = {REFERENCE: self._spec.policy} | {probe.id: probe.policy for probe in self._spec.probes}
         for name, document in asked.items():
             try:
-                if document is not None:
-                    apply_policy(policy_from_dict(document), root, backend=self._spec.backend)
+                wanted = by_block(document, root) if self._spec.by_block else document
+                if wanted is not None:
+                    apply_policy(policy_from_dict(wanted), root, backend=self._spec.backend)
                 self._lanes[name] = Prepared(root)
             except AutoPrecError as error:
                 self._refused[name] = str(error)
             before.put()
         self._lanes[REFERENCE].put()
+        self._unsettled = [REFERENCE, *(name for name in self._lanes if name != REFERENCE)]
 
     def _next(self, loop: Loop) -> None:
         """Exchange the policy for the next one of this round, or begin another round."""
@@ -141,10 +156,12 @@ class Duel:
             self._random.shuffle(self._order)
         lane, self._timed = self._order.pop(), 0
         if lane != self._lane:
-            self._lanes[lane].put()
-            self._settle, self._since = _SETTLING if lane in self._seen else _SETTLING_FIRST, loop.steps
-            self._seen.add(lane)
-        self._lane = lane
+            self._put(lane, loop, _SETTLING)
+
+    def _put(self, lane: str, loop: Loop, steps: int) -> None:
+        """Exchange the policy, and let so many steps go by."""
+        self._lanes[lane].put()
+        self._lane, self._settle, self._since = lane, steps, loop.steps
 
     def _is_known(self, loop: Loop) -> bool:
         """Say whether it is enough; a policy that is known well enough is timed no more."""

@@ -20,8 +20,6 @@ from torch import nn
 
 from autoprec.applying.compiling import (
     cache_graphs,
-    compile_by_block,
-    compile_whole_by_block,
     compiled_blocks,
     is_compiled,
     keep_random_streams,
@@ -30,7 +28,7 @@ from autoprec.applying.compiling import (
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
 from autoprec.numerics.sharded import rank
 from autoprec.support.files import canonical_json, finite
-from autoprec.trial.inside.applying import apply_document, state_document, watch_state
+from autoprec.trial.inside.applying import apply_document, by_block, state_document, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.seeding import reseed
@@ -113,27 +111,23 @@ class Trial:
             reseed(spec.seed + rank())
         if spec.perturb:  # before the policy, which may store weights in another format
             round_weights(self.found, spec.perturb)
-        if spec.by_block:
-            compile_by_block()
-            if blocks := compile_whole_by_block(self.found.root):
-                self._payload["by_block"] = blocks
+        document = by_block(spec.policy, self.found.root) if spec.by_block else spec.policy
+        own = document is not None and is_compiled(self.found.root)
         try:
             # in a trial shares of a run are shares of the trial
-            self._policy = apply_document(spec.policy, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
+            self._policy = apply_document(document, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
+        if spec.by_block and (blocks := compiled_blocks(self.found.root)):
+            self._payload["by_block"] = blocks
         if spec.kind == "numerics":
             self._gemms = GemmCheck(self.found.root)
         execution = "keep" if self._policy is None else self._policy.execution
-        if execution == "eager":  # nothing is compiled, by block or otherwise
-            self._payload.pop("by_block", None)
-        compiles = execution == "compile"
-        if compiles and spec.by_block and (blocks := compiled_blocks(self.found.root)):
-            self._payload["by_block"] = blocks
-        if compiles:
+        compiles = execution in ("compile", "compile_whole")
+        if compiles and not own:  # the reference then runs as eager code
             keep_random_streams()
-        if spec.kind == "train" and (compiles or is_compiled(self.found.root)):
-            cache_graphs()  # the next paired seed compiles the same graphs
+        if compiles or is_compiled(self.found.root):
+            cache_graphs()  # of all kinds of trials alike: what differs in it is not found in the cache
         self._heap = some_heap(self.pid) if self._device.type == "cpu" else []
         self._monitors = watch_state(self._policy, self.found, spec.warmup + spec.steps)
         self._batch = batch_size(args, kwargs)

@@ -21,6 +21,9 @@ from autoprec.tuning.decide.published import in_blocks, published_presets
 #: First words of roles (:data:`autoprec.graph.roles.ROLES`): of layers that do attention, and of MLPs.
 _ATTENTION, _MLP = {"attention", "cross_attention"}, {"mlp", "expert", "shared_expert"}
 
+#: How a policy's ``execution`` is called in a preset's name.
+_EXECUTED = {"compile": "compiled", "compile_whole": "compiled as a whole", "eager": "not compiled"}
+
 
 def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, params) of the presets that this problem can express, each numerically different from the others.
@@ -64,8 +67,10 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
         yield _name(problem, choice), problem.params_of(choice)
     for execution in problem.parameters.get("execution", ()):
         if execution != "keep":
-            name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"
-            yield name, problem.params_of(problem.baseline, execution=execution)
+            yield (
+                f"all {_label(problem.baseline)}, {_EXECUTED[execution]}",
+                problem.params_of(problem.baseline, execution=execution),
+            )
     quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
     yield from _from_space(problem)
     # FP8 casts that are not fused seldom pay: where a policy may compile the model, its exceptions are tried compiled

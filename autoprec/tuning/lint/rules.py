@@ -314,7 +314,9 @@ def _tf32(facts: Facts) -> Iterator[Finding]:
 
 
 def _recompiles(facts: Facts) -> Iterator[Finding]:
-    compiled = bool(facts.says("compile")) or (facts.policy is not None and facts.policy.execution == "compile")
+    compiled = bool(facts.says("compile")) or (
+        facts.policy is not None and facts.policy.execution.startswith("compile")
+    )
     if not compiled:
         return
     if facts.policy is not None and facts.policy.phases:

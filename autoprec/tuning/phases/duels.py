@@ -167,7 +167,7 @@ class Duels:
 
     def _can_fork(self, runs: Sequence[Run]) -> bool:
         """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
-        eager = all(run.policy.get("execution") != "compile" for run in runs)
+        eager = all(run.policy.get("execution", "keep") == "keep" for run in runs)
         needed = self._ledger.reference.memory_bytes
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free

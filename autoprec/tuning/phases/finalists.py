@@ -182,7 +182,7 @@ class Race:
         seed = self._rows[record.number][-1].seed + 1
         while seed in self._seeds.unusable:
             seed += 1
-        self._measure(record, seed, by_block=self._runner.by_block.wanted and not is_whole(record))
+        self._measure(record, seed, by_block=self._runner.by_block.active and not is_whole(record))
 
     def _measure(self, record: Run, seed: int, *, by_block: bool) -> None:
         """Run a policy under a paired seed, beside a reference that is compiled likewise, and judge all again."""

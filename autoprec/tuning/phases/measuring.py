@@ -127,7 +127,7 @@ class PairedSeeds:
         """
         references = self._ledger.whole if whole else self._ledger.references
         if seed not in references:
-            by_block = self._runner.by_block.wanted and not whole
+            by_block = self._runner.by_block.active and not whole
             result = self._runner.run(self._runner.spec(self._setup.reference_policy(), by_block=by_block), seed)
             if not result.ok:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")

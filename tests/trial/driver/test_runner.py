@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
@@ -63,15 +62,6 @@ WITHOUT_UPDATE = ("gradscaler",)
 
 def logged(path: Path) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", path.read_text())]
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs without inductor's C++; what the first one of a process imports is imported here, once for all forks."""
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **more: plain(model, **{**more, "backend": "aot_eager"}))
-    torch.ones((), requires_grad=True).backward()  # or a build with CUDA could not be forked any more
-    torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
 
 @pytest.mark.usefixtures("compiler")

@@ -9,7 +9,7 @@ import pytest
 
 from autoprec.policy import Policy
 from autoprec.trial.inside.duel import ratios_of
-from autoprec.trial.intervals import median_interval
+from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from tests.trial.conftest import uniform
 
@@ -38,7 +38,7 @@ def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResu
     path = folder / "train.py"
     path.write_text(SCRIPT)
     probes = (Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8")))
-    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=2.0, precision=1.0, timeout_s=60.0)
+    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=2.0, precision=0.02, timeout_s=60.0)
     with host(str(path), str(steps), launch=launch) as runner:
         result: TrialResult = runner.run(spec)
     return result
@@ -60,3 +60,57 @@ def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -
     result = duel(host, tmp_path, 40)
     assert result.ok
     assert result.payload["duel"]["steps"] == 40
+
+
+COMPILED = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+    def forward(self, x):
+        return x + torch.tanh(self.up(x))
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+model = Stack()
+call = torch.compile(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[1])):
+    x = torch.randn(64, 64)
+    loss = (call(x) - x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_duels_own_seconds_begin_when_all_that_compiles_has_settled(
+    host: Any, tmp_path: Path, by_block: bool
+) -> None:
+    """Compiling takes seconds, a duel a fraction of one: it still has the rounds that an interval takes."""
+    path = tmp_path / "train.py"
+    path.write_text(COMPILED)
+    policies = {"bf16": uniform("bf16"), "autocast": Policy(activations="bf16").to_dict(), "fp8": uniform("fp8")}
+    probes = tuple(Probe(*named) for named in policies.items())
+    within = {"within_s": 1.0, "precision": 0.0, "timeout_s": 60.0}
+    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", by_block=by_block, **within)
+    with host(str(path), "100000") as runner:
+        result = runner.run(spec)
+        plain = runner.run(TrialSpec(steps=4, warmup=2, by_block=by_block))
+    assert result.ok, result.reason + result.tail
+    found = result.payload["duel"]
+    assert found["settled_s"] > 0.0
+    assert not found["refused"]
+    assert len(found["rounds"]) >= FEWEST
+    assert set(found["rounds"][0]) == {"", *policies}
+    assert plain.payload.get("by_block", 0) == (3 if by_block else 0)

@@ -6,7 +6,6 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 from autoprec.errors import AutoPrecWarning, PolicyError, PolicyMismatchError, UnsupportedError
 from autoprec.trial.inside import trial
-from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.applying import apply_document, by_block
 from autoprec.trial.inside.observe import hooks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
@@ -37,21 +36,27 @@ def test_out_of_memory(error: BaseException, oom: bool) -> None:
     assert is_out_of_memory(error) is oom
 
 
-@pytest.mark.parametrize(("execution", "told"), [("keep", {"by_block": 4}), ("eager", {})])
-def test_a_policy_that_compiles_nothing_is_not_said_to_have_compiled_blocks(
-    monkeypatch: pytest.MonkeyPatch, execution: str, told: dict[str, int]
+@pytest.mark.parametrize(
+    ("compiled", "asked", "ran"),
+    [
+        (True, None, "compile"),
+        (True, "keep", "compile"),
+        (True, "eager", "eager"),
+        (True, "compile_whole", "compile"),
+        (False, "keep", "keep"),
+        (False, "compile", "compile"),
+        (False, "compile_whole", "compile"),
+    ],
+)
+def test_by_block_whole_models_are_not_compiled_and_eager_ones_stay_so(
+    compiled: bool, asked: str | None, ran: str
 ) -> None:
-    made: Any = object.__new__(trial.Trial)
-    made.spec, made.found, made._payload = TrialSpec(by_block=True), SimpleNamespace(root=nn.Linear(2, 2)), {}
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setattr(trial, "compile_by_block", lambda: None)
-    monkeypatch.setattr(trial, "compile_whole_by_block", lambda _root: 4)
-    monkeypatch.setattr(trial, "apply_document", lambda *_, **__: SimpleNamespace(execution=execution))
-    monkeypatch.setattr(trial, "is_compiled", lambda _root: 1 / 0)  # far enough
-    with pytest.raises(ZeroDivisionError):
-        made.begin(made.found.root, (), {})
-    assert made._payload == told
+    model: Any = nn.Linear(2, 2)
+    call = torch.compile(model, backend="eager") if compiled else None
+    document = None if asked is None else {"schema": "autoprec.policy/1", "execution": asked}
+    found = by_block(document, model)
+    assert (found or {"execution": "keep"})["execution"] == ran
+    assert call is None or by_block(None, nn.Linear(2, 2)) is None
 
 
 def test_statuses() -> None:
