@@ -46,7 +46,6 @@ def search(
     engine: str = "local",
     sampler: str = "ours",
     cost_scale: str = "",
-    calibration: str = "",
     force: bool = False,
     seeds: int = 2,
     backend: str = "auto",

@@ -189,7 +189,7 @@ def exits(cwd: Path) -> Iterator[tuple[str, str]]:
         search; search missing.py; search --target b200 --no-mlflow raises.py; search --trials 0 raises.py
         search --target nowhere raises.py; search --space nowhere raises.py; search --frobnicate raises.py
         search --sampler nowhere raises.py; search --budget soon raises.py; verify raises.py; ui --frobnicate
-        transfer good.yaml -- nowhere.json; transfer missing.yaml -- llama3-70b; calibrate --target nowhere
+        transfer good.yaml -- nowhere.json; transfer missing.yaml -- llama3-70b
     """
     for line in (part.strip() for row in lines.splitlines() for part in row.split(";")):
         if line:

@@ -37,7 +37,6 @@ ENTRANCES = (
     "autoprec.__main__",
     "autoprec.cli",
     "autoprec.graph",
-    "autoprec.cost.calibrate.cpu_probe",
     "autoprec.trial.driver.execute",
     "autoprec.trial.inside._inject.sitecustomize",
     "autoprec.integrations.lightning",

@@ -20,7 +20,6 @@ SURFACE = {
     "show": "--lean --json --schema",
     "lint": "--baseline --format --json --strict --target",
     "export": "--allow-lossy --force --layers --output --to",
-    "calibrate": "--output --target",
     "doctor": "--json --targets",
     "ui": "--port --sync",
 }

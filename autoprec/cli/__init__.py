@@ -35,7 +35,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("policies.show:show", "Print a policy with its evidence, or what two differ in."),
     "lint": ("policies.lint:lint", "Is a policy or search space valid, and right for a script?"),
     "export": ("policies.export:export", "A policy as another training stack's configuration, or that as a policy."),
-    "calibrate": ("machine.calibrate:calibrate", "Measure this device for the cost model."),
     "doctor": ("machine.doctor:doctor", "What works here, and why not; the hardware table."),
     "ui": ("machine.ui:ui", "Open the MLflow UI on the study's runs."),
 }

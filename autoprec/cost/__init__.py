@@ -1,4 +1,4 @@
-"""What a training step costs on a target: time, memory, the verdict before a search, and calibration.
+"""What a training step costs on a target: time, memory, and the verdict before a search.
 
 The model is a roofline, one operator at a time: a GEMM takes the longer of its multiplications at the rate the device
 reaches for that format and of its bytes at the memory bandwidth, plus a launch. Eight bits halve both terms, but every

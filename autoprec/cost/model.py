@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
-from autoprec.cost.calibrate.linears import Linears
+from autoprec.cost.device.cpu import cpu_rates, on_this_cpu
+from autoprec.cost.device.measured import measured_on
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, gemm_seconds, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, StepMemory, step_memory
@@ -26,7 +26,6 @@ from autoprec.cost.rest import (
 )
 from autoprec.cost.saved import NOT_LISTED, WIDE, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
-from autoprec.cost.widths import Widths, widths
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy, Policy
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
@@ -63,9 +62,9 @@ def _dtype_as_written(layer: Layer, target: Target) -> str:
     return "tf32" if tf32 else dtype
 
 
-def _unknown(known: Mapping[str, tuple[float, float]], family: str) -> tuple[float, float]:
-    """Return the factors of a family whose linears were not timed: bf16's for another scaled one, else none."""
-    return (1.0, 1.0) if family in ("fp32", "tf32", "fp64") else known.get("bf16", (1.0, 1.0))
+def _unknown(known: Mapping[str, float], family: str) -> float:
+    """Return the factor of a family whose linears were not timed: bf16's for another scaled one, else none."""
+    return 1.0 if family in ("fp32", "tf32", "fp64") else known.get("bf16", 1.0)
 
 
 class CostModel:
@@ -74,16 +73,14 @@ class CostModel:
     Args:
         scale: shapes of a larger model, see :class:`CostScale`.
         compiled: whether the script's pointwise work is fused by a compiler.
-        calibration: measured rates over the defaults, see
-            :func:`autoprec.cost.calibrate.calibration.load_calibration`. Where whole linears were timed, layers are
-            charged as the backend ran them.
-        backend: who runs the GEMMs; ``auto``: whom the calibration found fastest for each recipe.
+        backend: who runs the GEMMs: layers are charged as it ran whole linears, where that was measured on the target
+            (:mod:`autoprec.cost.device.measured`).
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
         rates: replaces the default rates of the target's architecture. Of a library's casts (``rates.library``:
             Transformer Engine's kernels) norms and activations write the quantised input of the layer behind them (its
             fused modules). Of casts compiled by torch a compiled step fuses their first read of the input.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).
-        cpu: rates of a CPU in place of this machine's (target ``cpu`` only).
+        cpu: FLOP/s by format (fp32, bf16, int8) in place of this machine's (target ``cpu`` only).
 
     ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
     """
@@ -95,28 +92,23 @@ class CostModel:
         *,
         scale: CostScale | None = None,
         compiled: bool = True,
-        calibration: Mapping[str, Any] | None = None,
         weight_reuse: float = 1.0,
         rates: Rates | None = None,
         shards: int = 1,
-        cpu: Mapping[str, Any] | None = None,
+        cpu: Mapping[str, float] | None = None,
         backend: str = "auto",
     ) -> None:
-        self.report, self.target, self.scale = report, target, scale or CostScale()
-        self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
+        known = None if rates else measured_on(target)
         self.rates: Rates = rates or default_rates(target)
-        self._factors: dict[str, dict[str, tuple[float, float]]] = {}
-        self._cpu: CpuCost | None = None
+        self._factors: dict[str, dict[str, float]] = {}
+        if known is not None:
+            self.rates = known.over(self.rates)
+            self._factors = {how: known.factors(target, self.rates, how, backend) for how in ("eager", "compiled")}
         if target.is_cpu:
             measured, label = (cpu, "modelled, rates as given") if cpu else cpu_rates()
-            self._cpu, self.rates = CpuCost(measured), replace(self.rates, label=label)
-        elif calibration:
-            self.rates = self.rates.merged(calibration.get("rates", {}), str(calibration.get("label", "calibrated")))
-            if not self.rates.library:
-                self._factors = {
-                    how: Linears.of(calibration).factors(target, self.rates, how, backend)
-                    for how in ("eager", "compiled")
-                }
+            target, self.rates = on_this_cpu(target, measured), replace(self.rates, label=label)
+        self.report, self.target, self.scale = report, target, scale or CostScale()
+        self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
         self._layers: dict[str, Layer] = {layer.name: layer for layer in report.layers}
         self._works: dict[str, tuple[GemmWork, ...]] = {
             layer.name: layer_works(layer, self.scale) for layer in report.layers
@@ -127,10 +119,9 @@ class CostModel:
         self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
         self._muon = scaled_newton_schulz(report, self.scale)
-        self._costs: dict[tuple[str, LayerPlan, str, float], LayerCost] = {}
+        self._costs: dict[tuple[str, LayerPlan, str], LayerCost] = {}
         self._memory: dict[tuple[Any, ...], int] = {}
-        self._rests: dict[tuple[str, str, tuple[str, ...]], RestCost] = {}
-        self._widths: dict[tuple[str, tuple[str, ...]], Widths | None] = {}
+        self._rests: dict[tuple[str, str], RestCost] = {}
         self._other: CostModel | None = None
 
     @cached_property
@@ -175,64 +166,41 @@ class CostModel:
     def works(self, name: str) -> tuple[GemmWork, ...]:
         return self._works[name]
 
-    def layer_cost(
-        self, name: str, plan: LayerPlan, activations: str = "keep", wide: tuple[str, ...] = WIDE
-    ) -> LayerCost:
+    def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost:
         """Return seconds of one layer's GEMMs and casts in one step (all calls, all repeats of scaled depth).
-
-        ``wide``: what stays in float32 under autocast, which a CPU casts for the layers that read it.
 
         Raises:
             KeyError: the report has no such layer.
         """
-        runs = self._runs(activations, wide)
-        given = runs.inputs.get(name, 0.0) if runs else 0.0
-        found = self._costs.get((name, plan, activations, given))
+        found = self._costs.get((name, plan, activations))
         if found is None:
-            found = self._costs[name, plan, activations, given] = self._layer_cost(name, plan, activations, given)
+            found = self._costs[name, plan, activations] = self._layer_cost(name, plan, activations)
         return found
 
-    def _runs(self, activations: str, wide: tuple[str, ...]) -> Widths | None:
-        """Return what autocast casts on a CPU; None on a GPU, and of a step that was not recorded."""
-        if self._cpu is None or activations == "keep" or self.report.source == "analytic":
-            return None
-        found = self._widths.get((activations, wide))
-        if found is None:
-            found = self._widths[activations, wide] = widths(self._lifetimes, activations, wide)
-        return found
-
-    def _layer_cost(self, name: str, plan: LayerPlan, activations: str, given: float) -> LayerCost:
-        script = self._script[name]
-        if self._cpu is not None:
-            works = self._works[name]
-            run = partial(self._cpu.layer_cost, kind=self._layers[name].kind, given=given)
-        else:
-            works, fused = self._works_under(name, plan), self.rates.library or self.compiled
-            shared = self._input_reuse.get(name, 1.0) if self.compiled else 1.0
-            run = partial(layer_cost, self.target, self.rates, fused=fused, eager=not fused, input_reuse=shared)
-            run = partial(run, weight_reuse=self.weight_reuse)
+    def _layer_cost(self, name: str, plan: LayerPlan, activations: str) -> LayerCost:
+        script, cpu = self._script[name], self.target.is_cpu
+        works, fused = self._works_under(name, plan), self.rates.library or self.compiled
+        shared = self._input_reuse.get(name, 1.0) if self.compiled else 1.0
+        # on a CPU a call casts each operand by itself, in kernels of this package
+        run = partial(layer_cost, self.target, self.rates, fused=fused and not cpu, eager=not (fused or cpu))
+        run = partial(run, input_reuse=shared, weight_reuse=self.weight_reuse)
         parts = [run(work=work, plan=plan, activations=activations, script=script) for work in works]
         gemm = sum(part.gemm for part in parts)
         weighted = sum(part.gemm * part.error for part in parts)
         linear = self._layers[name].kind not in ("conv", "rnn") and "grouped" not in self._layers[name].flags
-        device, host = self._measured_over_modelled(plan, kept_family(activations, script), linear=linear)
+        measured = self._measured_over_modelled(plan, kept_family(activations, script)) if linear else 1.0
         return LayerCost(
-            gemm=gemm * device,
-            cast=sum(part.cast for part in parts) * device,
-            kernels=sum(part.kernels for part in parts) * host,
+            gemm=gemm * measured,
+            cast=sum(part.cast for part in parts) * measured,
+            kernels=sum(part.kernels for part in parts),
             error=weighted / gemm if gemm else 0.2,
         )
 
-    def _measured_over_modelled(self, plan: LayerPlan, kept: str, *, linear: bool) -> tuple[float, float]:
-        """Return what timed linears took over what the model says, on the device and of the host's launches.
-
-        Both are the means of the three GEMMs' recipes.
-        """
-        known = self._factors.get("compiled" if self.compiled else "eager", {}) if linear else {}
+    def _measured_over_modelled(self, plan: LayerPlan, kept: str) -> float:
+        """Return what timed linears took over what the model says: the mean of the three GEMMs' recipes."""
+        known = self._factors.get("compiled" if self.compiled else "eager", {})
         families = [kept if recipe is None else recipe_family(recipe) for recipe in plan.recipes]
-        found = [known.get(family, _unknown(known, family)) for family in families]
-        device, host = (sum(factors) / len(families) for factors in zip(*found, strict=True))
-        return device, host
+        return sum(known.get(family, _unknown(known, family)) for family in families) / len(families)
 
     def _works_under(self, name: str, plan: LayerPlan) -> tuple[GemmWork, ...]:
         """Return a layer's GEMMs: of a result that selective checkpointing keeps in 16 and 8 bits alone, once more."""
@@ -245,19 +213,20 @@ class CostModel:
         """Return milliseconds of one layer's GEMMs and casts: the additive part of a step's time."""
         return self.layer_cost(name, plan, activations).seconds * 1e3
 
-    def rest(self, activations: str = "keep", attention: str = "keep", wide: tuple[str, ...] = WIDE) -> RestCost:
-        """Return the time of what is not a layer's GEMM; see :meth:`layer_cost` for ``wide``."""
-        key, operators = (activations, attention, wide), self._rest_operators
+    def rest(self, activations: str = "keep", attention: str = "keep") -> RestCost:
+        """Return the time of what is not a layer's GEMM."""
+        key = (activations, attention)
         found = self._rests.get(key)
         if found is None:
-            how = {"activations": activations, "attention": attention}
-            if self._cpu is not None:
-                runs, views = self._runs(activations, wide), len(self.report.operators) - len(operators)
-                found = self._cpu.rest_cost(operators, self.scale, runs=runs, views=views, **how)
-            else:
-                rows, compiled = operators.values(), self.compiled
-                found = rest_cost(self.target, self.rates, rows, self.scale, compiled=compiled, **how)
-            self._rests[key] = found
+            found = self._rests[key] = rest_cost(
+                self.target,
+                self.rates,
+                self._rest_operators.values(),
+                self.scale,
+                activations=activations,
+                attention=attention,
+                compiled=self.compiled,
+            )
         return found
 
     def under(self, policy: Policy, plans: Mapping[str, LayerPlan]) -> StepEstimate:
@@ -286,18 +255,18 @@ class CostModel:
         kept = {"attention": attention, "norm": norm, "softmax": softmax}
         wide = tuple(name for name, dtype in kept.items() if dtype == "fp32")
         for name in self._layers:
-            cost = self.layer_cost(name, plans.get(name, _KEEP), activations, wide)
+            cost = self.layer_cost(name, plans.get(name, _KEEP), activations)
             gemm += cost.gemm
             cast += cost.cast
             kernels += cost.kernels
             error += cost.error * cost.seconds
-        rest = self.rest(activations, attention, wide)
+        rest = self.rest(activations, attention)
         state = optimizer or OptimizerPolicy()
         update = self._update_seconds(state)
-        gaps = 0.0 if self._cpu else rest.kernels * self.rates.launch_us * 1e-6
+        gaps = rest.kernels * self.rates.launch_us * 1e-6
         others = sum(rest.seconds.values()) + gaps + update
         device = gemm + cast + others
-        launch = 0.0 if self._cpu else max(0.0, self._host_seconds(kernels, rest) - device)
+        launch = max(0.0, self._host_seconds(kernels, rest) - device)
         total = device + launch
         width = (error + self.rates.error.get("rest", 0.35) * (others + launch)) / total if total else 0.0
         breakdown = {"gemm": gemm, "quantise": cast, **rest.seconds, "optimizer": update}
@@ -369,18 +338,14 @@ class CostModel:
         return found
 
     def _update_seconds(self, state: OptimizerPolicy) -> float:
-        if self._cpu is not None:
-            tensors = 3.0 * len(self._layers) * self.scale.depth
-            update = self._cpu.update_seconds(self.parameters, tensors, fused=self.report.fused_update)
-            return update + self._newton_schulz_seconds()
         second = second_moments(self._muon, self.parameters)
-        moved = self.parameters / self.shards * optimizer_bytes(state, second)[1] * (1.0 if self.compiled else 1.6)
+        passes = 1.0 if self.compiled or self.report.fused_update else 1.6
+        moved = self.parameters / self.shards * optimizer_bytes(state, second)[1] * passes
         return moved / (self.target.bandwidth * self.rates.bandwidth) + self._newton_schulz_seconds()
 
     def _newton_schulz_seconds(self) -> float:
         """Return the time of what Muon multiplies: in bf16, as it is written, and on one of the shards each."""
-        cpu, gpu = self._cpu, partial(gemm_seconds, self.target, self.rates, "bf16")
-        product = partial(cpu.gemm_seconds, "bf16", "fprop") if cpu else gpu
+        product = partial(gemm_seconds, self.target, self.rates, "bf16")
         each = (one.matrices * one.iterations * product(*sizes) for one in self._muon for sizes in one.products)
         return sum(each) / self.shards
 

@@ -1,4 +1,4 @@
-"""How much of its peak a device reaches, per recipe family: the parameters that calibration replaces.
+"""How much of its peak a device reaches, per recipe family.
 
 The defaults are fitted on one half of the published tables and scored on the other half
 (``benchmarks/cost/cost_model.py`` prints both; docs/cost-model.md says which rows).
@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
-from autoprec.errors import FileError
 from autoprec.precision.hardware import Target
 from autoprec.support.files import read_document
 
@@ -35,7 +32,7 @@ class Rates:
         host_us: microseconds of CPU time per eager operator (a step never runs faster than its launches).
         attention: fraction of the bf16 peak that fused attention reaches.
         error: family -> relative half width of the uncertainty of a time.
-        label: what the figures rest on: ``modelled, uncalibrated`` or ``modelled, calibrated on ...``.
+        label: what the figures rest on: ``modelled, uncalibrated`` or ``modelled, calibrated on ...`` (measured.py).
     """
 
     gemm: Mapping[str, float]
@@ -58,28 +55,6 @@ class Rates:
             return self
         cast = {family: share * self.compiled_casts for family, share in self.cast.items()}
         return replace(self, cast=cast, compiled_casts=1.0, library=False)
-
-    def merged(self, document: Mapping[str, Any], label: str) -> Rates:
-        """Return these rates with what a calibration measured put over them.
-
-        Raises:
-            FileError: an unknown name, a value that is not a positive number, or a share above 1.
-        """
-        fix = "write the file with `autoprec calibrate`"
-        for name, value in document.items():
-            if name not in MEASURED:
-                raise FileError(f"unknown rates.{name}", where="calibration", fix=f"valid: {', '.join(MEASURED)}")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-            if not number or value <= 0:
-                raise FileError(f"rates.{name} is {value!r}, not a positive number", where="calibration", fix=fix)
-            if name == "bandwidth" and value > 1:
-                raise FileError(f"rates.{name} is {value!r}, a share above 1", where="calibration", fix=fix)
-        values: dict[str, Any] = {name: float(value) for name, value in document.items()}
-        return replace(self, **values, label=label)
-
-
-#: What a calibration measures of these; linears correct the rest.
-MEASURED = ("bandwidth", "launch_us", "host_us")
 
 
 @lru_cache(maxsize=1)

@@ -23,8 +23,8 @@ AS_WRITTEN = "the script as written"
 SAME_PRECISION = 0.01
 #: A GEMM of full size gains 30 % or more from 8 bits; one that gains less than half of that is held back by its size.
 _WORTH_IT = 0.15
-#: M K N of a product on a CPU from which on a ratio of its times is told: half of the least that rates are fitted to.
-#: What is smaller takes what a call takes, in any format.
+#: M K N of a product on a CPU from which on a ratio of its times is told: what is smaller takes what a call takes, in
+#: any format.
 _TIMED_SIZE = 2**21
 
 

@@ -332,7 +332,7 @@ def limit_bytes(device: Target, has: int = 0) -> int:
 
 
 def _cpu() -> Target:
-    """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.calibrate.cpu`)."""
+    """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.device.cpu`)."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Target(
         name="cpu",
@@ -347,7 +347,7 @@ def _cpu() -> Target:
         links={},
         layouts=1,
         recipes={str(key): value for key, value in _packaged().architectures["cpu"].recipes.items()},
-        source="rates are fitted by a micro-benchmark on this machine and cached",
+        source="three products are timed on this machine when a search begins",
         date="",
     )
 

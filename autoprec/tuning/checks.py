@@ -33,7 +33,7 @@ def check_early(options: SearchOptions) -> None:
     if options.space:
         load_space(options.space)
     if options.cost_scale:
-        check_scale(options.cost_scale, options.target, options.calibration)
+        check_scale(options.cost_scale, options.target)
     if options.backend != "auto":
         from autoprec.backends import BACKENDS  # needs torch, which the driver otherwise does without
 
@@ -44,7 +44,7 @@ def check_early(options: SearchOptions) -> None:
     check_replaceable(options.output)
 
 
-def check_scale(text: str, target_name: str, calibration: str = "") -> CostScale:
+def check_scale(text: str, target_name: str) -> CostScale:
     """Return a cost scale; refuse one of which nobody said what device it is for.
 
     Raises:
@@ -53,7 +53,7 @@ def check_scale(text: str, target_name: str, calibration: str = "") -> CostScale
     from autoprec.tuning.workers.slots import visible_gpus
 
     scale = CostScale.parse(text)
-    if target_name == "auto" and not calibration and not visible_gpus(dict(os.environ)):
+    if target_name == "auto" and not visible_gpus(dict(os.environ)):
         raise UsageError(
             "--cost-scale without --target would model this CPU at a larger scale",
             fix=f"name the GPU to rehearse for: --target h100 --cost-scale {text}",

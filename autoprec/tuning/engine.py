@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import Verdict
-from autoprec.cost.calibrate.calibration import load_calibration
-from autoprec.cost.calibrate.cpu import UNCALIBRATED, cpu_rates
+from autoprec.cost.device.cpu import UNCALIBRATED, cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
@@ -53,7 +52,6 @@ from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import REPAIR, Run, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
-from autoprec.tuning.target import calibration_here, calibration_of
 from autoprec.tuning.workers.engines import runner_factory
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 from autoprec.tuning.workers.slots import visible_gpus
@@ -104,7 +102,6 @@ class Search:
         self.ledger: Ledger | None = None
         self._factory = factory
         self._started = time.monotonic() if started is None else started
-        self._calibration: dict[str, Any] | None = None
         self._store: StudyStore | None = None
         self._variants: list[dict[str, Any]] = []
         self._pools: dict[str, HostPool] = {}
@@ -131,7 +128,6 @@ class Search:
         """
         check_early(self.options)
         check_named(self.options)
-        calibration_of(self.options)
         try:
             return self._locked()
         except ScriptError:
@@ -196,8 +192,6 @@ class Search:
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
         pool.prepare(0)
         began, probe = time.monotonic(), self._probe_cpu()
-        if self.options.calibration:  # refused before the study is begun; else that overlaps with the script's start
-            self._calibration = calibration_of(self.options, pool.info(0).device)
         store = self._store or self._open_store(stack)
         try:
             host = pool.info(0)
@@ -207,12 +201,11 @@ class Search:
         start_s = max(time.monotonic() - began, host.setup_s)  # it may have been started for its variants
         self._check_time(store, host, start_s, starts=2)  # for the recorded step, and for the reference
         self.listener.phase("graph")
-        self._calibration = self._calibration or self._kept_calibration(store, host)
         graph = self.graph = tunable(record_step(pool, self.command.label), self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
         self._check_time(store, host, start_s, starts=1)
-        setup = Setup.of(self.options, host, graph, self._calibration, shapes(self._variants))
+        setup = Setup.of(self.options, host, graph, shapes(self._variants))
         verdict = setup.verdict()
         beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
         guessed = setup.measured and setup.cost.label.startswith(UNCALIBRATED)
@@ -227,8 +220,6 @@ class Search:
         self.listener.started(self._introduction(setup, store))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
-        if chosen := setup.backends_text(self._calibration):
-            ledger.note(chosen)
         self.listener.phase("verdict", NOTHING_KNOWN if guessed else _told(verdict, measured=setup.measured))
         if narrow is not None:
             ledger.note(ONLY_SIXTEEN_BIT)
@@ -309,16 +300,8 @@ class Search:
     def _hosts(self, command: ScriptCommand, start_s: float = PATIENCE_S) -> RunnerFactory:
         return self._factory or runner_factory(self.options, command, start_s)
 
-    def _kept_calibration(self, store: StudyStore, host: HostInfo) -> dict[str, Any] | None:
-        """Return what is known of the device at hand; a study goes on under what it was begun with."""
-        if store.signature is None:
-            return calibration_here(self.options, host.device)
-        begun = "calibration" in store.signature and not self.options.calibration
-        path = self.study_dir / "calibration.json"
-        return load_calibration(path) if begun and path.exists() and host.device != "cpu" else None
-
     def _probe_cpu(self) -> threading.Thread:
-        """Fit the rates of this CPU (seconds, once per machine) while the script starts, never beside a timed step."""
+        """Time three products on this CPU (seconds) while the script starts, never beside a timed step."""
         cpu = self.options.target == "cpu" or (self.options.target == "auto" and not visible_gpus(dict(os.environ)))
         thread = threading.Thread(target=cpu_rates if cpu else time.time, name="cpu-rates", daemon=True)
         thread.start()
@@ -348,7 +331,7 @@ class Search:
             StudyError: the setup differs, or the stored one is lost.
         """
         model, sources = str(setup.graph.model["fingerprint"]), source_digests(self.command)
-        signature = self.options.signature(setup.space.model_dump_json(), model, self._calibration, sources)
+        signature = self.options.signature(setup.space.model_dump_json(), model, sources)
         if self._chosen is not None:
             signature["variant"] = _typed(self._chosen)
         stored = store.signature
@@ -356,8 +339,6 @@ class Search:
             where = f"{store.url}, study {self.options.study}"
             raise StudyError("the study is damaged: it has trials and no setup", where=where, fix=REPAIR)
         if stored is None:
-            if self._calibration is not None:  # what a resumed search must be given again, should the file be gone
-                write_json(self.study_dir / "calibration.json", self._calibration)
             store.set_signature(signature)
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")

@@ -151,13 +151,6 @@ class SearchOptions:
         "ours", "What proposes trials; all but ours are for comparison.", TRIALS, choices=("ours", "tpe", "random")
     )
     seed: int = option(0, "The first paired seed, and the seed of the sampler.", TRIALS, metavar="N")
-    calibration: str = option(
-        "",
-        "Rates of another device, from `autoprec calibrate`; those of this one are found.",
-        RARE,
-        metavar="FILE",
-        hidden=True,
-    )
     seeds: int = option(
         2,
         "Paired seeds of a policy where the loss cannot judge; else 2 to 24, as the decision needs.",
@@ -181,13 +174,11 @@ class SearchOptions:
         self,
         space_text: str,
         fingerprint: str,
-        calibration: Mapping[str, Any] | None = None,
         sources: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Return everything that would change the answer: a resumed search must agree on all of it.
 
         Args:
-            calibration: rates laid over the target's.
             sources: file -> digest (:func:`autoprec.trial.source.source_digests`).
         """
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
@@ -196,9 +187,6 @@ class SearchOptions:
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         out["versions"] = versions()
-        if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were
-            digest = hashlib.sha256(canonical_json(dict(calibration)).encode()).hexdigest()[:16]
-            out["calibration"] = f"{calibration['device']} ({calibration['date']}), sha256 {digest}"
         if sources:
             out["sources"] = dict(sources)
         return out

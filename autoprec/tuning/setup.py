@@ -14,18 +14,16 @@ from types import MappingProxyType
 from typing import Any
 
 from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
-from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import SearchSpace, default_space, load_space
 from autoprec.precision.hardware import Target, limit_bytes
-from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
-from autoprec.tuning.decide.problem import VARIANT, Backends, Problem
-from autoprec.tuning.decide.rules import recipes_in
+from autoprec.tuning.decide.problem import VARIANT, Problem
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
 
@@ -95,7 +93,6 @@ class Setup:
         options: SearchOptions,
         host: HostInfo,
         graph: GraphReport,
-        calibration: dict[str, Any] | None = None,
         shapes: Shapes = MappingProxyType({}),
     ) -> Setup:
         """Find out what is searched, for which device, and under which variants of the script's arguments.
@@ -115,14 +112,13 @@ class Setup:
             space = space.without_bf16_activations()
         if not graph.root_called:
             space = space.without_surroundings()
-        compiled, backend = host.compiled or not measured, options.backend
-        cost = CostModel(graph, target, scale=scale, compiled=compiled, calibration=calibration, backend=backend)
+        compiled = host.compiled or not measured
+        cost = CostModel(graph, target, scale=scale, compiled=compiled, backend=options.backend)
         problem = Problem.build(
             graph,
             space,
             cost.can_run,
             steps=_forwards(options, graph),
-            backends=timed_backends(calibration, backend, compiled=compiled),
             variants=tuple(shapes),
         )
         return cls(
@@ -138,9 +134,7 @@ class Setup:
 
     def restricted(self, space: SearchSpace) -> Setup:
         before, can_run, variants = self.problem, self.cost.can_run, tuple(self.steps.shapes)
-        problem = Problem.build(
-            self.graph, space, can_run, steps=before.steps, backends=before.backends, variants=variants
-        )
+        problem = Problem.build(self.graph, space, can_run, steps=before.steps, variants=variants)
         return replace(self, space=space, problem=problem, steps=replace(self.steps, problem=problem, _known={}))
 
     def verdict(self) -> Verdict:
@@ -172,17 +166,6 @@ class Setup:
     def study_dir(self) -> Path:
         return self.options.study_dir()
 
-    def backends_text(self, calibration: Mapping[str, Any] | None) -> str:
-        """Return who runs the recipes of the space and why, for people; empty where nobody timed that."""
-        if self.problem.backends is None or calibration is None:
-            return ""
-        used = recipes_in(self.problem.choice_names)
-        recipes = {name: recipe for name, recipe in self.space.all_recipes.items() if name in used}
-        reasons = dict.fromkeys(row["reason"] for row in self.problem.backends(recipes, "keep").values())
-        how = "compiled" if self.cost.compiled else "eager"
-        where = f"({how} linears, {calibration['device']}, {calibration['date']})"
-        return f"who runs the GEMMs: {'; '.join(reasons)} {where}" if reasons else ""
-
     def reference_policy(self) -> dict[str, Any] | None:
         """Return the reference's policy document; None when it is the script as written."""
         name = self.options.reference
@@ -190,24 +173,6 @@ class Setup:
             return None
         activations = "bf16" if name == "bf16" else "keep"
         return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
-
-
-def timed_backends(calibration: Mapping[str, Any] | None, backend: str, *, compiled: bool) -> Backends | None:
-    """Return who runs which recipe of a policy; None where nobody timed it, or a ``backend`` was asked for by name.
-
-    Args:
-        compiled: whether the script compiles its model, which a policy's ``execution`` may change.
-    """
-    linears = Linears.of(calibration)
-    if backend != "auto" or not linears.rows:
-        return None
-
-    def backends(recipes: Mapping[str, Recipe], execution: str) -> dict[str, dict[str, str]]:
-        return linears.record(
-            recipes, compiled={"compile": True, "compile_whole": True, "eager": False}.get(execution, compiled)
-        )
-
-    return backends
 
 
 def _forwards(options: SearchOptions, graph: GraphReport) -> int:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.cost import CostModel
-from autoprec.cost.calibrate.cpu import cpu_model
+from autoprec.cost.device.cpu import cpu_model
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy

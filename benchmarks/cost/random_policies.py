@@ -37,7 +37,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.cost import CostModel
-from autoprec.cost.calibrate.cpu import cpu_model
+from autoprec.cost.device.cpu import cpu_model
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy

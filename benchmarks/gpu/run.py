@@ -1,6 +1,6 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
-    python benchmarks/gpu/run.py [--limit 530] [--out DIR] [--pack FILE] [--parts doctor,calibrate,fidelity,...]
+    python benchmarks/gpu/run.py [--limit 530] [--out DIR] [--pack FILE] [--parts doctor,fidelity,...]
     python benchmarks/gpu/run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
 
 A part takes at most nine minutes, then it is ended with every process that it started. Parts that finished are kept
@@ -9,7 +9,7 @@ the report of what is known so far among it, is packed into ``FILE`` (default: `
 machine with ``--pack`` and it goes on from there.
 
 What the day's figures are made of comes first, for a machine may be had for a quarter of an hour: what works (doctor);
-calibration, with linears by every backend; gradient errors of every backend against emulated, and modelled against
+gradient errors of every backend against emulated, and modelled against
 measured step times (fidelity); four blocks of width 4096 by torchao and by us (blocks); searches of compiled scripts,
 timed, against what people set by hand (gpt2, billion). After that: tests that need a GPU, one compiled step per recipe
 among them; the conformance suite on every backend; the other blocks; loss curves; FP8 products by scales and
@@ -53,7 +53,7 @@ SETTLES_S = 2.0
 TIMED_OUT = 124
 #: What a part needs at least, seconds: it is begun with no less, and rows of its own are kept where that is little.
 PARTS = {
-    "doctor": 20.0, "calibrate": 200.0, "fidelity": 60.0, "blocks": 60.0, "gpt2": 300.0, "billion": 200.0,
+    "doctor": 20.0, "fidelity": 60.0, "blocks": 60.0, "gpt2": 300.0, "billion": 200.0,
     "tests": 200.0, "conformance": 180.0, "other_blocks": 60.0, "curves": 60.0, "products": 40.0, "eager": 120.0,
     "vit": 120.0,
 }  # fmt: skip
@@ -82,8 +82,7 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
     )
     found = {
         "doctor": [python, "-m", "autoprec", "doctor"],
-        "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
-        "fidelity": [*fidelity("gradients,times"), "--calibration", str(out / "calibration.json")],
+        "fidelity": fidelity("gradients,times"),
         "blocks": [*blocks, ",".join(FIRST)],
         "gpt2": search("gpt2", *ends, "--models", MODELS["gpt2"][0]),
         "billion": search("billion", *ends, "--models", MODELS["billion"][0]),
@@ -101,7 +100,7 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
 
 
 #: Files with tests that need a GPU: to collect the whole suite takes a minute, and packages that the bundle lacks.
-GPU_TESTS = ("tests/gpu", "tests/cost/calibrate/test_cuda_bench.py")
+GPU_TESTS = ("tests/gpu",)
 CONFORMANCE = "tests/conformance/test_backends.py"
 
 
@@ -109,7 +108,6 @@ def _rehearsed(found: dict[str, list[str]], limit: float) -> dict[str, list[str]
     """Return the commands with stand-ins, for a CPU."""
     tiny = ["--steps", "6", "--trials", "2", "--budget", f"{limit / 12:.0f}"]  # the later count holds
     found["conformance"] += ["-k", "TestNative and fp8_rowwise"]
-    found["calibrate"] = [*found["calibrate"][:4], "--target", "cpu"]  # whose rates have their place
     found["products"].append("--tiny")
     found["blocks"] += ["--tiny", "--names", "bf16,native-fp8_rowwise,torchao-rowwise"]
     found["other_blocks"] += ["--tiny", "--names", "bf16,native-fp8_tensorwise"]
@@ -202,15 +200,8 @@ def run_part(name: str, command: list[str], out: Path, left: float, *, on_gpu: b
     log = out / f"{name}.log"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    # what calibrate keeps for searches on this device goes along to the machine that goes on from here
+    # what is kept of this device goes along to the machine that goes on from here
     environment["XDG_CACHE_HOME"] = str(out.resolve() / "cache")
-    if name == "calibrate":  # it is not isolated: what it compiles must not be there before the first trial is
-        own = out.resolve() / "calibrate"
-        environment |= {
-            "TRITON_HOME": str(own),
-            "DG_JIT_CACHE_DIR": str(own / "dg"),
-            "CUDA_CACHE_PATH": str(own / "nv"),
-        }
     with log.open("w") as stream:
         code = ended(command, environment, stream, min(left, PART_LIMIT))
     value = {"name": name, "code": code, "seconds": time.monotonic() - began, "warning": warning}

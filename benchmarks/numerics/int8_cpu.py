@@ -206,7 +206,7 @@ def main() -> int:
         return int(huge() > 0)
     import torch
 
-    from autoprec.cost.calibrate.cpu import cpu_model
+    from autoprec.cost.device.cpu import cpu_model
     from autoprec.precision.hardware import cpu_instructions
 
     day, load = time.strftime("%Y-%m-%d"), os.getloadavg()[0]

@@ -37,7 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.cost import CostModel
-from autoprec.cost.calibrate.cpu import cpu_model
+from autoprec.cost.device.cpu import cpu_model
 from autoprec.policy import save_policy
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target

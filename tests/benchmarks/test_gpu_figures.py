@@ -28,7 +28,6 @@ def out(tmp_path: Path) -> Path:
     gradients["transformer_engine"] = {"probes": 6, "of": 9, "median": 0.02, "largest": 0.1}
     times = {
         "label": "calibrated",
-        "calibrated": True,
         "rows": [
             {"policy": "as written", "measured_ms": 10.0, "modelled_ms": 10.5},
             {"policy": "all", "measured_ms": 8.0, "modelled_ms": 7.4},
@@ -99,7 +98,7 @@ def test_what_is_missing_is_named(out: Path, tmp_path: Path) -> None:
     assert [one.verdict.partition(":")[0] for one in figures(tmp_path / "nothing")] == ["not measured"] * 7
     kept = json.loads((out / "fidelity" / FIGURES_FILE).read_text())
     kept["gradients"]["transformer_engine"] = {"probes": 0, "of": 9}
-    kept["times"]["calibrated"] = False
+    kept["times"]["rows"] = []
     (out / "fidelity" / FIGURES_FILE).write_text(json.dumps(kept))
     put(out / "blocks", **{"torchao-rowwise": {"eager": {"step_ms": 2.0}, "compiled": {"failed": "late"}}})
     for name in ("torchao-rowwise", "te-current"):
@@ -110,7 +109,7 @@ def test_what_is_missing_is_named(out: Path, tmp_path: Path) -> None:
     assert verdicts[1] == "not measured: torchao-rowwise failed"
     assert verdicts[2].startswith("not measured: no FP8 preset of gpt2-124m to compare with; torchao-rowwise failed")
     assert verdicts[3] == "not measured: llama-1.3b-autoprec failed: CUDA out of memory"
-    assert verdicts[5] == "not measured: the model was not calibrated (calibrated)"
+    assert verdicts[5] == "not measured: no step was timed"
 
 
 def test_a_preset_whose_loss_is_not_a_number_is_not_equally_close(out: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, pid = tmp_path / "parts", tmp_path / "pid"
-    words = {"tests": "print('passed')", "calibrate": LACKING, "fidelity": STARTS_ANOTHER, "gpt2": DIES}
+    words = {"tests": "print('passed')", "doctor": LACKING, "fidelity": STARTS_ANOTHER, "gpt2": DIES}
 
     def commands(folder: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
         return {name: [sys.executable, "-S", "-c", text, str(pid)] for name, text in words.items()}
@@ -149,7 +149,7 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     (report,) = out.glob("*rehearsal*.json")
     found = {part["name"]: part for part in json.loads(report.read_text())["parts"]}
     assert found["tests"]["code"] == 0
-    assert "transformer_engine" in found["calibrate"]["output"]
+    assert "transformer_engine" in found["doctor"]["output"]
     assert found["fidelity"]["unfinished"]
     assert found["gpt2"]["code"] == -9
     for _ in range(50):  # what the part that hung had started is ended with it
@@ -161,10 +161,10 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     with tarfile.open(tmp_path / "parts.tar.gz") as stream:
         names = stream.getnames()
     assert "./tests.json" in names
-    assert {"./calibrate.log", "./fidelity.log", "./gpt2.log"} <= set(names)
-    assert not {"./calibrate.json", "./fidelity.json", "./gpt2.json"} & set(names)
+    assert {"./doctor.log", "./fidelity.log", "./gpt2.log"} <= set(names)
+    assert not {"./doctor.json", "./fidelity.json", "./gpt2.json"} & set(names)
 
-    words |= dict.fromkeys(("calibrate", "fidelity", "gpt2"), "print('now it is there')")
+    words |= dict.fromkeys(("doctor", "fidelity", "gpt2"), "print('now it is there')")
     words["tests"] = "raise SystemExit('was done, and is run again')"
     assert gpu_run.main([*some, "--out", str(tmp_path / "other"), "--pack", str(tmp_path / "parts.tar.gz")]) == 0
     assert all((tmp_path / "other" / f"{name}.json").exists() for name in words)
@@ -183,17 +183,10 @@ def test_what_cannot_be_started_is_told(tmp_path: Path) -> None:
     assert "could not be started" in (tmp_path / "log").read_text()
 
 
-def test_what_calibrate_keeps_is_packed_with_the_parts(tmp_path: Path) -> None:
+def test_what_is_kept_of_the_device_is_packed_with_the_parts(tmp_path: Path) -> None:
     tell = "import os; print(os.environ['XDG_CACHE_HOME'])"
     done = gpu_run.run_part("doctor", [sys.executable, "-S", "-c", tell], tmp_path, 60.0, on_gpu=False)
     assert done["output"].strip() == str(tmp_path / "cache")
-
-
-def test_what_calibrate_compiles_is_not_there_for_the_first_trial(tmp_path: Path) -> None:
-    tell = "import os; print(os.environ.get('TRITON_HOME'), os.environ.get('DG_JIT_CACHE_DIR'))"
-    for name, own in (("calibrate", True), ("fidelity", False)):
-        done = gpu_run.run_part(name, [sys.executable, "-S", "-c", tell], tmp_path, 60.0, on_gpu=False)
-        assert (str(tmp_path) in done["output"]) is own
 
 
 def test_parts_that_test_do_not_stop_at_the_first_warning_of_a_build_with_cuda(tmp_path: Path) -> None:

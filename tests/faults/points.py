@@ -118,7 +118,7 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     19: (
         "a user without HOME and without an entry among the users",
-        ("cost/calibrate/test_cpu.py::test_rates_are_kept_somewhere_for_a_user_without_a_home",),
+        ("support/test_files.py::test_a_cache_lies_somewhere_for_a_user_without_a_home",),
     ),
     20: (
         "folders whose names mean something in a URL",

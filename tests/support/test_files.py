@@ -20,6 +20,7 @@ from autoprec.support import files
 from autoprec.support.files import (
     MAX_BYTES,
     MAX_DEPTH,
+    cache_folder,
     canonical_json,
     check_writable,
     file_lock,
@@ -397,3 +398,14 @@ def test_a_database_lies_in_its_folder_whatever_that_is_called(name: str, tmp_pa
     engine.dispose()
     assert (folder / "study.db").stat().st_size
     assert os.listdir(tmp_path) == [name]
+
+
+def test_a_cache_lies_somewhere_for_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nobody(_number: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache_folder() == tmp_path / "autoprec"

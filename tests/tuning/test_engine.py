@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import pytest
 
-from autoprec.cost.calibrate.cpu import FALLBACK, UNCALIBRATED
+from autoprec.cost.device.cpu import UNCALIBRATED, UNMEASURED
+from autoprec.cost.device.measured import Measured
 from autoprec.errors import FileError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.tuning.engine import Search
+from autoprec.tuning.engine import Search, _told
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
@@ -207,11 +208,55 @@ def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path) ->
 
 def test_where_this_cpu_could_not_be_measured_the_trials_decide(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rates of a plain CPU said "bf16 GEMMs are 1.3 times slower on this CPU", and stay, where it has units."""
-    monkeypatch.setattr("autoprec.cost.calibrate.cpu._load", lambda *_: (FALLBACK, UNCALIBRATED))
+    monkeypatch.setattr("autoprec.cost.model.cpu_rates", lambda: (UNMEASURED, UNCALIBRATED))
     simulated = script(device="cpu", graph=simulated_graph(1, width=16, tokens=16))
     _, result = search(simulated, options(target="cpu", force=False, trials=2))
     assert trained(simulated)
     assert "slower" not in result.reason
+
+
+def test_what_people_write_by_hand_runs_where_the_model_says_that_nothing_gains(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 a search ended after 37 s, "at most 1.00x", by a model that was wrong."""
+    slow = Measured(
+        device=H100,
+        date="2026-01-02",
+        source="",
+        rates={},
+        shape=(8192, 4096, 16384),
+        linears=tuple(
+            (name, "native", how, 9e4 if "fp8" in name else 1e3)
+            for name in ("bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "fp8_block")
+            for how in ("eager", "compiled")
+        ),
+    )
+    monkeypatch.setattr("autoprec.cost.model.measured_on", lambda _target: slow)
+    simulated = script(compile_s=3.0)
+    made, result = search(simulated, options(force=False))
+    assert made.setup is not None
+    verdict = made.setup.verdict()
+    assert verdict.bound_speedup < 1.03
+    stay = replace(verdict, kind="stay")
+    assert _told(stay, measured=True) == f"by the cost model, which the trials check: {stay.reason}"
+    assert _told(stay, measured=False) == stay.reason
+    ran = " ".join(policy for _, policy, _ in trained(simulated))
+    assert "fp8_tensorwise" in ran
+    assert "fp8_delayed" in ran
+    assert result.best["speedup_over_16bit"] > 1.1  # as the simulated script is: the model was wrong
+
+
+def test_a_rehearsal_says_on_which_measured_card_its_times_rest(here: Path) -> None:
+    _, _, result, folder = plain_search(target="h100")
+    label = "modelled, calibrated on NVIDIA H100 80GB HBM3 (2026-11-27), compiled"
+    assert f"times are {label}" in result.notes
+    assert load_policy(folder / result.policy).evidence["cost"] == label
+    low, high = result.best["intervals"]["speedup_over_16bit"]
+    assert low < result.best["speedup_over_16bit"] < high, "a modelled speed-up has the model's bounds"
+    same = next(row for row in result.presets if row.get("speedup_over_16bit") == 1.0)
+    assert "speedup_over_16bit" not in same["intervals"], "the 16-bit run is not unsure over itself"
+    about = {"source": "modelled", "written": "fp32", "cost": label, "as_compiled": True}
+    assert result.budget.items() >= about.items()
 
 
 def test_a_tight_gradient_limit_forbids_what_the_loss_forgives(here: Path) -> None:

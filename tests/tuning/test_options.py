@@ -68,13 +68,6 @@ def test_the_signature_covers_what_changes_the_answer_and_nothing_else() -> None
     for change in ({"steps": 21}, {"reference": "fp32"}, {"target": "h100"}, {"cost_scale": "width=2"}):
         assert SearchOptions(command=("train.py",), **change).signature("space", "model") != sign  # type: ignore[arg-type]
     assert base.signature("other", "model") != sign
-    measured = {"device": "My H100", "date": "2026-01-02", "rates": {"bandwidth": 0.9}}
-    calibrated = base.signature("space", "model", measured)
-    assert calibrated["calibration"].startswith("My H100 (2026-01-02), sha256 ")
-    assert base.signature("space", "model", measured | {"rates": {"bandwidth": 0.8}}) != calibrated
-    # where the file lies is not part of the setup
-    moved = SearchOptions(command=("train.py",), calibration="elsewhere.json")
-    assert moved.signature("space", "model", dict(reversed(measured.items()))) == calibrated
     with pytest.raises(StudyError, match="model: was 'model', is 'new'"):
         check_signature(sign, base.signature("space", "new"), where="study")
 

@@ -1,1 +1,1 @@
-"""Commands about this machine and its stores: doctor, calibrate, ui."""
+"""Commands about this machine and its stores: doctor, ui."""

@@ -31,19 +31,20 @@ PROBE_SIZE = 1024
 _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
 
 
-def _gain() -> str:
-    from autoprec.cost.calibrate.cpu import CpuCost, kept_rates
+def _products() -> str:
+    """Return what one thread of this CPU multiplies, timed here and now."""
+    from autoprec.cost.device.cpu import measure, rates_text
 
-    kept = kept_rates()
-    return (
-        "`autoprec calibrate --target cpu` measures what int8 gains" if kept is None else CpuCost(kept).gain_of_int8()
-    )
+    try:
+        return rates_text(measure())
+    except RuntimeError as error:
+        return f"no product could be timed: {str(error).splitlines()[0]}"
 
 
 def _devices(torch: Any) -> list[dict[str, Any]]:
-    from autoprec.cost.calibrate.cpu import cpu_model
+    from autoprec.cost.device.cpu import cpu_model
 
-    note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions(), _gain())))
+    note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions(), _products())))
     rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": note}]
     if not torch.cuda.is_available():
         built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"
@@ -53,7 +54,7 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
         known = by_device_name(found.name)
         memory = f"compute {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
         target = known.name if known is not None else ""
-        note = memory if target else f"{memory}; no such target: `autoprec calibrate` measures it"
+        note = memory if target else f"{memory}; not in the hardware table: describe it (docs/compatibility.md)"
         rows.append({"device": f"cuda:{index}", "name": found.name, "target": target, "note": note})
     return rows
 

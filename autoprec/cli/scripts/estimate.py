@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +16,6 @@ from autoprec.cli.policies.published import bound
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
 from autoprec.cli.script import script_command
 from autoprec.cost import CostModel, judge
-from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
 from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.errors import UsageError
 from autoprec.policy import resolve
@@ -206,7 +204,6 @@ def _policy_lines(found: dict[str, Any], name: str, verdict: Any) -> list[str]:
 )
 @click.option("--shards", default=1, show_default=True, metavar="N", type=click.IntRange(min=1),
               help="Of a config: GPUs that share its state.")  # fmt: skip
-@options.of_search("calibration")
 @options.as_json("Everything")
 def estimate(
     script: tuple[str, ...],
@@ -218,7 +215,6 @@ def estimate(
     seq: int,
     recompute: str,
     shards: int,
-    calibration: str,
     as_json: bool,
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not.
@@ -230,24 +226,17 @@ def estimate(
     if (batch, seq, recompute, shards) != (*SIZE, "none", 1) and not is_description(script[0]):
         what = "--batch, --seq, --recompute and --shards have no effect on a script"
         raise UsageError(what, fix="set it in the script, or leave them out")
-    scale = check_scale(cost_scale, target, calibration) if cost_scale else None
+    scale = check_scale(cost_scale, target) if cost_scale else None
     given = load_space(space) if space else None
-    measured = load_calibration(Path(calibration)) if calibration else None
     if target != "auto":
-        asked, _ = resolve_target(target, "cpu")  # an unknown name is refused before the script is started
-        if measured:
-            check_target(measured, asked, calibration)
+        resolve_target(target, "cpu")  # an unknown name is refused before the script is started
     with Phases() as phases:
         report, host = step_of(script, phases, batch=batch, seq=seq, recompute="" if recompute == "none" else recompute)
     device = host.device if host else _device_here() if target == "auto" else "cpu"
     tunable(report)
     found, here = resolve_target(target, device)
-    if measured:
-        check_target(measured, found, calibration)
-    elif here and device != "cpu":
-        measured = kept_calibration(device)
     compiled = host is None or host.compiled or scale is not None or not here  # a rehearsal is of the compiled script
-    model = CostModel(report, found, scale=scale, compiled=compiled, calibration=measured, shards=shards)
+    model = CostModel(report, found, scale=scale, compiled=compiled, shards=shards)
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
-#: (recipes by name, a policy's execution) -> name to the backend that runs it and why, as a policy's evidence keeps it.
-Backends = Callable[[Mapping[str, Recipe], str], dict[str, dict[str, str]]]
 Params = Mapping[str, Any]
 
 #: The parameter that says under which variant of the script's arguments a run is.
@@ -62,7 +60,6 @@ class Problem:
         fixed: name -> value of the parameters with one value.
         refused: (group, choice, reason) of what the target or a shape rules out.
         steps: training forwards of a trial; longer amax histories are one and the same there. 0: not known.
-        backends: the backend of each recipe; None: that was not timed, and policies say nothing of it.
     """
 
     report: GraphReport
@@ -73,7 +70,6 @@ class Problem:
     baseline: str
     refused: tuple[tuple[str, str, str], ...] = ()
     steps: int = 0
-    backends: Backends | None = field(default=None, repr=False, compare=False)
     _recipes: dict[tuple[tuple[str, Any], ...], Recipe] = field(default_factory=dict, repr=False, compare=False)
     _globs: list[GlobTable] = field(default_factory=list, repr=False, compare=False)
 
@@ -85,7 +81,6 @@ class Problem:
         can_run: CanRun | None = None,
         *,
         steps: int = 0,
-        backends: Backends | None = None,
         variants: Sequence[str] = (),
     ) -> Problem:
         """Match a space against a recorded model.
@@ -93,7 +88,6 @@ class Problem:
         Args:
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
-            backends: the backend of each recipe, as far as that was timed.
             variants: names of the arguments under which the script may run, those of the reference first.
 
         Raises:
@@ -127,7 +121,6 @@ class Problem:
             baseline=Choice.parse(space.baseline).name,
             refused=tuple(refused),
             steps=steps,
-            backends=backends,
         )
 
     # --- names and shapes -------------------------------------------------------------------------------------------
@@ -352,7 +345,6 @@ class Problem:
         activations = params["activations"]
         fp16 = activations == "fp16" or any(recipes[name].format == "fp16" for name in used)
         policy_recipes = {name: recipe for name, recipe in recipes.items() if name in used}
-        run_by = self.backends(policy_recipes, str(params["execution"])) if self.backends is not None else {}
         return Policy.model_validate(
             {
                 "recipes": policy_recipes,
@@ -367,7 +359,7 @@ class Problem:
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": ModelInfo.model_validate(dict(self.report.model)),
-                "evidence": {**({"backends": run_by} if run_by else {}), **(evidence or {})},
+                "evidence": dict(evidence or {}),
             }
         )
 

@@ -39,7 +39,7 @@ def test_a_tiny_model_stays(graph: str) -> None:
     assert found.exit_code == 0
     assert "verdict   stay" in found.output
     assert "too small" in found.output
-    assert "uncalibrated" in found.output
+    assert "calibrated on NVIDIA H100" in found.output
 
 
 def test_without_a_script_auto_is_the_gpu_of_this_machine_where_there_is_one(
@@ -48,7 +48,6 @@ def test_without_a_script_auto_is_the_gpu_of_this_machine_where_there_is_one(
     assert json.loads(run("--json", graph).stdout)["target"] == "cpu"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr("autoprec.cli.scripts.estimate.kept_calibration", lambda _device: None)
     assert json.loads(run("--json", graph).stdout)["target"] == "h100"
     assert json.loads(run("--json", "--target", "cpu", graph).stdout)["target"] == "cpu"
 
@@ -152,22 +151,6 @@ targets:
     document = json.loads(run("--target", str(path), "--json", "llama3-8b").output)
     assert (document["target"], document["space"]) == ("MyCard", "hopper-fp8")
     assert document["verdict"]["bound_speedup"] > 1.2
-
-
-def test_a_calibration_changes_the_label(graph: str, tmp_path: Path) -> None:
-    path = tmp_path / "c.json"
-    document = {"schema": "autoprec.calibration/3", "device": "My H100", "date": "2026-01-02", "rates": {}}
-    path.write_text(json.dumps(document))
-    assert "calibrated on My H100 (2026-01-02)" in run("--target", "h100", "--calibration", str(path), graph).output
-
-
-@pytest.mark.parametrize("target", ["b200", "auto"])
-def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, target: str) -> None:
-    path = tmp_path / "c.json"
-    document = {"schema": "autoprec.calibration/3", "device": "X", "target": "h100", "date": "2026-01-02", "rates": {}}
-    path.write_text(json.dumps(document))
-    with pytest.raises(UsageError, match=r"target h100\), not on (b200|cpu)"):
-        run("--target", target, "--calibration", str(path), graph)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What devices reach, measured: this CPU as a search begins, and GPUs in dated data."""
