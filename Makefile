@@ -3,7 +3,7 @@
 # make check ROOM=optim   that room's tests, and its part of the behaviour dump beside the one in BASE=FILE, if given
 # make durations   the whole suite, and how long each of its files took written down: the order of the next run
 # make docs   write docs/cli.md, then test every page      make site   build the pages as a site, in site/
-# make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
+# make gpu    two commands of five minutes on a GPU; make gpu-bundle collects the wheels a GPU machine may lack
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -70,10 +70,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# On a GPU machine without a network nothing can be installed, and where AutoPrec and pytest are there nothing need be.
+# Offline, with whatever Python has PyTorch: nothing is installed but the wheels of gpu-bundle, in a temporary folder.
 gpu:
-	@$(BIN)/python -c "import autoprec, pytest" 2>/dev/null || $(MAKE) $(STAMP)
-	$(BIN)/python benchmarks/gpu/run.py
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu/first.py
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu/second.py
 
 gpu-bundle: $(STAMP)
 	$(BIN)/python benchmarks/gpu/bundle.py

@@ -52,7 +52,6 @@ def test_pins_satisfy_what_the_project_asks_for() -> None:
         ("demo", "autoprec demo"),
         ("test", "-m pytest"),
         ("site", "mkdocs build --strict"),
-        ("gpu", "benchmarks/gpu/run.py"),
         ("gpu-bundle", "benchmarks/gpu/bundle.py"),
     ],
 )
@@ -80,7 +79,7 @@ def test_make_gpu_installs_nothing_where_everything_is_there(tmp_path: Path) -> 
     python.chmod(0o755)
     subprocess.run(["make", "gpu", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, check=True)
     assert "pip" not in (tmp_path / "calls").read_text()
-    assert "benchmarks/gpu/run.py" in (tmp_path / "calls").read_text()
+    assert "benchmarks/gpu/first.py" in (tmp_path / "calls").read_text()
 
 
 def test_continuous_integration_runs_the_whole_suite() -> None:

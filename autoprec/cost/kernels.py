@@ -102,7 +102,7 @@ def cast_traffic(
 
 
 #: Operators per use of an operand that uncompiled casts launch on a GPU where no kernel of ours fuses them, counted by
-#: `benchmarks/gpu/ready.py`; GEMMs and the bias apart.
+#: `benchmarks/results/2026-11-23_gpu_ready.md`; GEMMs and the bias apart.
 _EAGER_OPERATORS = {"int8": 28, "mxfp8": 34}
 
 

@@ -2,16 +2,19 @@
 
     python benchmarks/gpu/bundle.py [--folder gpu-bundle] [--python 3.12] [--kit te_kit.tar.xz]
 
-PyTorch, Triton, NumPy and the usual scientific stack are expected there. ``benchmarks/gpu/run.py`` installs
-what is in the folder, and unpacks a Transformer Engine kit that lies there.
+PyTorch, Triton, NumPy and the usual scientific stack are expected there. ``first.py`` and ``second.py`` install what is
+in the folder, and unpack a Transformer Engine kit that lies there, into temporary folders.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 #: MLflow is left out: it is large, and searches on such a machine run with --no-mlflow.
@@ -21,6 +24,40 @@ PACKAGES = (
     "click", "rich", "pygments", "markdown-it-py", "mdurl", "pyyaml", "torchao", "hypothesis", "sortedcontainers",
 )  # fmt: skip
 LIMIT = 60 * 2**20
+
+
+def installed(folder: Path) -> list[str]:
+    """Install a bundle once, offline; return what belongs on the Python path, nothing where there is no bundle."""
+    wheels, scratch = sorted(map(str, folder.glob("*.whl"))), Path(tempfile.gettempdir())
+    kit = next(iter(sorted(folder.glob("te_kit.tar.*"))), None)
+    found: list[str] = []
+    if wheels:
+        into = scratch / "autoprec-bundle"
+        if not into.is_dir():
+            made = into.with_name(f"{into.name}.{os.getpid()}")  # installed in part must not be taken for whole
+            words = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-index",
+                "--no-deps",
+                "--target",
+                str(made),
+            ]
+            subprocess.run([*words, *wheels], check=True)
+            made.rename(into)
+        found.append(str(into))
+    if kit is not None:
+        into = scratch / "autoprec-te-kit"
+        if not into.is_dir():
+            made = into.with_name(f"{into.name}.{os.getpid()}")
+            with tarfile.open(kit) as stream:
+                stream.extractall(made, filter="data")
+            made.rename(into)
+        found.append(str(into / "site"))
+    return found
 
 
 def main() -> int:

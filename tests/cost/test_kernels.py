@@ -218,7 +218,7 @@ def test_an_fp32_output_writes_four_bytes_per_value() -> None:
 
 
 def test_casts_of_grouped_products_cost_what_they_launch() -> None:
-    # as `benchmarks/gpu/ready.py` counts them: 3 kernels for an operand with two uses, 1 for the sum over tokens alone
+    # as 2026-11-23_gpu_ready.md counts them: 3 kernels for an operand with two uses, 1 for the sum over tokens alone
     assert grouped_traffic("fp8_row", (0, 1), 2.0, weight=False, eager=True) == (10.0, 3)
     assert grouped_traffic("fp8_row", (1,), 2.0, weight=True, eager=True) == (5.0, 1)
     assert grouped_traffic("fp8_row", (0, 1), 2.0, weight=False, eager=False)[1] == 2

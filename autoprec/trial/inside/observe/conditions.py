@@ -82,7 +82,7 @@ def read_conditions(device: torch.device) -> Conditions | None:
     """Return the state of a CUDA device now (some 20 ms, and more beside other GPUs); None for other devices."""
     if device.type != "cuda":
         return None
-    import torch  # here: benchmarks/gpu/run.py asks the driver on machines without it
+    import torch
 
     foreign = foreign_memory(device)
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
