@@ -11,14 +11,26 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import LayerPlan, Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.driver.base import Runner
-from autoprec.trial.protocol import REFERENCE, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import (
+    REFERENCE,
+    DuelRounds,
+    DuelSpec,
+    GradientErrors,
+    HostInfo,
+    ProbeResult,
+    RecordSpec,
+    ScanSpec,
+    TrainSpec,
+    TrialResult,
+    TrialSpec,
+)
 
 __all__ = ["SimulatedRunner", "SimulatedScript", "simulated_graph"]
 
@@ -183,24 +195,25 @@ class SimulatedRunner(Runner):
         failure = script.fail(spec.policy) if script.fail else None
         if failure is not None:
             return TrialResult(failure[0], failure[1], tail="the last line of its output")
-        if spec.kind == "record":
-            return TrialResult("ok", payload={"graph": script.graph.to_json()})
-        if spec.kind == "sensitivity":
+        if isinstance(spec, RecordSpec):
+            return TrialResult("ok", answer=script.graph)
+        if isinstance(spec, ScanSpec):
             most = max(1, int(spec.within_s / script.probe_s)) if spec.within_s is not None and script.probe_s else None
             asked = spec.probes[:most]
-            rows = [{"id": p.id, "gradient_error": script.error(p.policy), "nonfinite": False} for p in asked]
-            return TrialResult(
-                "ok", payload={"probes": rows, "gradient_noise": 0.5, "hardly_moved": script.hardly_moved}
-            )
-        return self._duel(spec) if spec.kind == "duel" else self._train(spec)
+            rows = tuple(ProbeResult(p.id, script.error(p.policy)) for p in asked)
+            return TrialResult("ok", answer=GradientErrors(rows, 0.5, hardly_moved=script.hardly_moved))
+        if isinstance(spec, DuelSpec):
+            return self._duel(spec)
+        assert isinstance(spec, TrainSpec)
+        return self._train(spec)
 
-    def _duel(self, spec: TrialSpec) -> TrialResult:
+    def _duel(self, spec: DuelSpec) -> TrialResult:
         """Time policies beside each other: rounds without noise."""
         asked = {REFERENCE: spec.policy} | {probe.id: probe.policy for probe in spec.probes}
-        ms = {name: self._train(replace(spec, kind="train", policy=p)).step_ms[-1] for name, p in asked.items()}
-        return TrialResult("ok", payload={"duel": {"rounds": [ms] * 8, "steps": 8, "block": 1, "refused": {}}})
+        ms = {name: self._train(TrainSpec(policy=p), in_duel=True).step_ms[-1] for name, p in asked.items()}
+        return TrialResult("ok", answer=DuelRounds((ms,) * 8, steps=8, block=1))
 
-    def _train(self, spec: TrialSpec) -> TrialResult:
+    def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
         script, steps = self.script, spec.steps + spec.warmup
         error = script.error(spec.policy) + (1e-4 if spec.perturb else 0.0)
         error += script.noise(self.seed, spec) if error else 0.0
@@ -208,13 +221,13 @@ class SimulatedRunner(Runner):
         sign = 1 if hashlib.sha256(key).digest()[0] % 2 else -1
         losses = tuple((1.0 + sign * 0.01 * error * i / steps) * (1.0 + 2.0 * math.exp(-i / 20)) for i in range(steps))
         milliseconds = script.milliseconds(spec.policy)
-        payload: dict[str, Any] = {}
+        blocks = 0
         if spec.by_block and script.compile_s:
-            milliseconds, payload = 1.2 * milliseconds, {"by_block": _blocks(script.graph)}
+            milliseconds, blocks = 1.2 * milliseconds, _blocks(script.graph)
             losses = tuple(loss * (1 + 1e-4) for loss in losses)  # other kernels round in another way
         elif spec.policy is not None:
             milliseconds *= script.whole_factor(spec.policy)
-        compile_s = script.compile_s / payload.get("by_block", 1)
+        compile_s = script.compile_s / max(1, blocks)
         return TrialResult(
             "ok",
             losses=losses,
@@ -225,7 +238,7 @@ class SimulatedRunner(Runner):
             start_s=0.01,
             wall_s=milliseconds * steps / 1000,
             training_s=milliseconds * steps / 1000 + compile_s,
-            payload=payload,
+            blocks=blocks,
         )
 
     def close(self) -> None:

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoprec.cli.phases import Phases
 from autoprec.errors import UsageError
 from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
 from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import PATIENCE_S, HostInfo, Probe, TrialSpec
+from autoprec.trial.protocol import PATIENCE_S, GradientErrors, HostInfo, Probe, ScanSpec
 from autoprec.tuning.phases import record as recorded
-from autoprec.tuning.phases.record import payload_of
+from autoprec.tuning.phases.record import answer_of
 
 if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
@@ -155,7 +155,7 @@ def gradient_errors(
     *,
     backend: str,
     tell: Callable[[int], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> list[GradientErrors]:
     """Return how far each probe moves the gradient of a script that is held, at each of several of its steps.
 
     Args:
@@ -167,21 +167,19 @@ def gradient_errors(
     """
     from autoprec.tuning.paired import MOST_SIDE_BY_SIDE  # with Optuna, a second
 
-    spec = TrialSpec(
-        kind="sensitivity",
-        steps=1,
+    spec = ScanSpec(
         seed=None if host.launch == "fork" else 0,
         backend=backend,
         probes=tuple(probes),
         side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
     )
-    payloads: list[dict[str, Any]] = []
+    answers: list[GradientErrors] = []
     before = 0
     for moment in moments:
         result = runner.run(replace(spec, warmup=moment), lambda done, before=before: tell(before + done))  # type: ignore[misc]
-        if payloads and result.status == "too_short":
+        if answers and result.status == "too_short":
             break
-        payloads.append(payload_of(result, label))
+        answers.append(answer_of(result, GradientErrors, label))
         before += moment + 1 + len(probes)
         tell(before)
-    return payloads
+    return answers

@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+#: A JSON object: a policy, an audit, or what a dataclass looks like on its way between processes.
+Document = dict[str, Any]
 
 
 def or_null(values: Iterable[float]) -> list[float | None]:
@@ -16,7 +18,7 @@ def or_null(values: Iterable[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def shallow(value: Any) -> dict[str, Any]:
+def shallow(value: Any) -> Document:
     """Return a dataclass as a dictionary that shares its values, which ``asdict`` copies one by one."""
     return {name: getattr(value, name) for name in _names(value.__class__)}
 

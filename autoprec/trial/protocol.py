@@ -1,11 +1,19 @@
-"""What the driver asks of a trial and what it gets back: plain frozen data, no torch, JSON in and out."""
+"""What the driver asks of a trial and what it gets back: plain frozen data, no torch, JSON in and out.
+
+There is one spec for each kind of trial, with what that kind needs and nothing else; :meth:`TrialSpec.from_json` reads
+which one it is. A :class:`TrialResult` says how a trial ended and, where it trained, what was measured of its steps;
+what it was asked beside that is its ``answer``, of a type of its own for each kind.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import ClassVar
 
-from autoprec.support.plain import or_null, rebuild, shallow
+from autoprec.errors import UnknownNameError
+from autoprec.graph.report import GraphReport
+from autoprec.support.plain import Document, or_null, rebuild, shallow
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
@@ -33,75 +41,277 @@ SMALL_MODEL = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One question of a sensitivity scan: the gradient error of a policy on the same weights and batch."""
+    """One question of a sensitivity scan, or one contender of a duel: a policy document, and the name it answers to."""
 
     id: str
-    policy: dict[str, Any]
+    policy: Document
 
 
-@dataclass(frozen=True, slots=True)
+# --------------------------------------------------------------------------------------------------- what is asked
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """One trial: what to run, for how long.
+    """What every kind of trial is told.
 
     Attributes:
-        kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
-            ``try`` (up to ``steps`` steps or a second: does it train, and does it go on with this model?),
-            ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``duel`` (time ``probes`` against ``policy`` in
-            blocks of steps, to a ``precision``), ``numerics`` (hold every GEMM of the steps against its exact product:
-            :mod:`autoprec.trial.inside.checking.gemm_check`), ``run`` (to the script's own end).
+        kind: the name of the kind in JSON.
         policy: a policy document, or None for the script as written.
-        perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
-            noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.
+        backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         seed: reseed at the first training forward by ``seed + rank``; None leaves the random state as the script
             left it (forked trials share it by construction).
-        anneal: multiply the learning rate by a cosine to 10 % over the trial (chaos shrinks).
-        reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
-            the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
-        backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
-        within_s: seconds after which a scan begins no further probe (the first one is always answered), a duel no
-            further round, and a trial no further step: it ends after two where they show that it will take longer;
-            None: no limit.
-        on_the_clock: a duel's seconds are those on the clock, not its process's own.
-        precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
-        side_by_side: processes that may be at work at once where each probe is a fork of its own (CPU); a duel's
-            contenders are forks where there may be more than one.
-        by_block: where the policy or the script compiles the model as a whole, ``execution: compile`` takes its place:
-            repeated blocks are compiled, N times cheaper for N blocks, and what lies around them runs as eager code.
-        record_graph: also record the graph in the last step (``check``: audit by recording).
         variant: under which other arguments of the script it runs; empty for those of the reference. It says which host
             is asked, and nothing to that.
     """
 
-    kind: str = "train"
-    policy: dict[str, Any] | None = None
+    kind: ClassVar[str] = ""
+    policy: Document | None = None
+    backend: str = "auto"
+    seed: int | None = None
+    timeout_s: float = PATIENCE_S
+    variant: str = ""
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps until the trial ends, or until the step that answers its question begins."""
+        return 0
+
+    def to_json(self) -> Document:
+        """Return the JSON form."""
+        return {"kind": self.kind} | asdict(self)
+
+    @staticmethod
+    def from_json(document: Document) -> TrialSpec:
+        """Rebuild from :meth:`to_json`; unknown keys are ignored.
+
+        Raises:
+            UnknownNameError: there is no such kind of trial.
+        """
+        kind = str(document.get("kind", TrainSpec.kind))
+        if kind not in _SPECS:
+            raise UnknownNameError("kind of trial", kind, _SPECS)
+        probes = {"probes": tuple(Probe(**probe) for probe in document["probes"])} if "probes" in document else {}
+        return rebuild(_SPECS[kind], document | probes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec(TrialSpec):
+    """Measure ``steps`` training steps after ``warmup`` others.
+
+    Attributes:
+        perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
+            noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.
+        anneal: multiply the learning rate by a cosine to 10 % over the trial (chaos shrinks).
+        reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
+            the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
+        within_s: seconds after which no further step is begun; a trial ends after two where they show that it will take
+            longer. None: no limit.
+        by_block: where the policy or the script compiles the model as a whole, ``execution: compile`` takes its place:
+            repeated blocks are compiled, N times cheaper for N blocks, and what lies around them runs as eager code.
+        record_graph: also record the graph of the last step (``check``: audit by recording).
+    """
+
+    kind: ClassVar[str] = "train"
     steps: int = STEPS
     warmup: int = 3
     perturb: str = ""
-    seed: int | None = None
     anneal: bool = False
     reference_losses: tuple[float, ...] = ()
     stop_gap: float | None = None
-    backend: str = "auto"
+    within_s: float | None = None
+    by_block: bool = False
+    record_graph: bool = False
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the trial."""
+        return self.warmup + self.steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrySpec(TrialSpec):
+    """Up to ``steps`` steps or a second: does the script train, and does it go on with this model?"""
+
+    kind: ClassVar[str] = "try"
+    steps: int = 30
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the trial at most."""
+        return self.steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSpec(TrialSpec):
+    """Record the operator graph of the first step, then end; the answer is a :class:`GraphReport`."""
+
+    kind: ClassVar[str] = "record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSpec(TrialSpec):
+    """Answer ``probes`` after ``warmup`` steps: the gradient error of each policy on the same weights and batch.
+
+    Attributes:
+        within_s: seconds after which no further probe is begun; the first one is always answered. None: no limit.
+        side_by_side: probes that may be at work at once where each is a fork of its own (CPU).
+    """
+
+    kind: ClassVar[str] = "sensitivity"
+    probes: tuple[Probe, ...] = ()
+    warmup: int = 3
+    within_s: float | None = None
+    side_by_side: int = 1
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps before the probes."""
+        return self.warmup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DuelSpec(TrialSpec):
+    """Time ``probes`` against ``policy`` in blocks of steps that take turns, to a ``precision``.
+
+    Attributes:
+        within_s: seconds after which no further round is begun. None: no limit.
+        on_the_clock: they are those on the clock, not the process's own.
+        precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
+        side_by_side: contenders are forks where there may be more than one.
+        by_block: as :attr:`TrainSpec.by_block`.
+    """
+
+    kind: ClassVar[str] = "duel"
     probes: tuple[Probe, ...] = ()
     within_s: float | None = None
     on_the_clock: bool = False
     precision: float = 0.01
     side_by_side: int = 1
-    timeout_s: float = PATIENCE_S
     by_block: bool = False
-    record_graph: bool = False
-    variant: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> TrialSpec:
-        """Rebuild from :meth:`to_json`; unknown keys are ignored."""
-        return rebuild(cls, document | {"probes": [Probe(**probe) for probe in document.get("probes", ())]})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsSpec(TrialSpec):
+    """Hold every GEMM of the steps against its exact product (:mod:`autoprec.trial.inside.checking.gemm_check`)."""
+
+    kind: ClassVar[str] = "numerics"
+    steps: int = STEPS
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the trial."""
+        return self.steps
+
+
+_SPECS: dict[str, type[TrialSpec]] = {
+    spec.kind: spec for spec in (TrainSpec, TrySpec, RecordSpec, ScanSpec, DuelSpec, NumericsSpec)
+}
+
+
+# --------------------------------------------------------------------------------------------------- what is answered
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a probe of a scan found.
+
+    Attributes:
+        gradient_error: ``||g - g_ref|| / ||g_ref||`` over all trained parameters; None where it is not finite.
+        loss: of its forward pass; None where it is not finite.
+        nonfinite: its gradients or its loss are not finite.
+        failed: why it has no gradients; empty where it has.
+    """
+
+    id: str
+    gradient_error: float | None = None
+    loss: float | None = None
+    nonfinite: bool = False
+    failed: str = ""
+
+    @property
+    def error(self) -> float:
+        """Its gradient error; infinity where it failed or is not finite."""
+        return math.inf if self.nonfinite or self.gradient_error is None else self.gradient_error
+
+
+@dataclass(frozen=True, slots=True)
+class GradientErrors:
+    """The answer to a :class:`ScanSpec`.
+
+    Attributes:
+        probes: those that there was time for, in the order in which they were asked.
+        gradient_noise: relative standard deviation of the gradient between mini-batches; None where only one was seen.
+        noise_batches: how many were seen for that.
+        hardly_moved: layers whose weights have hardly any gradient yet.
+        reference_loss: of the script's own step; None where it is not finite.
+    """
+
+    kind: ClassVar[str] = "gradient_errors"
+    probes: tuple[ProbeResult, ...] = ()
+    gradient_noise: float | None = None
+    noise_batches: int = 1
+    hardly_moved: tuple[str, ...] = ()
+    reference_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DuelRounds:
+    """The answer to a :class:`DuelSpec`.
+
+    Attributes:
+        rounds: milliseconds per step by contender, :data:`REFERENCE` among them, of each round.
+        steps: that were taken in all.
+        block: steps of a block; 0 where it has as many as take a certain time.
+        refused: why a contender was not timed, by its name.
+        settled_s: seconds until all contenders had settled, where one process times them.
+    """
+
+    kind: ClassVar[str] = "duel"
+    rounds: tuple[dict[str, float], ...] = ()
+    steps: int = 0
+    block: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    settled_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GemmFindings:
+    """The answer to a :class:`NumericsSpec`: rows of ``autoprec check --numerics``, as its JSON has them.
+
+    Attributes:
+        ok: nothing was found.
+        findings: GEMMs beyond their bound, in the order in which they ran.
+        gemms: a row for each layer and GEMM.
+        not_compared: names of layers that were not.
+    """
+
+    kind: ClassVar[str] = "numerics"
+    ok: bool
+    findings: tuple[Document, ...] = ()
+    gemms: tuple[Document, ...] = ()
+    not_compared: tuple[str, ...] = ()
+
+
+Answer = GraphReport | GradientErrors | DuelRounds | GemmFindings
+_GRAPH = "graph"
+
+
+def _answer_to_json(answer: Answer | None) -> Document | None:
+    if answer is None:
+        return None
+    if isinstance(answer, GraphReport):
+        return {"kind": _GRAPH} | answer.to_json()
+    return {"kind": answer.kind} | asdict(answer)
+
+
+def _answer_from_json(document: Document | None) -> Answer | None:
+    kind = None if document is None else document["kind"]
+    if document is None or kind is None:
+        return None
+    if kind == GradientErrors.kind:
+        probes = tuple(rebuild(ProbeResult, probe) for probe in document["probes"])
+        return rebuild(GradientErrors, document | {"probes": probes})
+    if kind == DuelRounds.kind:
+        return rebuild(DuelRounds, document)
+    return rebuild(GemmFindings, document) if kind == GemmFindings.kind else GraphReport.from_json(document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +331,12 @@ class TrialResult:
         start_s: from the request to the first training step.
         unreliable: why the times are not to be trusted (a throttled or shared GPU, compilation in timed steps); empty
             when nothing speaks against them.
-        payload: what ``record`` (a graph report), ``sensitivity`` and audits return.
+        audit: what ran of each layer beside what was asked, a document of ``autoprec check``; None without a policy.
+        blocks: repeated blocks that share what was compiled for one; 0 where the model was not compiled by block.
+        needed_s: seconds that a trial which ended as :data:`OUT_OF_TIME` would take; 0 for others.
+        passed_over: why this is not the model that the script goes on training; empty where it is.
+        penalty: what weights or optimizer state that lose updates add to the divergence; ``problems`` says which.
+        answer: to what was asked beside measuring; None where nothing was, or it failed.
     """
 
     status: str
@@ -138,22 +353,28 @@ class TrialResult:
     wall_s: float = 0.0
     training_s: float = 0.0
     unreliable: str = ""
-    audit: dict[str, Any] | None = None
-    payload: dict[str, Any] = field(default_factory=dict)
+    audit: Document | None = None
+    blocks: int = 0
+    needed_s: float = 0.0
+    passed_over: str = ""
+    penalty: float = 0.0
+    problems: tuple[str, ...] = ()
+    answer: Answer | None = None
 
     @property
     def ok(self) -> bool:
         """True when the trial was measured to its end."""
         return self.status == "ok"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return the JSON form; non-finite losses are written as null."""
-        return shallow(self) | {"losses": or_null(self.losses), "step_ms": or_null(self.step_ms)}
+        lists = {"losses": or_null(self.losses), "step_ms": or_null(self.step_ms)}
+        return shallow(self) | lists | {"answer": _answer_to_json(self.answer)}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> TrialResult:
+    def from_json(cls, document: Document) -> TrialResult:
         """Rebuild from :meth:`to_json`; unknown keys are ignored."""
-        return rebuild(cls, document)
+        return rebuild(cls, document | {"answer": _answer_from_json(document.get("answer"))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +387,7 @@ class HostInfo:
     """
 
     launch: str
-    model: dict[str, Any]
+    model: Document
     layers: tuple[str, ...]
     optimizers: tuple[str, ...]
     device: str
@@ -178,11 +399,11 @@ class HostInfo:
     passed_over: int = 0
     device_bytes: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return the JSON form."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> HostInfo:
+    def from_json(cls, document: Document) -> HostInfo:
         """Rebuild from :meth:`to_json`; unknown keys are ignored."""
         return rebuild(cls, document)

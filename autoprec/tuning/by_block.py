@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.schedule import QUANTISED_COMPILE, repeated_blocks
@@ -60,13 +60,13 @@ class ByBlock:
     def run(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run a trial; one under the script's own seed that fails by block runs again as the script compiles it."""
         result = self._run(spec, seed)
-        if not (self.active and spec.by_block):
+        if not (self.active and isinstance(spec, TrainSpec) and spec.by_block):
             return result
         if result.status in ("oom", "crashed") and spec.policy is not None and seed == 0:
             return self._run(replace(spec, by_block=False), seed)
-        return self._scaled(result) if result.payload.get(BY_BLOCK) else result
+        return self._scaled(result) if result.blocks else result
 
-    def begin(self, spec: TrialSpec, whole: TrialResult) -> TrialResult | None:
+    def begin(self, spec: TrainSpec, whole: TrialResult) -> TrialResult | None:
         """Run the reference by block where that pays; None where all runs compile as the script does.
 
         Args:
@@ -80,7 +80,7 @@ class ByBlock:
         if few or compile_s < least or not self._allowed:
             return None
         result = self._run(replace(spec, by_block=True), 0)
-        self.active = result.ok and bool(result.payload.get(BY_BLOCK))
+        self.active = result.ok and result.blocks > 0
         if not self.active:
             why = (result.reason or result.status) if not result.ok else "no block could be compiled by itself"
             self._ledger.note(

@@ -12,10 +12,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.support.plain import Document
+from autoprec.trial.protocol import (
+    DuelRounds,
+    DuelSpec,
+    GradientErrors,
+    Probe,
+    ScanSpec,
+    TrainSpec,
+    TrialResult,
+    TrialSpec,
+)
 from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
@@ -84,26 +95,46 @@ class PairedRunner:
         """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
         return 1 if self._setup.measured else self.workers
 
-    def spec(self, policy: dict[str, Any] | None, params: Params = MappingProxyType({}), **changes: Any) -> TrialSpec:
-        """Return the spec of a training trial; ``params`` say under which variant of the script.
+    def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
+        """Return the spec of a training trial; ``params`` say under which variant of the script."""
+        options = self._setup.options
+        spec = TrainSpec(
+            policy=policy,
+            backend=self._backend,
+            seed=self._reseed,
+            timeout_s=self.trial_timeout(),
+            variant=str(params.get(VARIANT, "")),
+            steps=options.steps,
+            warmup=options.warmup,
+            anneal=True,  # no policy causes the noise of a high learning rate
+            within_s=self.seconds_left(),
+            by_block=self.by_block.active,
+        )
+        return replace(spec, **changes)
 
-        A forked trial shares the random state of its host by construction; elsewhere pairing needs a reseed at the
-        first training forward.
-        """
-        options, measured = self._setup.options, self._setup.measured
-        values: dict[str, Any] = {
-            "policy": policy,
-            "steps": options.steps,
-            "warmup": options.warmup,
-            "seed": None if self._setup.host.launch == "fork" else options.seed,
-            "backend": options.backend if measured else "emulated",
-            "timeout_s": self.trial_timeout(),
-            "anneal": True,  # no policy causes the noise of a high learning rate
-            "by_block": changes.get("kind", "train") == "train" and self.by_block.active,
-            "variant": str(params.get(VARIANT, "")),
-            "within_s": self.seconds_left() if changes.get("kind", "train") == "train" else None,
-        }
-        return TrialSpec(**(values | changes))
+    def scan_spec(self, policy: Document | None, probes: Sequence[Probe]) -> ScanSpec:
+        """Return the spec of a scan: the gradient errors of ``probes`` against a policy's gradients."""
+        return ScanSpec(
+            policy=policy,
+            backend=self._backend,
+            seed=self._reseed,
+            timeout_s=self.trial_timeout(),
+            probes=tuple(probes),
+            side_by_side=self.final_workers,
+        )
+
+    def duel_spec(self, policy: Document | None) -> DuelSpec:
+        """Return the spec of a duel against a policy, without contenders."""
+        return DuelSpec(policy=policy, backend=self._backend, seed=self._reseed, timeout_s=self.trial_timeout())
+
+    @property
+    def _backend(self) -> str:
+        return self._setup.options.backend if self._setup.measured else "emulated"
+
+    @property
+    def _reseed(self) -> int | None:
+        """A forked trial shares its host's random state; elsewhere pairing needs a reseed at the first forward."""
+        return None if self._setup.host.launch == "fork" else self._setup.options.seed
 
     def elapsed(self) -> float:
         """Return the seconds since the search began."""
@@ -163,9 +194,7 @@ class PairedRunner:
         ):
             self._ledger.add_seconds(name, seconds)
         # what the answer costs in forward and backward passes, wherever and however fast it is found
-        batches = int(result.payload.get("noise_batches", 1))
-        passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + batches
-        self._ledger.add_seconds("passes", float(passes))
+        self._ledger.add_seconds("passes", float(_passes(spec, result)))
         return result
 
     def is_elsewhere(self, params: Params) -> bool:
@@ -183,11 +212,19 @@ class PairedRunner:
             yield threads
 
 
+def _passes(spec: TrialSpec, result: TrialResult) -> int:
+    """Return how many forward and backward passes a trial took."""
+    if isinstance(spec, ScanSpec):
+        batches = result.answer.noise_batches if isinstance(result.answer, GradientErrors) else 1
+        return spec.warmup + len(spec.probes) + batches
+    return result.answer.steps if isinstance(result.answer, DuelRounds) else len(result.losses)
+
+
 def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget: float) -> list[TrialResult]:
     """Run the reference benignly perturbed: once, or several times where that comes near the budget.
 
     Args:
-        run: runs the reference under a perturbation (``TrialSpec.perturb``); it must succeed or raise.
+        run: runs the reference under a perturbation (:attr:`TrainSpec.perturb`); it must succeed or raise.
         first: the plain reference of the same paired seed.
         budget: of the divergence, a fraction.
     """

@@ -41,7 +41,7 @@ EMULATED_STEP = 2.0
 class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
-    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does.
+    ``blocks`` share what a run compiles (``TrainSpec.by_block``); 1 where runs compile as the script does.
     """
 
     start_s: float

@@ -28,7 +28,7 @@ from autoprec.errors import (
 from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import TrainSpec, TrialResult
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.noise import error_over_limit, uninformative
 from autoprec.tuning.decide.presets import presets, widest
@@ -200,7 +200,7 @@ def refuse_another_model(policy: Policy, pool: HostPool, backend: str) -> None:
         PolicyMismatchError, UnsupportedError: it cannot be applied here.
     """
     if _is_another(policy, pool.info().model):
-        _check_fit(pool.run(TrialSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend)))
+        _check_fit(pool.run(TrainSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend)))
 
 
 def _is_another(policy: Policy, model: dict[str, Any]) -> bool:
@@ -378,8 +378,7 @@ def _gradient_errors(
         scan = probe_policies(setup, runner, ledger, policies, seed)
     except NothingAcceptableError:
         return {}, []
-    noise = scan.get("gradient_noise")
-    return errors_of(scan), [float(noise)] if noise else []
+    return errors_of(scan), [scan.gradient_noise] if scan.gradient_noise else []
 
 
 def judge(rules: Rules, name: str, runs: Sequence[Run]) -> Contender:

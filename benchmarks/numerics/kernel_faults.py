@@ -330,9 +330,9 @@ def main() -> int:
     rows, named = [], 0
     for what, build, recipe, backend, layer, gemm, spoil in faults():
         report = checked(build, recipe, backend=backend, spoil=spoil, steps=3)
-        first = report["findings"][0] if report["findings"] else {}
+        first = report.findings[0] if report.findings else {}
         right = (first.get("layer"), first.get("gemm")) == (layer, gemm)
-        others = {f"{row['gemm']} of {row['layer']}" for row in report["findings"]} - {f"{gemm} of {layer}"}
+        others = {f"{row['gemm']} of {row['layer']}" for row in report.findings} - {f"{gemm} of {layer}"}
         right = right and all(other.endswith(f" of {layer}") for other in others)  # an operand serves two GEMMs
         named += right
         size = " x ".join(str(first.get(key, "-")) for key in "mnk")
@@ -343,14 +343,12 @@ def main() -> int:
     passed, worst, models = [], 0.0, clean()
     for what, build, options in models:
         report = checked(build, **options)
-        most = max((row["worst"] for row in report["gemms"]), default=0.0)
+        most = max((row["worst"] for row in report.gemms), default=0.0)
         worst = max(worst, most)
         said = (
-            "clean"
-            if report["ok"]
-            else "**" + "; ".join(f"{f['gemm']} of {f['layer']}" for f in report["findings"]) + "**"
+            "clean" if report.ok else "**" + "; ".join(f"{f['gemm']} of {f['layer']}" for f in report.findings) + "**"
         )
-        count = len(report["gemms"])
+        count = len(report.gemms)
         passed.append((what, ", ".join(str(value) for value in options.values()), str(count), f"{most:.2f}", said))
         print(*passed[-1], sep=" | ", flush=True)
     alarms = sum(row[-1] != "clean" for row in passed)

@@ -16,7 +16,7 @@ from typing import Any
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.processes import marked_processes
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -149,7 +149,7 @@ def ray() -> list[Row]:
                 actor = next(iter(runner._actors))
                 pid = connected.get(actor.__ray_call__.remote(lambda _: os.getpid()))
                 threading.Timer(0.5, _kill, (pid,)).start()
-                workers_kept += runner.run(TrialSpec(steps=300, warmup=1)).ok
+                workers_kept += runner.run(TrainSpec(steps=300, warmup=1)).ok
             runner.close()
             runner = ray_engine.RayRunner(command, folder / "ray", 0, slots=2, address=cluster.address)
             runner.start()
@@ -157,8 +157,8 @@ def ray() -> list[Row]:
             home = connected.get(actor.__ray_call__.remote(lambda _: _node_of()))
             node = next(n for n in nodes if n.node_id == home)
             threading.Timer(0.5, cluster.remove_node, (node,), {"allow_graceful": False}).start()
-            node_kept += runner.run(TrialSpec(steps=300, warmup=1)).ok
-            after = runner.run(TrialSpec(steps=8, warmup=1)).ok
+            node_kept += runner.run(TrainSpec(steps=300, warmup=1)).ok
+            after = runner.run(TrainSpec(steps=8, warmup=1)).ok
             runner.close()
     finally:
         connected.shutdown()

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from autoprec.trial.command import ScriptCommand  # noqa: E402
 from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
 from autoprec.trial.processes import marked_processes  # noqa: E402
-from autoprec.trial.protocol import TrialSpec  # noqa: E402
+from autoprec.trial.protocol import TrainSpec  # noqa: E402
 
 TORCHRUN = ("torchrun", "--nproc-per-node", "2")
 LAUNCH = ("accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no")
@@ -102,7 +102,7 @@ def kinds(folder: Path, quick: bool) -> dict[str, Any]:
         own = losses_in(plain_run(spec))
         with TrialRunner(spec, run_dir=folder / "runs") as runner:
             info = runner.start()
-            trial = runner.run(TrialSpec(steps=5, warmup=1, policy=EMPTY))
+            trial = runner.run(TrainSpec(steps=5, warmup=1, policy=EMPTY))
         if info.optimizers == ():
             own = own[1:]  # without an optimizer the first step is spent on finding the model
         worst = max((abs(a - b) for a, b in zip(trial.losses, own, strict=False)), default=float("nan"))
@@ -143,7 +143,7 @@ def start(folder: Path, quick: bool) -> dict[str, Any]:
     cwd.mkdir()
     with TrialRunner(command("plain.py", cwd=cwd), run_dir=folder / "runs") as runner:
         runner.start()
-        spec = TrialSpec(steps=1, warmup=0)
+        spec = TrainSpec(steps=1, warmup=0)
         forks = [runner.run(spec).start_s * 1e3 for _ in range(10 if quick else 50)]
         out["fork_ms"] = {"median": statistics.median(forks), "max": max(forks)}
         began = time.monotonic()
@@ -172,7 +172,7 @@ def isolation(folder: Path, quick: bool) -> dict[str, Any]:
     before, count, good = snapshot(cwd), 10 if quick else 100, 0
     with TrialRunner(command("writer.py", cwd=cwd), run_dir=folder / "runs") as runner:
         for _ in range(count):
-            good += runner.run(TrialSpec(steps=6, warmup=0)).ok
+            good += runner.run(TrainSpec(steps=6, warmup=0)).ok
     after = snapshot(cwd)
     changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
     return {"trials": count, "ok": good, "files_created_or_changed": len(changed)}
@@ -186,18 +186,18 @@ def faults(folder: Path, quick: bool) -> dict[str, Any]:
     order.write_text("none")
     wrong = {}
     with TrialRunner(command("faults.py", str(order), cwd=cwd), run_dir=folder / "runs") as runner:
-        reference = runner.run(TrialSpec(steps=4, warmup=0))
+        reference = runner.run(TrainSpec(steps=4, warmup=0))
         for fault, status in FAULTS.items():
             order.write_text(fault)
-            result = runner.run(TrialSpec(steps=20, timeout_s=1.0 if status == "hung" else 60.0))
+            result = runner.run(TrainSpec(steps=20, timeout_s=1.0 if status == "hung" else 60.0))
             if result.status != status:
                 wrong[fault] = f"{result.status}: {result.reason}"
         count = 10 if quick else 100
         for index in range(count):
             order.write_text(("hang", "killed", "orphans", "exception")[index % 4])
-            runner.run(TrialSpec(steps=20, timeout_s=0.3))
+            runner.run(TrainSpec(steps=20, timeout_s=0.3))
         order.write_text("none")
-        still = runner.run(TrialSpec(steps=4, warmup=0)).losses == reference.losses
+        still = runner.run(TrainSpec(steps=4, warmup=0)).losses == reference.losses
         mark = runner.mark
     return {
         "faults_classified": f"{len(FAULTS) - len(wrong)}/{len(FAULTS)}",

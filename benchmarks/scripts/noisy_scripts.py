@@ -26,7 +26,7 @@ from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import GradientErrors, Probe, ScanSpec, TrainSpec, TrialResult
 from autoprec.tuning.decide.decision import Rules, Standing, choose, gradient_limit
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import (
@@ -35,6 +35,7 @@ from autoprec.tuning.decide.noise import (
     has_learnt,
     needs_more_benign_runs,
 )
+from autoprec.tuning.phases.record import answer_of
 from autoprec.tuning.workers.local import HostPool
 
 BUDGET = 0.0025
@@ -147,7 +148,7 @@ def train(pool: HostPool, seed: int, steps: int, policy: dict[str, Any] | None, 
     Raises:
         SystemExit: it failed.
     """
-    result = pool.run(TrialSpec(policy=policy, steps=steps, backend="emulated", timeout_s=300, **changes), seed)
+    result = pool.run(TrainSpec(policy=policy, steps=steps, backend="emulated", timeout_s=300, **changes), seed)
     if not result.ok:
         raise SystemExit(f"{result.status}: {result.reason}\n{result.tail}")
     return result
@@ -177,14 +178,14 @@ def measure(name: str, seeds: int, steps: int) -> Row:
                     pair = divergence(result.losses, reference), signed_gap(result.losses, reference)
                     runs[label].append(pair)
             probes = tuple(Probe(n, p) for n, p in policies.items())
-            scan = TrialSpec(kind="sensitivity", warmup=10, steps=1, probes=probes, backend="emulated")
-            payload = pool.run(scan, 0).payload
+            scan = ScanSpec(warmup=10, probes=probes, backend="emulated")
+            found = answer_of(pool.run(scan, 0), GradientErrors, name)
         finally:
             pool.close()
-    errors = {row["id"]: float(row["gradient_error"]) for row in payload["probes"]}
+    errors = {row.id: row.error for row in found.probes}
     gaps, excess = zip(*runs["benign"], strict=True)
     baseline = Baseline(statistics.fmean(perturbed), gaps, excess, has_learnt(first.losses))
-    noise = payload.get("gradient_noise")
+    noise = found.gradient_noise
     verdict, reason = {}, {}
     for n in policies:
         ours, signed = zip(*runs[n], strict=True)

@@ -60,7 +60,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.inside.observe.measure import some_heap
 from autoprec.trial.intervals import median_interval
-from autoprec.trial.protocol import REFERENCE, Probe, TrialSpec
+from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
@@ -272,12 +272,12 @@ def _duel(name: str, contenders: dict[str, str], within_s: float) -> dict[str, l
         return {}
     with TrialRunner(ScriptCommand.parse(list(SCRIPTS[name]))) as runner:
         runner.start()
-        spec = TrialSpec(kind="duel", probes=probes, within_s=within_s, precision=0.0, side_by_side=2)
+        spec = DuelSpec(probes=probes, within_s=within_s, precision=0.0, side_by_side=2)
         done = runner.run(spec)
-    if not done.ok:  # the others of the same script say enough
+    if not isinstance(done.answer, DuelRounds):  # the others of the same script say enough
         print(f"{name}: a duel failed: {done.status}: {done.reason}\n{done.tail}", file=sys.stderr)
         return {}
-    rounds, names = done.payload["duel"]["rounds"], {REFERENCE: WRITTEN}
+    rounds, names = done.answer.rounds, {REFERENCE: WRITTEN}
     return {DUEL + names.get(who, who): [ms[who] for ms in rounds] for who in rounds[0]}
 
 

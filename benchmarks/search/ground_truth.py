@@ -21,6 +21,7 @@ from autoprec.cost import CostModel, CostScale
 from autoprec.policy import glob_matches
 from autoprec.policy.space import Choice, space_from_dict
 from autoprec.precision.hardware import target
+from autoprec.trial.protocol import GradientErrors, ProbeResult
 from autoprec.tuning.decide.problem import GroupVariable, Problem
 from autoprec.tuning.decide.sampler.posterior import Points
 from autoprec.tuning.decide.sampler.prior import Prior, features_of, points_of
@@ -282,7 +283,7 @@ class Case:
         while probes := scan.next_round():
             rows = np.array([_probed(problem, probe.id, choices) for probe in probes])
             for_each = [np.sqrt(squared_errors(model, weights, step, rows, choices)) for weights, step in at]
-            scan.add(*(_payload([probe.id for probe in probes], errors) for errors in for_each))
+            scan.add(*(_answer([probe.id for probe in probes], errors) for errors in for_each))
         table = scan.table()
         rows = self.checks(np.random.default_rng(seed), checks)
         errors = np.sqrt(np.mean([squared_errors(model, *here, rows, choices) for here in at], axis=0))
@@ -303,8 +304,8 @@ class Case:
         return rows
 
 
-def _payload(ids: Sequence[str], errors: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return {"probes": [{"id": i, "gradient_error": float(e)} for i, e in zip(ids, errors, strict=True)]}
+def _answer(ids: Sequence[str], errors: np.ndarray[Any, Any]) -> GradientErrors:
+    return GradientErrors(tuple(ProbeResult(i, float(e)) for i, e in zip(ids, errors, strict=True)))
 
 
 def _sent(spec: Spec) -> list[str]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.command import ScriptCommand  # noqa: E402
-from autoprec.trial.protocol import TrialResult, TrialSpec  # noqa: E402
+from autoprec.trial.protocol import TrialResult, TrialSpec  # noqa: E402  # noqa: E402
 from autoprec.tuning.engine import Search  # noqa: E402
 from autoprec.tuning.events import Listeners  # noqa: E402
 from autoprec.tuning.options import SearchOptions  # noqa: E402

@@ -12,7 +12,7 @@ from autoprec.errors import NoSpaceError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.processes import marked_processes
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import TrainSpec
 
 SCRIPT = Path(__file__).with_name("hostile.py")
 #: what it does -> the only statuses that are right, and what the reason says
@@ -49,14 +49,14 @@ def test_a_hostile_script_harms_only_its_own_trial(tmp_path: Path) -> None:
     wish = tmp_path / "wish.txt"
     wish.write_text("nothing")
     command = ScriptCommand.parse((str(SCRIPT), str(wish)), cwd=tmp_path)
-    spec = TrialSpec(steps=6, warmup=1, timeout_s=60)
+    spec = TrainSpec(steps=6, warmup=1, timeout_s=60)
     with TrialRunner(command, run_dir=tmp_path / "runs") as runner:
         before, pid = runner.run(spec), runner.host_pid
         for kind, (statuses, reason) in CASES.items():
             wish.write_text(kind)
             began = time.monotonic()
             limit = 2.0 if kind == "stubborn_family" else 60.0
-            result = runner.run(TrialSpec(steps=6, warmup=1, timeout_s=limit))
+            result = runner.run(TrainSpec(steps=6, warmup=1, timeout_s=limit))
             spent = time.monotonic() - began
             assert result.status in statuses, (kind, result.status, result.reason, result.tail)
             assert reason in result.reason, (kind, result.reason)
@@ -85,7 +85,7 @@ def test_a_killed_host_is_replaced_and_its_trial_run_again_within_a_limit(tmp_pa
     wish = tmp_path / "wish.txt"
     wish.write_text("nothing")
     command = ScriptCommand.parse((str(SCRIPT), str(wish)), cwd=tmp_path)
-    spec = TrialSpec(steps=6, warmup=1, timeout_s=60)
+    spec = TrainSpec(steps=6, warmup=1, timeout_s=60)
     with TrialRunner(command, run_dir=tmp_path / "runs") as runner:
         expected = runner.run(spec)
         for _ in range(4):  # more often than a host may be lost in a row: every good trial in between starts anew

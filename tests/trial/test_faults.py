@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoprec.trial.processes import marked_processes
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import TrainSpec
 
 FAULTS = {
     "exception": ("crashed", "ValueError: the data are corrupt"),
@@ -35,14 +35,14 @@ def test_every_fault_is_classified_and_the_next_trial_runs(host: Any, tmp_path: 
     order = tmp_path / "fault.txt"
     order.write_text("none")
     with host("faults.py", str(order)) as runner:
-        before = runner.run(TrialSpec(steps=4))
+        before = runner.run(TrainSpec(steps=4))
         seen = {}
         for fault in FAULTS:
             order.write_text(fault)
             limit = 60.0 if fault not in HANGING else 3.0 if fault == "endless_output" else 1.0  # which starts first
-            seen[fault] = runner.run(TrialSpec(steps=20, timeout_s=limit))
+            seen[fault] = runner.run(TrainSpec(steps=20, timeout_s=limit))
         order.write_text("none")
-        after = runner.run(TrialSpec(steps=4))
+        after = runner.run(TrainSpec(steps=4))
         mark = runner.mark
         left = [p for p in marked_processes(mark) if p != runner.host_pid]
     assert before.ok

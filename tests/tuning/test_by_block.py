@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import TrainSpec, TrialResult
 from autoprec.tuning.by_block import ByBlock, is_whole
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.study.run import BY_BLOCK
 
 LAYERS = tuple(f"h.{k}.mlp" for k in range(12))
-REFERENCE, TRIAL = TrialSpec(), TrialSpec(policy={"default": "bf16"}, by_block=True)
+REFERENCE, TRIAL = TrainSpec(), TrainSpec(policy={"default": "bf16"}, by_block=True)
 
 
 class Script:
@@ -23,13 +23,12 @@ class Script:
         self.asked: list[tuple[int, bool, bool]] = []
         self.oom, self.blocks, self.compile_s = oom, blocks, compile_s
 
-    def __call__(self, spec: TrialSpec, seed: int) -> TrialResult:
+    def __call__(self, spec: TrainSpec, seed: int) -> TrialResult:
         self.asked.append((seed, spec.policy is not None, spec.by_block))
         by_block = spec.by_block and self.blocks > 1
         if self.oom and by_block and spec.policy is not None:
-            return TrialResult("oom", payload={"by_block": self.blocks})
+            return TrialResult("oom", blocks=self.blocks)
         step = (12.0 if by_block else 10.0) * (0.75 if spec.policy is not None else 1.0)
-        payload: dict[str, Any] = {"by_block": self.blocks} if by_block else {}
         return TrialResult(
             "ok",
             losses=(2.0, 1.0 if by_block else 1.01),
@@ -37,7 +36,7 @@ class Script:
             warmup=1,
             memory_bytes=150 if by_block else 100,
             training_s=self.compile_s + 6 * step / 1e3,
-            payload=payload,
+            blocks=self.blocks if by_block else 0,
         )
 
 
@@ -123,7 +122,7 @@ def test_what_fails_by_block_under_the_scripts_own_seed_is_run_as_the_script_com
     runs = begun(made(script), script)
     result = runs.run(TRIAL, 0)
     assert result.step_ms == pytest.approx((7.5,) * 6)
-    assert BY_BLOCK not in result.payload
+    assert not result.blocks
     assert script.asked[2:] == [(0, True, True), (0, True, False)]
     assert runs.run(TRIAL, 1).status == "oom"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import TrainSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 TRAIN = """
@@ -35,6 +35,6 @@ def test_the_submitit_runner_runs_a_trial(tmp_path: Path) -> None:
     command = ScriptCommand.parse(("train.py",), cwd=tmp_path)
     runner = scope["SubmititRunner"](command, tmp_path / "runs", 0, cluster="debug")
     assert runner.start().optimizers == ("SGD",)
-    result = runner.run(TrialSpec(steps=4, warmup=1))
+    result = runner.run(TrainSpec(steps=4, warmup=1))
     assert result.ok, result
     assert len(result.losses) == 5

@@ -20,7 +20,7 @@ from autoprec.errors import FileError, NothingAcceptableError, ScriptError, Sear
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import GradientErrors, HostInfo, ProbeResult, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search, _told
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -119,7 +119,7 @@ def trained(simulated: SimulatedScript) -> list[tuple[int, str, bool]]:
     return [
         (seed, canonical_json(spec.policy or {}), spec.anneal)
         for seed, spec in simulated.calls
-        if spec.kind == "train" and spec.policy is not None
+        if isinstance(spec, TrainSpec) and spec.policy is not None
     ]
 
 
@@ -401,7 +401,7 @@ class Moody(SimulatedRunner):
     def run(self, spec: TrialSpec) -> TrialResult:
         result = super().run(spec)
         quantised = "fp8" in str(spec.policy)
-        if spec.kind != "train" or not spec.anneal or not quantised:
+        if not isinstance(spec, TrainSpec) or not spec.anneal or not quantised:
             return result
         gap = 0.004 if self.seed % 4 == 3 else 0.0002
         return replace(result, losses=tuple(loss * (1 + gap) for loss in result.losses))
@@ -426,7 +426,7 @@ def test_when_every_fast_finalist_fails_a_safer_one_is_found(here: Path) -> None
     class Harsh(Moody):
         def run(self, spec: TrialSpec) -> TrialResult:
             result = SimulatedRunner.run(self, spec)
-            if spec.kind == "train" and spec.anneal and "fp8" in str(spec.policy):
+            if isinstance(spec, TrainSpec) and spec.anneal and "fp8" in str(spec.policy):
                 return replace(result, losses=tuple(loss * 1.01 for loss in result.losses))
             return result
 
@@ -457,10 +457,10 @@ def test_a_script_whose_gradient_has_vanished_is_told_so(here: Path) -> None:
     class Dead(SimulatedRunner):
         def run(self, spec: TrialSpec) -> TrialResult:
             result = super().run(spec)
-            if spec.kind != "sensitivity":
+            if not isinstance(spec, ScanSpec):
                 return result
-            rows = [{"id": p.id, "gradient_error": None, "nonfinite": True} for p in spec.probes]
-            return replace(result, payload={"probes": rows, "gradient_noise": None})
+            rows = tuple(ProbeResult(probe.id, nonfinite=True) for probe in spec.probes)
+            return replace(result, answer=GradientErrors(rows))
 
     simulated, asked = script(), options()
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Dead(simulated, seed))

@@ -44,7 +44,7 @@ def test_a_trial_may_stand_still_for_twenty_runs_of_the_reference(setup: Setup, 
     assert runner.trial_timeout() == LEAST_TIMEOUT_S
     ledger.timings["reference_run_s"] = 40.0
     assert runner.trial_timeout() == pytest.approx(800.0)
-    assert runner.spec(None).timeout_s == pytest.approx(800.0)
+    assert runner.train_spec(None).timeout_s == pytest.approx(800.0)
     ledger.references.clear()
     assert runner.trial_timeout() == BEFORE_REFERENCE_S
 
@@ -53,8 +53,8 @@ def test_forked_trials_share_their_random_state_and_others_are_reseeded(
     setup: Setup, ledger: Ledger, tmp_path: Path
 ) -> None:
     runner = runner_of(setup, ledger, tmp_path)
-    assert runner.spec(None).seed is None
-    assert runner.spec({}, steps=3, anneal=True).steps == 3
+    assert runner.train_spec(None).seed is None
+    assert runner.train_spec({}, steps=3, anneal=True).steps == 3
     assert runner.workers == 1
 
 

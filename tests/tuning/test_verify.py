@@ -10,7 +10,7 @@ import pytest
 from autoprec.errors import PolicyMismatchError, UsageError
 from autoprec.policy import LayerRule, Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Rules
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
@@ -156,7 +156,7 @@ def test_a_script_noisier_than_the_budget_is_verified_as_it_is_searched(tmp_path
         assert (result.why.data["caveat"] if holds else result.why).code.endswith(
             "gradient" if holds else "gradient_error"
         )
-        benign = [seed for seed, spec in noisy.calls if spec.perturb]
+        benign = [seed for seed, spec in noisy.calls if isinstance(spec, TrainSpec) and spec.perturb]
         assert benign == [0, 0, 0, 0, 1, 2]
     assert result.noise_floor > 0.0025
     steady = check(uniform("nvfp4_plain"), tmp_path / "steady", timed=False)
@@ -312,7 +312,7 @@ def test_a_policy_of_another_model_is_refused_before_the_runs(tmp_path: Path) ->
     with HostPool(lambda seed, _folder: Misfit(SimulatedScript(), seed), tmp_path) as pool:
         with pytest.raises(PolicyMismatchError, match="2 of 3 rules"):
             refuse_another_model(policy, pool, "auto")
-        assert [spec.steps for spec in asked] == [1]
+        assert [spec.total for spec in asked] == [1]
         setup = setup_of(policy, pool, SearchOptions(command=("train.py",), steps=8, seeds=2))
         with pytest.raises(PolicyMismatchError, match="2 of 3 rules"):
             verify(pool, setup, contenders(policy), tmp_path, timed=True, tell=lambda _: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,8 @@ from autoprec.policy import Policy, policy_from_dict
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import GEMMS, KEEP, by_recipe
 from autoprec.support.units import counted
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.tuning.phases.record import payload_of
+from autoprec.trial.protocol import Answer, GemmFindings, HostInfo, NumericsSpec, TrainSpec, TrialResult
+from autoprec.tuning.phases.record import answer_of
 
 if TYPE_CHECKING:
     from autoprec.tuning.transfer.spot import SpotCheck
@@ -60,15 +61,16 @@ def _audited(
         ):
             phases.begin(f"{steps} training steps under the policy{name}, the last one recorded")
             document = stage.to_dict()
-            spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, record_graph=True)
+            spec = TrainSpec(policy=document, steps=steps, warmup=0, backend=backend, record_graph=True)
             result = runner.run(spec)
             if result.audit is None:
                 raise _refusal(result, label + name)
-            audits.append(_with_recording(result.audit, result.payload.get("graph"), document))
+            audits.append(_with_recording(result.audit, result.answer, document))
         if numerics:
             phases.begin(f"{steps} training steps, each GEMM beside the exact product of its operands")
-            spec = TrialSpec(kind="numerics", policy=policy.stages[0].to_dict(), steps=steps, warmup=0, backend=backend)
-            audits[0]["numerics"] = payload_of(runner.run(spec), label) | {"uncompiled": host.compiled}
+            numeric = NumericsSpec(policy=policy.stages[0].to_dict(), steps=steps, backend=backend)
+            found = answer_of(runner.run(numeric), GemmFindings, label)
+            audits[0]["numerics"] = asdict(found) | {"uncompiled": host.compiled}
         if passes:
             report = record(runner, label, phases)
             phases.begin(f"{passes} forward and backward passes on the model itself")
@@ -107,20 +109,19 @@ def _differences(policy: Policy, host: HostInfo, rows: list[dict[str, Any]]) -> 
     return [finding.message for finding in found]
 
 
-def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
+def _with_recording(audit: dict[str, Any], report: Answer | None, document: dict[str, Any]) -> dict[str, Any]:
     """Hold protections, and weights that no policy reaches, against what a recorded step ran: seen, not believed.
 
     A step that could not be recorded (custom kernels, several processes) leaves the audit as the executing code
     reported it.
     """
-    if not graph:
+    if not isinstance(report, GraphReport):
         return audit
     from autoprec.tuning.lint.facts import Facts
     from autoprec.tuning.lint.rules import SENSITIVE, findings
 
     policy: Policy = policy_from_dict(document)
     operators = policy.operators.model_dump()
-    report = GraphReport.from_json(graph)
     uncovered = uncovered_rows(report, {row["name"] for row in audit["layers"]}, policy)
     audit["layers"] += uncovered
     audit["ok"] = audit["ok"] and all(row["ok"] for row in uncovered)

@@ -88,9 +88,9 @@ def _measure(script: tuple[str, ...], target: str, space: str) -> SensitivityTab
             total = sum(moment + 1 + len(probes) for moment in moments)
             phases.begin(f"gradient errors of {len(probes)} changes to the policy{batches}", total=total)
             backend = "auto" if timed else "emulated"
-            payloads = gradient_errors(runner, host, label, probes, moments, backend=backend, tell=phases.advance)
-            scan.batches = len(payloads)  # the script has no more of them
-            scan.add(*payloads)
+            answers = gradient_errors(runner, host, label, probes, moments, backend=backend, tell=phases.advance)
+            scan.batches = len(answers)  # the script has no more of them
+            scan.add(*answers)
     return scan.table()
 
 

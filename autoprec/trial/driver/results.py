@@ -18,7 +18,7 @@ def load_result(path: Path) -> TrialResult | None:
     """Return what a trial wrote, and remove it; None where it is not there, or not whole."""
     try:
         return TrialResult.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, KeyError, ValueError, TypeError):
         return None
     finally:
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threa
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
-from autoprec.trial.protocol import PATIENCE_S, SMALL_MODEL, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import PATIENCE_S, SMALL_MODEL, HostInfo, TrialResult, TrialSpec, TrySpec
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES, _MAX_LOST = 2, 3
@@ -142,9 +142,8 @@ class TrialRunner(Runner):
         """
         for _ in range(0 if self._weights else _MAX_PASSED_OVER):
             result = self._try_steps(info)
-            passed_over = result.payload.get("passed_over")
-            if passed_over:
-                self._passed_over.append(str(passed_over))
+            if result.passed_over:
+                self._passed_over.append(result.passed_over)
                 self._end_host()
                 info = self._start_host()
                 continue
@@ -156,7 +155,7 @@ class TrialRunner(Runner):
         return info
 
     def _try_steps(self, info: HostInfo) -> TrialResult:
-        spec = TrialSpec(kind="try", steps=30, warmup=0, timeout_s=self._setup_timeout)
+        spec = TrySpec(timeout_s=self._setup_timeout)
         self._info = info
         forked = info.launch == "fork"
         if not forked and (info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL):
@@ -165,7 +164,7 @@ class TrialRunner(Runner):
             result = self._run_once(spec)
         except _HostLostError:
             return self._host_lost("")
-        return result if forked or result.payload.get("passed_over") else TrialResult("ok")
+        return result if forked or result.passed_over else TrialResult("ok")
 
     def _end_host(self) -> None:
         if self._host is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autoprec.support.plain import Document
 from autoprec.trial.inside.observe.discovery import Found
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def apply_document(
-    document: dict[str, Any] | None,
+    document: Document | None,
     found: Found,
     backend: str,
     *,
@@ -65,21 +67,39 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
     return [StateMonitor(optimizer, every=max(2, steps // 6)) for optimizer in found.optimizers]
 
 
-def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, Any]:
-    """Return what was seen of weights and state: penalty (added to divergence) and why, skipped steps, audit, hints."""
+@dataclass(frozen=True, slots=True)
+class StateSeen:
+    """What was seen of stored weights and optimizer state from the inside.
+
+    Attributes:
+        penalty: of updates that were lost, added to the divergence; ``problems`` says where.
+        skipped_steps: by loss scaling of ours.
+        audit: rows of the audit by the part of the optimizer.
+        hints: notes of the audit.
+    """
+
+    penalty: float = 0.0
+    problems: tuple[str, ...] = ()
+    skipped_steps: int = 0
+    audit: dict[str, Document] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
+
+
+def state_seen(policy: Any, found: Found, monitors: list[Any]) -> StateSeen:
+    """Return what was seen of weights and state under a policy."""
     from autoprec.optim.audit import audit_optimizer, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps
 
     reports = [monitor.report() for monitor in monitors]
-    audit: dict[str, Any] = {}
+    audit: dict[str, Document] = {}
     for optimizer in found.optimizers:
         for part, row in audit_optimizer(policy, optimizer, found.root).items():
             if part not in audit or not row["ok"]:
                 audit[part] = row
-    return {
-        "problems": [problem for report in reports for problem in report.problems()],
-        "penalty": max((report.penalty() for report in reports), default=0.0),
-        "skipped_steps": sum(skipped_steps(optimizer) for optimizer in found.optimizers),
-        "audit": audit,
-        "hints": list(dict.fromkeys(hint for one in found.optimizers for hint in optimizer_hints(policy, one))),
-    }
+    return StateSeen(
+        penalty=max((report.penalty() for report in reports), default=0.0),
+        problems=tuple(problem for report in reports for problem in report.problems()),
+        skipped_steps=sum(skipped_steps(optimizer) for optimizer in found.optimizers),
+        audit=audit,
+        hints=tuple(dict.fromkeys(hint for one in found.optimizers for hint in optimizer_hints(policy, one))),
+    )

@@ -20,7 +20,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from autoprec.applying.compiling import allow_contenders, cache_graphs, is_compiled
 from autoprec.applying.policy import apply_policy
@@ -33,7 +32,7 @@ from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import REFERENCE, TrialSpec
+from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
 _BLOCK_S, _MOST_STEPS = 0.5, 32
@@ -51,13 +50,12 @@ class Duel:
     """Times the policies of ``spec.probes`` against ``spec.policy``, the reference, in a script's own loop.
 
     Args:
-        answer: is given ``{"duel": {"rounds": [{contender: ms per step}], "steps", "block", "refused"}}``, with the
-            seconds until all contenders had settled (``settled_s``), and ends the process.
+        answer: is given what was timed, and ends the process.
         beat: called when a step is done.
     """
 
     def __init__(
-        self, spec: TrialSpec, found: Found, answer: Callable[[dict[str, Any]], None], beat: Callable[[], None]
+        self, spec: DuelSpec, found: Found, answer: Callable[[DuelRounds], None], beat: Callable[[], None]
     ) -> None:
         self._spec, self._found, self._answer = spec, found, answer
         self._ranked = world_size() > 1
@@ -94,9 +92,8 @@ class Duel:
 
     def end(self) -> None:
         """Answer with the rounds so far, also where the script ends by itself: another process may go on."""
-        found = {"rounds": self._rounds, "steps": self.loop.steps, "block": self._block, "refused": self._refused}
-        found["settled_s"] = self._settled_s
-        self._answer({"duel": found})
+        rounds = tuple(self._rounds)
+        self._answer(DuelRounds(rounds, self.loop.steps, self._block, self._refused, self._settled_s))
 
     # ---------------------------------------------------------------- between two steps: the clock stands still
     def _stepped(self, loop: Loop) -> None:
@@ -188,7 +185,7 @@ def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: f
     return [name for name in ratios if is_open(name)]
 
 
-def is_late(spec: TrialSpec, own_s: float, began: float) -> bool:
+def is_late(spec: DuelSpec, own_s: float, began: float) -> bool:
     """Say whether a duel's time is used up: its processes' own, or on a busy machine that on the clock."""
     if spec.within_s is None:
         return False

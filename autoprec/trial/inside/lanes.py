@@ -24,14 +24,14 @@ from typing import Any, NoReturn
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.duel import is_late, undecided
-from autoprec.trial.inside.isolate.answering import answer, await_answer, fork_to_answer
+from autoprec.trial.inside.isolate.answering import Unanswered, answer, await_answer, fork_to_answer
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.intervals import FEWEST
-from autoprec.trial.protocol import REFERENCE, TrialSpec
+from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
 
 #: A block takes about so long (s).
 _BLOCK_S = 0.4
@@ -55,7 +55,7 @@ class Lanes:
 
     def __init__(
         self,
-        spec: TrialSpec,
+        spec: DuelSpec,
         found: Found,
         hooks: Hooks,
         on_exit: Callable[[Callable[[], None]], None],
@@ -68,8 +68,8 @@ class Lanes:
         self.loop: Loop | None = None
         self._writer, self._settled, self._block = -1, 0, 0
 
-    def run(self) -> dict[str, Any] | None:
-        """Return the payload of a duel in this process, and None in a contender, which goes on into its forward."""
+    def run(self) -> DuelRounds | Unanswered | None:
+        """Return what was timed, in this process; None in a contender, which goes on into its forward."""
         before_forks()
         rounds: list[dict[str, float]] = []
         refused: dict[str, str] = {}
@@ -97,8 +97,8 @@ class Lanes:
             rounds.append(times)
             open_ = [REFERENCE, *undecided(rounds, open_, self._spec.precision)]
         if REFERENCE in refused:
-            return {"failed": f"the reference of a duel failed: {refused[REFERENCE]}"}
-        return {"duel": {"rounds": rounds, "steps": steps, "refused": refused}}
+            return Unanswered(f"the reference of a duel failed: {refused[REFERENCE]}")
+        return DuelRounds(tuple(rounds), steps, refused=refused)
 
     # ---------------------------------------------------------------- in a contender
     def _contend(self, name: str, writer: int) -> None:

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,9 +29,10 @@ from autoprec.applying.compiling import (
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
 from autoprec.numerics.sharded import rank
 from autoprec.support.files import canonical_json, finite
-from autoprec.trial.inside.applying import apply_document, by_block, state_document, watch_state
+from autoprec.trial.inside.applying import StateSeen, apply_document, by_block, state_seen, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
 from autoprec.trial.inside.isolate import savers
+from autoprec.trial.inside.isolate.answering import Unanswered
 from autoprec.trial.inside.isolate.seeding import reseed
 from autoprec.trial.inside.observe.conditions import (
     Conditions,
@@ -45,7 +47,19 @@ from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
-from autoprec.trial.protocol import OUT_OF_TIME, SMALL_MODEL, TrialResult, TrialSpec
+from autoprec.trial.protocol import (
+    OUT_OF_TIME,
+    SMALL_MODEL,
+    Answer,
+    DuelSpec,
+    NumericsSpec,
+    RecordSpec,
+    ScanSpec,
+    TrainSpec,
+    TrialResult,
+    TrialSpec,
+    TrySpec,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -86,7 +100,8 @@ class Trial:
         self._device = next(iter(found.parameters)).device
         self._recorder: Any = None
         self._gemms: Any = None
-        self._payload: dict[str, Any] = {}
+        self._answer: Answer | None = None
+        self._blocks, self._needed_s, self._passed_over = 0, 0.0, ""
         self._warned: dict[str, None] = {}
         self._monitors: list[Any] = []
         self._before: Conditions | None = None
@@ -102,25 +117,27 @@ class Trial:
         spec = self.spec
         sys.excepthook = self._on_exception
         self._note_warnings()
-        if spec.kind == "duel":
-            self._duel()
+        if isinstance(spec, DuelSpec):
+            self._duel(spec)
             return
-        if spec.kind in ("sensitivity", "numerics"):
+        train = spec if isinstance(spec, TrainSpec) else None
+        if isinstance(spec, (ScanSpec, NumericsSpec)):
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
             reseed(spec.seed + rank())
-        if spec.perturb:  # before the policy, which may store weights in another format
-            round_weights(self.found, spec.perturb)
-        document = by_block(spec.policy, self.found.root) if spec.by_block else spec.policy
+        if train is not None and train.perturb:  # before the policy, which may store weights in another format
+            round_weights(self.found, train.perturb)
+        blocks = train is not None and train.by_block
+        document = by_block(spec.policy, self.found.root) if blocks else spec.policy
         own = document is not None and is_compiled(self.found.root)
         try:
             # in a trial shares of a run are shares of the trial
-            self._policy = apply_document(document, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
+            self._policy = apply_document(document, self.found, spec.backend, run_steps=max(1, spec.total))
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
-        if spec.by_block and (blocks := compiled_blocks(self.found.root)):
-            self._payload["by_block"] = blocks
-        if spec.kind == "numerics":
+        if blocks:
+            self._blocks = compiled_blocks(self.found.root)
+        if isinstance(spec, NumericsSpec):
             self._gemms = GemmCheck(self.found.root)
         execution = "keep" if self._policy is None else self._policy.execution
         compiles = execution in ("compile", "compile_whole")
@@ -129,48 +146,54 @@ class Trial:
         if compiles or is_compiled(self.found.root):
             cache_graphs()  # of all kinds of trials alike: what differs in it is not found in the cache
         self._heap = some_heap(self.pid) if self._device.type == "cpu" else []
-        self._monitors = watch_state(self._policy, self.found, spec.warmup + spec.steps)
+        self._monitors = watch_state(self._policy, self.found, max(1, spec.total))
         self._batch = batch_size(args, kwargs)
-        first = {"record": 0, "sensitivity": spec.warmup}.get(spec.kind, spec.warmup + spec.steps)
         self.loop = Loop(
             self.found,
-            total=first,
+            total=spec.total,
             clock=clock_for(self._device),
             then=self._enough,
-            check={"train": self._check, "try": self._tried}.get(spec.kind),
-            anneal=spec.anneal,
-            patience=30 if spec.kind == "sensitivity" else 0,
+            check=self._check_of(spec),
+            anneal=train is not None and train.anneal,
+            patience=30 if isinstance(spec, ScanSpec) else 0,
             beat=self._beat,
             silent=self._moved_on,
             captured=self._captured,
-            count_memory=self._device.type == "cpu" and spec.kind == "train" and spec.warmup >= 2,  # else it is timed
+            # where there is a step for it that is not timed
+            count_memory=self._device.type == "cpu" and train is not None and train.warmup >= 2,
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        if spec.kind == "train":  # nothing else is timed, and a scan on a busy GPU needs no repetition
+        if train is not None:  # nothing else is timed, and a scan on a busy GPU needs no repetition
             self._before = read_conditions(self._device)
         self.hooks.events = self.loop
         self._begun = time.monotonic()
-        if first:
-            if spec.record_graph and first == 1:
+        if spec.total:
+            if train is not None and train.record_graph and spec.total == 1:
                 self._record(module)
             self.loop.start()
         else:
             self._at_forward(module)
 
-    def _duel(self) -> None:
+    def _check_of(self, spec: TrialSpec) -> Callable[[Loop], None] | None:
+        """Return what looks at every step of a kind of trial; None for nothing."""
+        if isinstance(spec, TrainSpec):
+            return partial(self._check, spec)
+        return self._tried if isinstance(spec, TrySpec) else None
+
+    def _duel(self, spec: DuelSpec) -> None:
         from autoprec.trial.inside.duel import Duel
         from autoprec.trial.inside.lanes import Lanes
 
         self._begun = time.monotonic()
-        if self._may_fork and self.spec.side_by_side > 1 and not is_compiled(self.found.root):
-            lanes = Lanes(self.spec, self.found, self.hooks, self.on_exit, self._beat)
-            payload = lanes.run()
-            if payload is not None:  # None in a contender, which goes on into the forward
-                self._answered(payload)
+        if self._may_fork and spec.side_by_side > 1 and not is_compiled(self.found.root):
+            lanes = Lanes(spec, self.found, self.hooks, self.on_exit, self._beat)
+            answer = lanes.run()
+            if answer is not None:  # None in a contender, which goes on into the forward
+                self._answered(answer)
             self.loop = lanes.loop
             return
-        duel = Duel(self.spec, self.found, self._answered, self._beat)
+        duel = Duel(spec, self.found, self._answered, self._beat)
         self.loop = self.hooks.events = duel.loop
         self.on_exit(duel.end)
         duel.begin()
@@ -192,12 +215,11 @@ class Trial:
             self.loop.clock.credit(seconds)
 
     # ---------------------------------------------------------------- steps
-    def _check(self, loop: Loop) -> None:
-        spec = self.spec
+    def _check(self, spec: TrainSpec, loop: Loop) -> None:
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
-        self._look_at_the_time(loop)
+        self._look_at_the_time(spec, loop)
         # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
         if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps == loop.total:
             losses = loop.losses
@@ -209,9 +231,9 @@ class Trial:
         if spec.record_graph and loop.steps == loop.total - 1:
             self.hooks.watch_next(self.found.root, lambda module, *_: self._record(module))
 
-    def _look_at_the_time(self, loop: Loop) -> None:
+    def _look_at_the_time(self, spec: TrainSpec, loop: Loop) -> None:
         """End a trial that has no more time, or, once two steps are known, one that will not have enough."""
-        within, now = self.spec.within_s, time.monotonic()
+        within, now = spec.within_s, time.monotonic()
         if within is None or loop.steps == loop.total:
             return
         if loop.steps == 1:
@@ -220,7 +242,7 @@ class Trial:
         needed_s = now - self._asked + (loop.total - loop.steps) * each_s
         if needed_s > within:
             took = f"a step takes {each_s:.3g} s" if each_s else f"{loop.steps} of {loop.total} steps were done"
-            self._payload["needed_s"] = needed_s
+            self._needed_s = needed_s
             self.finish(OUT_OF_TIME, f"{took}: {loop.total} steps take more than the {within:.0f} s there are")
 
     def _tried(self, loop: Loop) -> None:
@@ -242,11 +264,11 @@ class Trial:
         """The script switched models; the driver must probe the new one."""
         loop, name = self.loop, type(self.found.root).__name__
         steps = loop.steps if loop is not None else 0
-        if self.spec.kind == "try" and not self._is_small():
+        if isinstance(self.spec, TrySpec) and not self._is_small():
             self.finish("ok")
         by = type(other).__name__
         why = f"{name} was trained for {steps} steps only, then the script went on with another model (by {by})"
-        self._payload["passed_over"] = why
+        self._passed_over = why
         self.finish("too_short", why)
 
     def _captured(self) -> NoReturn:
@@ -255,34 +277,37 @@ class Trial:
         self.finish("unsupported", CAPTURED)
 
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
-        if self.spec.kind in ("train", "try"):
+        if isinstance(self.spec, (TrainSpec, TrySpec)):
             self.finish("ok")
-        if self.spec.kind == "numerics":
+        if isinstance(self.spec, NumericsSpec):
             self._answered(self._gemms.end())
         self.hooks.events = Events()
         self.hooks.watch_next(self.found.root, self._at_forward)
 
     def _at_forward(self, module: nn.Module, *_: Any) -> None:
-        """The step that answers the question of a ``record`` or ``sensitivity`` trial starts here."""
-        if self.spec.kind == "record":
+        """The step that answers the question of a :class:`RecordSpec` or a :class:`ScanSpec` starts here."""
+        spec = self.spec
+        if not isinstance(spec, ScanSpec):
             self._record(module)
             self.hooks.events = _AtGradients(self._end_record, self.found)
             return
         if not self._may_fork:
             from autoprec.trial.inside.sensitivity.replay import Replay
 
-            Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start()
+            Replay(spec, self.found, self.hooks, self._answered, self._beat).start()
             return
         from autoprec.trial.inside.sensitivity.scan import Scan
 
-        scan = Scan(self.spec, self.found, self.hooks, self.on_exit, self._beat)
-        payload = scan.run()  # returns None in a probe, which goes on into the forward
-        if payload is not None:
-            self._answered(payload)
+        scan = Scan(spec, self.found, self.hooks, self.on_exit, self._beat)
+        answer = scan.run()  # returns None in a probe, which goes on into the forward
+        if answer is not None:
+            self._answered(answer)
 
-    def _answered(self, payload: dict[str, Any]) -> None:
-        self._payload = payload
-        self.finish("ok" if not payload.get("failed") else "crashed", payload.get("failed", ""))
+    def _answered(self, answer: Answer | Unanswered) -> NoReturn:
+        if isinstance(answer, Unanswered):
+            self.finish("crashed", answer.why)
+        self._answer = answer
+        self.finish("ok")
 
     # ---------------------------------------------------------------- operator graph
     def _record(self, module: nn.Module) -> None:
@@ -297,10 +322,9 @@ class Trial:
 
     def _end_record(self) -> None:
         self._recorder.__exit__(None, None, None)
-        report = self._recorder.report()
+        self._answer = self._recorder.report()
         self._recorder = None  # of a large step half the memory is the record
-        self._payload["graph"] = report.to_json()
-        if self.spec.kind == "record":
+        if isinstance(self.spec, RecordSpec):
             self.finish("ok")
 
     # ---------------------------------------------------------------- end
@@ -341,21 +365,25 @@ class Trial:
             sys.stderr.flush()
         if self._writer:
             write_result(self._path, self._result(status, reason))
-        elif self.spec.kind == "train":
+        elif isinstance(self.spec, TrainSpec):
             with contextlib.suppress(Exception):  # the first rank's result counts
                 write_result(self._path.with_name(f"{self._path.name}.rank{rank()}"), self._result(status, reason))
         os._exit(0)
 
     def _result(self, status: str, reason: str) -> TrialResult:
-        now = time.monotonic()
+        now, spec = time.monotonic(), self.spec
+        warmup = spec.warmup if isinstance(spec, (TrainSpec, ScanSpec)) else 0
         result = TrialResult(
             status=status,
             reason=reason,
-            warmup=self.spec.warmup,
+            warmup=warmup,
             start_s=self._begun - self._asked,
             wall_s=now - self._asked,
             training_s=now - self._begun,
-            payload=self._payload,
+            blocks=self._blocks,
+            needed_s=self._needed_s,
+            passed_over=self._passed_over,
+            answer=self._answer,
         )
         loop = self.loop
         if loop is None or not loop.steps:
@@ -371,19 +399,21 @@ class Trial:
             memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else loop.peak_bytes,
             samples=self._batch * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
-            unreliable=doubt or still_compiling(loop.graphs, self.spec.warmup),
+            unreliable=doubt or still_compiling(loop.graphs, warmup),
         )
-        if self._policy is not None and self.spec.kind == "train":
-            state = self._payload["state"] = state_document(self._policy, self.found, self._monitors)
-            result = replace(result, skipped_steps=loop.skipped + state["skipped_steps"])
-        return self._audited(result)
-
-    def _audited(self, result: TrialResult) -> TrialResult:
-        if self._policy is None or result.status != "ok":
+        if self._policy is None:
             return result
-        audit, state = self._policy.audit(self.found.root).to_json(), self._payload.get("state", {})
-        audit["notes"] += [*state.get("hints", []), *self._warned]
-        for part, row in state.get("audit", {}).items():
+        state = StateSeen()
+        if isinstance(spec, TrainSpec):
+            state = state_seen(self._policy, self.found, self._monitors)
+            skipped = loop.skipped + state.skipped_steps
+            result = replace(result, skipped_steps=skipped, penalty=state.penalty, problems=state.problems)
+        return self._audited(result, state) if result.ok else result
+
+    def _audited(self, result: TrialResult, state: StateSeen) -> TrialResult:
+        audit = self._policy.audit(self.found.root).to_json()
+        audit["notes"] += [*state.hints, *self._warned]
+        for part, row in state.audit.items():
             audit["operators"][f"optimizer.{part}"] = row
             audit["ok"] = audit["ok"] and row["ok"]
         return replace(result, audit=audit)

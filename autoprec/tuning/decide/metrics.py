@@ -9,13 +9,13 @@ puts them together under the names that every part of AutoPrec uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autoprec.cost import StepEstimate
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.support.arrays import np
+from autoprec.support.plain import Document
 from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline, Vector
@@ -137,7 +137,7 @@ class Reference:
         return replace(self, baseline=baseline, deterministic=deterministic)
 
 
-def audit_failure(audit: Mapping[str, Any] | None) -> str:
+def audit_failure(audit: Document | None) -> str:
     """Return what a trial did not execute as asked; empty when it did, or was not audited.
 
     An expert without tokens is fine, and its row says so; a layer whose weight is multiplied where the policy does not
@@ -172,7 +172,7 @@ def score(plan: Run, result: TrialResult, reference: Reference, *, estimate: Ste
     if not math.isfinite(gap):
         return replace(seen, status="diverged", reason="the loss became non-finite")
     # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.
-    gap += float(result.payload.get("state", {}).get("penalty", 0.0))
+    gap += result.penalty
     step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
     memory = result.memory_bytes if estimate is None else estimate.memory_bytes
     share = effective_speedup(1.0, result.losses, reference.losses)

@@ -12,14 +12,13 @@ with tiny batches is therefore probed on several of them where the budget allows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
 from autoprec.graph.report import GraphReport
 from autoprec.precision.recipes import KEEP
-from autoprec.trial.protocol import Probe
+from autoprec.trial.protocol import GradientErrors, Probe
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.table import (
     SensitivityTable,
@@ -28,7 +27,6 @@ from autoprec.tuning.decide.table import (
     mixed_probes,
     parameter_probes,
     plan_probes,
-    square_of,
 )
 
 #: Rows (tokens) that a table should rest on, and the most batches that are probed to get there. Over 256 rows the
@@ -49,7 +47,7 @@ class SensitivityScan:
 
         scan = SensitivityScan(problem)
         while probes := scan.next_round():
-            scan.add(*(run(probes, later=k) for k in range(scan.batches)))  # payloads of sensitivity trials
+            scan.add(*(run(probes, later=k) for k in range(scan.batches)))  # answers of sensitivity trials
         table = scan.table()
 
     Args:
@@ -96,15 +94,13 @@ class SensitivityScan:
             self._asked |= {probe.id for probe in probes}
         return probes
 
-    def add(self, *payloads: Mapping[str, Any]) -> None:
-        for payload in payloads:
-            for row in payload.get("probes", ()):
-                self._squares.setdefault(str(row["id"]), []).append(square_of(row))
-            still = payload.get("hardly_moved", ())
-            before = still if self._hardly_moved is None else self._hardly_moved
-            self._hardly_moved = [name for name in before if name in still]  # on no batch at all
-            noise = payload.get("gradient_noise")
-            self._noise = float(noise) if self._noise is None and noise is not None else self._noise
+    def add(self, *answers: GradientErrors) -> None:
+        for found in answers:
+            for probe in found.probes:
+                self._squares.setdefault(probe.id, []).append(probe.error**2)
+            before = found.hardly_moved if self._hardly_moved is None else self._hardly_moved
+            self._hardly_moved = [name for name in before if name in found.hardly_moved]  # on no batch at all
+            self._noise = found.gradient_noise if self._noise is None else self._noise
         self.unanswered = len(self._asked - self._squares.keys())
 
     def table(self) -> SensitivityTable:

@@ -229,14 +229,6 @@ class SensitivityTable:
         return rebuild(cls, {**document, **parts})
 
 
-def square_of(row: Mapping[str, Any]) -> float:
-    """Return the squared error that a probe's answer says; infinity where it failed."""
-    value = row.get("gradient_error")
-    if row.get("nonfinite") or value is None or not math.isfinite(value):
-        return math.inf
-    return float(value) ** 2
-
-
 def _share_out(
     problem: Problem, sums: Mapping[tuple[tuple[int, ...], str], float]
 ) -> tuple[FloatTable, np.ndarray[Any, np.dtype[np.bool_]]]:

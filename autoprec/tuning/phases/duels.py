@@ -16,12 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
+from autoprec.support.plain import Document
 from autoprec.support.units import speed_text
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrialResult
 from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
@@ -141,10 +141,13 @@ class Duels:
         together = [run for run in here if forks or can_be_exchanged(run.policy)]
         rounds, failure = timed_together(
             self._runner.duel,
-            self._runner.spec(self._setup.reference_policy(), side_by_side=2 if forks else 1),
+            replace(
+                self._runner.duel_spec(self._setup.reference_policy()),
+                side_by_side=2 if forks else 1,
+                on_the_clock=self._setup.options.budget_s is not None,
+            ),
             {run.name: run.policy for run in together},
             within,
-            on_the_clock=self._setup.options.budget_s is not None,
         )
         self._rounds += rounds
         if failure:
@@ -206,7 +209,7 @@ class Duels:
             contest = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
             if len(found) % 2:
                 contest.reverse()
-            specs = [self._runner.spec(*one, steps=_STEPS, warmup=_WARMUP) for one in contest]
+            specs = [self._runner.train_spec(*one, steps=_STEPS, warmup=_WARMUP) for one in contest]
             results = [self._runner.duel(spec) for spec in specs]
             if not all(result.ok for result in results):
                 break
@@ -239,12 +242,10 @@ def usual_seconds(count: int) -> float:
 
 
 def timed_together(
-    run: Callable[[TrialSpec], TrialResult],
-    spec: TrialSpec,
-    policies: Mapping[str, dict[str, Any]],
+    run: Callable[[DuelSpec], TrialResult],
+    spec: DuelSpec,
+    policies: Mapping[str, Document],
     within_s: float,
-    *,
-    on_the_clock: bool = False,
 ) -> tuple[list[dict[str, float]], str]:
     """Time policies beside the reference in one process, or in a few where the script ends soon.
 
@@ -252,7 +253,7 @@ def timed_together(
         run: runs one trial.
         spec: of the reference.
         policies: name -> document; each :func:`can_be_exchanged`.
-        within_s: a process's own seconds, or those on the clock, which a time budget counts.
+        within_s: a process's own seconds, or where the spec says so those on the clock, which a time budget counts.
 
     Returns:
         Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; and why a
@@ -262,11 +263,10 @@ def timed_together(
     probes, began = tuple(Probe(*named) for named in policies.items()), time.monotonic()
     for _ in range(_PROCESSES if probes else 0):
         left = max(1.0, within_s - (time.monotonic() - began))
-        asked = replace(spec, kind="duel", probes=probes, within_s=left, on_the_clock=on_the_clock)
-        result = run(replace(asked, precision=PRECISE, by_block=False))
-        if not result.ok:
+        result = run(replace(spec, probes=probes, within_s=left, precision=PRECISE))
+        if not isinstance(result.answer, DuelRounds):
             return rounds, f"{result.status}: {result.reason}"
-        found = result.payload["duel"]["rounds"]
+        found = result.answer.rounds
         rounds += found
         if not found or len(rounds) >= FEWEST or time.monotonic() - began > within_s:
             break
@@ -278,7 +278,7 @@ def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[flo
     return [(one[REFERENCE], one[name]) for one in rounds if name in one]
 
 
-def duel_run(name: str, policy: dict[str, Any], times: Sequence[tuple[float, float]], reference_ms: float) -> Run:
+def duel_run(name: str, policy: Document, times: Sequence[tuple[float, float]], reference_ms: float) -> Run:
     """Return a duel as a run: a speed-up, and the step time that follows from the reference's, with intervals."""
     middle, low, high = median_interval([reference / own for reference, own in times])
     step = Metric(reference_ms / middle, low=reference_ms / high, high=reference_ms / low)
@@ -286,7 +286,7 @@ def duel_run(name: str, policy: dict[str, Any], times: Sequence[tuple[float, flo
     return Run(0, DUEL, name, {}, policy, "ok", metrics=metrics)
 
 
-def can_be_exchanged(document: dict[str, Any]) -> bool:
+def can_be_exchanged(document: Document) -> bool:
     """Say whether a policy can be taken off between two steps: it leaves weights, state and gradients as they are."""
     policy = Policy.model_validate({key: value for key, value in document.items() if key != "evidence"})
     plain = policy.optimizer == OptimizerPolicy() and policy.communication == CommunicationPolicy()

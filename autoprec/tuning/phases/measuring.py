@@ -76,9 +76,9 @@ def first_run(setup: Setup, runner: PairedRunner, ledger: Ledger, plan: Run, err
         changes: of the runner's spec.
     """
     began = time.time(), time.monotonic()
-    result = runner.run(runner.spec(plan.policy, plan.params, **changes))
+    result = runner.run(runner.train_spec(plan.policy, plan.params, **changes))
     # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
-    reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written
+    reference = ledger.reference if result.blocks else ledger.written
     return scored(setup, ledger, plan, result, reference, error, began)
 
 
@@ -109,7 +109,9 @@ class PairedSeeds:
         """
         runner, began = self._runner, (time.time(), time.monotonic())
         with runner.threads(runner.final_workers, "finalist") as threads:
-            running = threads.submit(runner.run, runner.spec(plan.policy, plan.params, by_block=by_block), plan.seed)
+            running = threads.submit(
+                runner.run, runner.train_spec(plan.policy, plan.params, by_block=by_block), plan.seed
+            )
             try:
                 reference = self.reference(plan.seed, whole=runner.by_block.active and not by_block)
             except AutoPrecError as failed:
@@ -127,8 +129,10 @@ class PairedSeeds:
         """
         references = self._ledger.whole if whole else self._ledger.references
         if seed not in references:
-            by_block = self._runner.by_block.active and not whole
-            result = self._runner.run(self._runner.spec(self._setup.reference_policy(), by_block=by_block), seed)
+            spec = self._runner.train_spec(
+                self._setup.reference_policy(), by_block=self._runner.by_block.active and not whole
+            )
+            result = self._runner.run(spec, seed)
             if not result.ok:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._ledger.reference
@@ -139,7 +143,7 @@ class PairedSeeds:
 
     def perturb(self, seed: int) -> None:
         """Run the benign perturbation under a paired seed: what the gaps of policies are compared with."""
-        result = self._runner.run(self._runner.spec(self._setup.reference_policy(), perturb="bf16"), seed)
+        result = self._runner.run(self._runner.train_spec(self._setup.reference_policy(), perturb="bf16"), seed)
         if result.ok:
             losses = self._ledger.references[seed].losses
             self.benign[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
@@ -167,12 +171,12 @@ def scored(
     if found.ok and setup.measured and not result.memory_bytes and plan.params:
         peak = float(setup.steps.of(plan.params).memory_bytes)
         found = found.with_metrics({"memory_bytes": Metric(peak, MODELLED)})
-    for problem in result.payload.get("state", {}).get("problems", ()):
+    for problem in result.problems:
         ledger.note(f"{plan.name}, seed {plan.seed}: {problem}; its divergence is raised by what is beyond the limit")
     done = replace(
         found,
         reason=found.reason or doubt,
-        tags=(*plan.tags, *(["unreliable"] if doubt else ()), *([BY_BLOCK] if result.payload.get(BY_BLOCK) else ())),
+        tags=(*plan.tags, *(["unreliable"] if doubt else ()), *([BY_BLOCK] if result.blocks else ())),
         started=began[0],
         seconds=time.monotonic() - began[1],
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
-from autoprec.trial.protocol import PATIENCE_S, TrialResult, TrialSpec
+from autoprec.trial.protocol import PATIENCE_S, Answer, RecordSpec, TrialResult
 
 if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.tuning.workers.local import HostPool
+
+A = TypeVar("A", bound=Answer)
 
 
 def record_step(host: HostPool | TrialRunner, label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
@@ -19,18 +21,17 @@ def record_step(host: HostPool | TrialRunner, label: str, *, timeout_s: float = 
     Raises:
         ScriptError: the step could not be recorded.
     """
-    result = host.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
-    return GraphReport.from_json(payload_of(result, label, "recorded")["graph"])
+    return answer_of(host.run(RecordSpec(timeout_s=timeout_s)), GraphReport, label, "recorded")
 
 
-def payload_of(result: TrialResult, label: str, done: str = "measured") -> dict[str, Any]:
+def answer_of(result: TrialResult, kind: type[A], label: str, done: str = "measured") -> A:
     """Return what a trial was asked for.
 
     Raises:
         ScriptError: it failed; the message carries the script's own output.
     """
-    if result.ok and result.payload:
-        return result.payload
+    if result.ok and isinstance(result.answer, kind):
+        return result.answer
     short = result.status == "too_short"
     raise ScriptError(
         f"the step could not be {done}: {result.reason or result.status}",

@@ -16,7 +16,7 @@ from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed
 from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run
+from autoprec.tuning.study.run import MODELLED, Metric, Run
 
 #: Policies that are measured whatever the budget says, each under two seeds.
 FEWEST_RUNS = 2
@@ -37,7 +37,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     """
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
-    blocks = runner.by_block.begin(runner.spec(setup.reference_policy()), whole) if whole is not None else None
+    blocks = runner.by_block.begin(runner.train_spec(setup.reference_policy()), whole) if whole is not None else None
     # the first run alone shows whether there are enough steps, and time for more of them
     first = blocks or whole or _run(setup, runner)
     ledger.timings["reference_run_s"] = time.monotonic() - began
@@ -58,7 +58,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     reference = reference_of(setup, first, second, *noisy).with_noise(baseline, deterministic)
     if blocks is not None and whole is not None:
         written = reference_of(setup, whole).with_noise(baseline, deterministic)
-        runner.by_block.calibrate(written, reference, int(blocks.payload[BY_BLOCK]))
+        runner.by_block.calibrate(written, reference, blocks.blocks)
         reference = replace(reference, step_ms=written.step_ms, memory_bytes=written.memory_bytes)
         ledger.whole[0] = written
     ledger.references[0] = reference
@@ -137,16 +137,15 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
 
 
 def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
-    result = runner.run(runner.spec(setup.reference_policy(), perturb=perturb))
+    result = runner.run(runner.train_spec(setup.reference_policy(), perturb=perturb))
     if result.ok:
         return result
     where = str(setup.host.model.get("class", "the script"))
     if result.status == OUT_OF_TIME:
-        needed_s = float(result.payload.get("needed_s", 0.0))
-        raise _too_short(setup.options, result.reason, where, runner.elapsed(), needed_s)
-    if moved_on := result.payload.get("passed_over"):
+        raise _too_short(setup.options, result.reason, where, runner.elapsed(), result.needed_s)
+    if result.passed_over:
         fix = "search it without the first (a test of learning rates?), or have the script name the model that counts: "
-        raise NothingAcceptableError(str(moved_on), where=where, fix=f"{fix}autoprec.register(model, optimizer)")
+        raise NothingAcceptableError(result.passed_over, where=where, fix=f"{fix}autoprec.register(model, optimizer)")
     if result.status == "too_short":
         steps = setup.options.steps + setup.options.warmup
         what = f"the script ended after {len(result.losses)} of {steps} training steps"

@@ -7,14 +7,16 @@ so that a few dozen passes rank the gradient error of every combination (:mod:`~
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.support.arrays import np
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
-from autoprec.trial.protocol import Probe
+from autoprec.support.plain import Document
+from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
@@ -67,17 +69,17 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
     within_s = _within(setup, ledger)
     scan = SensitivityScan(setup.problem, USUAL_PASSES, room, max(1, min(scan_batches(setup.graph), later)))
-    answers: list[Mapping[str, Any]] = []
+    answers: list[ProbeResult] = []
     while probes := scan.next_round():
-        payloads: list[dict[str, Any]] = []
+        found: list[GradientErrors] = []
         for later in range(scan.batches):
             left_s = None if within_s is None else within_s - (time.monotonic() - began)
-            if payloads and left_s is not None and left_s < 0:
+            if found and left_s is not None and left_s < 0:
                 scan.batches = later
                 break
-            payloads.append(_probe(setup, runner, ledger, probes, later, within_s=left_s))
-        scan.add(*payloads)
-        answers += [row for payload in payloads for row in payload["probes"]]
+            found.append(_probe(setup, runner, ledger, probes, later, within_s=left_s))
+        scan.add(*found)
+        answers += [row for one in found for row in one.probes]
     if scan.unanswered:
         ledger.cut(
             f"the time budget of {options.budget_s:.0f} s ended the gradient errors: {scan.unanswered} were not "
@@ -88,12 +90,12 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
     return table
 
 
-def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequence[ProbeResult]) -> None:
     """Refuse a script whose gradient has vanished: every relative error is then infinite, and no policy is wrong.
 
     So does one under which every change fails, for the reason that the first of them gives.
     """
-    failed = [row["failed"] for row in rows if row.get("failed")]
+    failed = [row.failed for row in rows if row.failed]
     if rows and len(failed) == len(rows):
         raise NothingAcceptableError(
             f"no change of precision could be run in the script's step: {failed[0]}",
@@ -109,22 +111,22 @@ def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequen
 
 
 def measure_errors(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]]
+    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, Document]
 ) -> dict[str, float]:
     """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
     began = time.monotonic()
     try:
-        payload = probe_policies(setup, runner, ledger, policies)
+        found = probe_policies(setup, runner, ledger, policies)
     except NothingAcceptableError as error:
         ledger.note(f"the gradient error of {', '.join(policies)} could not be measured: {error.what}")
         return {}
     ledger.timings["error_run_s"] = time.monotonic() - began
-    return errors_of(payload)
+    return errors_of(found)
 
 
 def probe_policies(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]], seed: int = 0
-) -> dict[str, Any]:
+    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, Document], seed: int = 0
+) -> GradientErrors:
     """Compare the gradients of whole policies on one state and batch, and return what the scan says of each.
 
     Raises:
@@ -134,13 +136,9 @@ def probe_policies(
     return _probe(setup, runner, ledger, probes, seed=seed)
 
 
-def errors_of(payload: Mapping[str, Any]) -> dict[str, float]:
+def errors_of(found: GradientErrors) -> dict[str, float]:
     """Return the relative gradient errors that a scan measured, by the names of its probes."""
-    return {
-        str(row["id"]): float(row["gradient_error"])
-        for row in payload["probes"]
-        if row.get("gradient_error") is not None and not row.get("nonfinite")
-    }
+    return {row.id: row.error for row in found.probes if math.isfinite(row.error)}
 
 
 def _within(setup: Setup, ledger: Ledger) -> float | None:
@@ -158,26 +156,21 @@ def _probe(
     *,
     within_s: float | None = None,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> GradientErrors:
     """Ask on the batch ``later`` steps after the scan's first, under a paired seed."""
     one_run_s = ledger.timings.get("reference_run_s", 30.0)
     result = runner.run(
-        runner.spec(
-            setup.reference_policy(),
-            kind="sensitivity",
+        replace(
+            runner.scan_spec(setup.reference_policy(), probes),
             warmup=scan_warmup(setup.options.steps) + later,
-            steps=1,
-            probes=tuple(probes),
             within_s=within_s,
-            side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
-            anneal=False,
         ),
         seed,
     )
-    if not result.ok:
+    if not isinstance(result.answer, GradientErrors):
         raise NothingAcceptableError(
             f"the sensitivity scan failed: {result.status}: {result.reason}",
             fix=f"the trial printed:\n{result.tail}" if result.tail else "run with -v",
         )
-    return result.payload
+    return result.answer

@@ -23,7 +23,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.support.units import percent_text, speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrainSpec, TrialResult
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
@@ -73,7 +73,7 @@ def choose(
         A row of the result for each variant; none where the script itself does not run as it was given, which the
         search then says. And the hosts that a search may need, by the variant's name; the others are closed.
     """
-    spec = TrialSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S)
+    spec = TrainSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S)
     rows: list[Row] = []
     given = keep.enter_context(HostPool(hosts(command, PATIENCE_S), folder / "as-given"))
     pools, info = {AS_GIVEN: given}, given.info()
@@ -177,7 +177,7 @@ def _compare(row: Row, given: TrialResult, other: TrialResult) -> None:
     row["memory"] = (other.memory_bytes or 1) / given.memory_bytes if given.memory_bytes else 1.0
 
 
-def _time_script(row: Row, spec: TrialSpec, given: _Ran, other: _Ran, best: Row, left: Left) -> None:
+def _time_script(row: Row, spec: TrainSpec, given: _Ran, other: _Ran, best: Row, left: Left) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that another is faster.
 
     In turns, whose order changes, until the speed-up is known well; with no seconds ``left`` once it has an interval.

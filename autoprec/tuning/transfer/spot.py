@@ -8,7 +8,7 @@ bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.graph.roles import places
 from autoprec.policy import OptimizerPolicy, Policy, first_match
 from autoprec.precision.recipes import KEEP
-from autoprec.trial.protocol import Probe
+from autoprec.trial.protocol import GradientErrors, Probe
 from autoprec.tuning.transfer.plan import rendered
 from autoprec.tuning.transfer.proxy import choice_of_rule
 
@@ -111,27 +111,22 @@ def spot_probes(policy: Policy, report: GraphReport, passes: int) -> list[Probe]
     return probes
 
 
-def judged(payloads: Sequence[Mapping[str, Any]], max_gradient_error: float) -> SpotCheck:
+def judged(answers: Sequence[GradientErrors], max_gradient_error: float) -> SpotCheck:
     """Return the outcome of the passes.
 
     Args:
-        payloads: of ``sensitivity`` trials with the probes of :func:`spot_probes`, one per moment; errors count by the
+        answers: of ``sensitivity`` trials with the probes of :func:`spot_probes`, one per moment; errors count by the
             root of their mean square over moments.
         max_gradient_error: the most gradient error, as a share of the mini-batch noise.
     """
     each: dict[str, list[float]] = {}
-    for payload in payloads:
-        for row in payload["probes"]:
-            each.setdefault(str(row["id"]), []).append(_error(row))
-    noises = [float(noise) for payload in payloads if (noise := payload.get("gradient_noise"))]
+    for found in answers:
+        for row in found.probes:
+            each.setdefault(row.id, []).append(row.error)
+    noises = [found.gradient_noise or 0.0 for found in answers]
     known = _root_mean_square([noise for noise in noises if math.isfinite(noise) and noise > 0])
     rows = tuple(Row(name, _root_mean_square(errors)) for name, errors in each.items())
     return SpotCheck(rows, known, max_gradient_error * known if known == known else math.inf)
-
-
-def _error(row: Mapping[str, Any]) -> float:
-    value = row.get("gradient_error")
-    return math.inf if row.get("nonfinite") or value is None else float(value)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

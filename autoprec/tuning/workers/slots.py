@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.inside.observe.conditions import FOREIGN_MEMORY, ask_driver
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import step_time
 
 
@@ -97,11 +97,11 @@ class SlotRunner(Runner):
         self.start()
         number = self._free.get()
         try:
-            ratio = self._ratio(number) if spec.kind == "train" else 1.0
+            ratio = self._ratio(number) if isinstance(spec, TrainSpec) else 1.0
             result = self._slots[number].run(spec)
         finally:
             self._free.put(number)
-        if spec.kind == "train" and result.ok and self._reference is None:
+        if isinstance(spec, TrainSpec) and result.ok and self._reference is None:
             self._reference = spec, step_time(result.step_ms, result.warmup)
         return result if ratio == 1.0 else replace(result, step_ms=tuple(ms * ratio for ms in result.step_ms))
 

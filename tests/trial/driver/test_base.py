@@ -3,7 +3,7 @@
 import pytest
 
 from autoprec.trial.driver.base import Runner
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo, TrainSpec, TrialResult, TrialSpec
 
 
 class OneAtATime(Runner):
@@ -13,7 +13,7 @@ class OneAtATime(Runner):
         raise AssertionError("not asked for here")
 
     def run(self, spec: TrialSpec) -> TrialResult:
-        return TrialResult(status="ok", reason=f"{spec.steps} steps")
+        return TrialResult(status="ok", reason=f"{spec.total} steps")
 
     def close(self) -> None:
         pass
@@ -21,7 +21,7 @@ class OneAtATime(Runner):
 
 def test_a_runner_runs_one_trial_at_a_time_unless_it_says_otherwise() -> None:
     assert OneAtATime().size == 1
-    assert OneAtATime().run(TrialSpec(policy=None, steps=3)).reason == "3 steps"
+    assert OneAtATime().run(TrainSpec(steps=3, warmup=0)).reason == "3 steps"
 
 
 @pytest.mark.parametrize("missing", ["start", "run", "close"])

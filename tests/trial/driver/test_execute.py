@@ -7,7 +7,7 @@ import pytest
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.execute import command_from_json, command_to_json, main, request
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import TrainSpec, TrialResult
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -32,7 +32,7 @@ def test_a_command_survives_json(tmp_path: Path) -> None:
 def test_request_in_result_out(tmp_path: Path, script: str) -> None:
     (tmp_path / "train.py").write_text(script)
     command = ScriptCommand.parse(("train.py",), cwd=tmp_path)
-    (tmp_path / "request.json").write_text(json.dumps(request(command, TrialSpec(steps=5, warmup=1), launch="process")))
+    (tmp_path / "request.json").write_text(json.dumps(request(command, TrainSpec(steps=5, warmup=1), launch="process")))
     assert main([str(tmp_path / "request.json"), str(tmp_path / "result.json")]) == 0
     result = TrialResult.from_json(json.loads((tmp_path / "result.json").read_text()))
     if script is TRAIN:

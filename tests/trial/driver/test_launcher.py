@@ -10,7 +10,7 @@ import pytest
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.processes import MADE
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import TrainSpec
 
 
 def test_one_launcher_per_command_until_the_last_leaves(tmp_path: Path) -> None:
@@ -66,12 +66,12 @@ def test_a_copy_that_cannot_be_used_is_not_used_again_and_workers_load(spoilt: b
     with host(str(script), *(["spoilt"] if spoilt else [])) as runner:
         assert runner.start().launch == ("process" if spoilt else "zygote")
         for _ in range(2):
-            result = runner.run(TrialSpec(steps=3, warmup=1))
+            result = runner.run(TrainSpec(steps=3, warmup=1))
             assert result.ok, result.tail
             assert set(result.losses) == {2.0}
         with host(str(script), *(["spoilt"] if spoilt else []), seed_offset=1) as further:
             further.adopt(runner.start())
             assert further.start() == runner.start()
-            assert further.run(TrialSpec(steps=3, warmup=1)).ok
+            assert further.run(TrainSpec(steps=3, warmup=1)).ok
             assert further.host_pid == 0, "no host was needed"
         assert runner._launcher.ready is not spoilt

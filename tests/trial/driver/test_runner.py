@@ -23,7 +23,7 @@ from autoprec.trial.driver.results import load_result
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.inside import first_step
 from autoprec.trial.messages import connect, listen, send_message
-from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import Probe, RecordSpec, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
 
@@ -69,8 +69,8 @@ def test_a_trial_may_compile_what_the_script_does_not(host: Any) -> None:
     policy = uniform("bf16") | {"execution": "compile"}
     with host("plain.py") as runner:
         info = runner.start()
-        plain = runner.run(TrialSpec(steps=3, warmup=1, policy=uniform("bf16")))
-        compiled = runner.run(TrialSpec(steps=3, warmup=1, policy=policy))
+        plain = runner.run(TrainSpec(steps=3, warmup=1, policy=uniform("bf16")))
+        compiled = runner.run(TrainSpec(steps=3, warmup=1, policy=policy))
     assert not info.compiled
     assert compiled.status == "ok", compiled.reason + compiled.tail
     assert compiled.audit is not None
@@ -88,10 +88,10 @@ def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureReque
     (tmp_path / "user" / "existing.txt").write_text("precious\n")
     with host(*KINDS[kind]) as runner:
         info = runner.start()
-        first = runner.run(TrialSpec(steps=STEPS - 1, warmup=2))  # memory is measured in the second step
-        bf16 = runner.run(TrialSpec(steps=STEPS, warmup=1, policy=uniform("bf16")))
+        first = runner.run(TrainSpec(steps=STEPS - 1, warmup=2))  # memory is measured in the second step
+        bf16 = runner.run(TrainSpec(steps=STEPS, warmup=1, policy=uniform("bf16")))
         probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
-        scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))
+        scan = runner.run(ScanSpec(warmup=1, probes=probes))
     assert info.launch == "fork"
     assert info.compiled == (kind == "compiled")
     assert first.status == "ok", first.reason + first.tail
@@ -104,12 +104,12 @@ def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureReque
     assert scan.status == "ok", scan.reason + scan.tail
     # a GAN's scan starts after the discriminator's part of the step; after skipped steps it starts later
     if kind not in ("gan", "gradscaler"):
-        assert scan.payload["reference_loss"] == pytest.approx(first.losses[1], rel=1e-6)  # paired with the trial
-    rows = {row["id"]: row for row in scan.payload["probes"]}
+        assert scan.answer.reference_loss == pytest.approx(first.losses[1], rel=1e-6)  # paired with the trial
+    rows = {row.id: row for row in scan.answer.probes}
     if kind not in WITHOUT_UPDATE:
-        assert rows["none"]["gradient_error"] == 0.0
-        assert 0 < rows["bf16"]["gradient_error"] < 0.1 or kind == "autocast"
-        assert scan.payload["gradient_noise"] > 0.05
+        assert rows["none"].gradient_error == 0.0
+        assert 0 < rows["bf16"].gradient_error < 0.1 or kind == "autocast"
+        assert scan.answer.gradient_noise > 0.05
     assert [p.name for p in (tmp_path / "user").iterdir()] == ["existing.txt"]
     assert (tmp_path / "user" / "existing.txt").read_text() == "precious\n"
 
@@ -128,10 +128,10 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
         host(*module, real=True, launch="zygote") as second,
     ):
         info = runner.start()
-        forked = runner.run(TrialSpec(steps=5, warmup=1))
-        other = third.run(TrialSpec(steps=5, warmup=1))
+        forked = runner.run(TrainSpec(steps=5, warmup=1))
+        other = third.run(TrainSpec(steps=5, warmup=1))
         assert second.start().launch == "zygote"
-        zygote = second.run(TrialSpec(steps=5, warmup=1))
+        zygote = second.run(TrainSpec(steps=5, warmup=1))
         for each in (runner, third):  # the zygote that the third was forked from is a child of the first
             began = time.monotonic()
             each.close()
@@ -176,7 +176,7 @@ def test_no_seed_sees_what_another_wrote_and_a_database_can_be_written(host: Any
     before = {path.name: path.read_bytes() for path in user.iterdir()}
     script = str(user / "fresh_train.py")
     with host(script) as first, host(script, seed_offset=1) as second:
-        results = [runner.run(TrialSpec(steps=3, warmup=0)) for runner in (first, second)]
+        results = [runner.run(TrainSpec(steps=3, warmup=0)) for runner in (first, second)]
     assert [result.status for result in results] == ["ok", "ok"], [result.reason for result in results]
     assert {path.name: path.read_bytes() for path in user.iterdir()} == before
 
@@ -192,7 +192,7 @@ def test_imports_are_done_once_for_console_scripts(tmp_path: Path) -> None:
     command = ScriptCommand.parse(["--", str(program)], cwd=user)
     with TrialRunner(command, run_dir=tmp_path / "run", launch="zygote") as runner:
         assert runner.start().launch == "zygote"
-        first, second = (runner.run(TrialSpec(steps=3, warmup=0)) for _ in range(2))
+        first, second = (runner.run(TrainSpec(steps=3, warmup=0)) for _ in range(2))
     assert first.ok, first.reason + first.tail
     assert first.losses == second.losses
 
@@ -206,7 +206,7 @@ def test_trials_run_at_the_same_time(host: Any) -> None:
             results[name] = runner.run(spec)
 
         threads = [
-            threading.Thread(target=work, args=(name, TrialSpec(steps=3, perturb=p)))
+            threading.Thread(target=work, args=(name, TrainSpec(steps=3, perturb=p)))
             for name, p in (("a", ""), ("b", ""), ("c", "bf16"))
         ]
         for thread in threads:
@@ -220,15 +220,15 @@ def test_trials_run_at_the_same_time(host: Any) -> None:
 
 def test_record_anneal_seed_and_mismatch(host: Any) -> None:
     with host("plain.py") as runner:
-        graph = runner.run(TrialSpec(kind="record"))
-        plain = runner.run(TrialSpec(steps=4, warmup=0))
-        again = runner.run(TrialSpec(steps=4, warmup=0))
-        pruned = runner.run(TrialSpec(steps=40, warmup=0, reference_losses=(0.1,) * 40, stop_gap=0.0))
-        annealed = runner.run(TrialSpec(steps=4, warmup=0, anneal=True))
-        seeded = [runner.run(TrialSpec(steps=2, warmup=0, seed=7)).losses for _ in range(2)]
-        wrong = runner.run(TrialSpec(steps=2, policy=uniform("bf16", "transformer.h.*")))
-        audited = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16"), record_graph=True))
-    assert graph.payload["graph"]["coverage"]["tunable_flops_share"] > 0.9
+        graph = runner.run(RecordSpec())
+        plain = runner.run(TrainSpec(steps=4, warmup=0))
+        again = runner.run(TrainSpec(steps=4, warmup=0))
+        pruned = runner.run(TrainSpec(steps=40, warmup=0, reference_losses=(0.1,) * 40, stop_gap=0.0))
+        annealed = runner.run(TrainSpec(steps=4, warmup=0, anneal=True))
+        seeded = [runner.run(TrainSpec(steps=2, warmup=0, seed=7)).losses for _ in range(2)]
+        wrong = runner.run(TrainSpec(steps=2, policy=uniform("bf16", "transformer.h.*")))
+        audited = runner.run(TrainSpec(steps=3, warmup=0, policy=uniform("bf16"), record_graph=True))
+    assert graph.answer.tunable_flops_share > 0.9
     assert plain.losses == again.losses  # same weights, data and random streams
     assert pruned.status == "pruned"
     assert len(pruned.losses) == 10
@@ -239,37 +239,37 @@ def test_record_anneal_seed_and_mismatch(host: Any) -> None:
     assert audited.audit is not None
     assert audited.audit["ok"]
     assert len(audited.losses) == 3
-    assert "operators" in audited.payload["graph"]
+    assert audited.answer.operators
     assert wrong.status == "mismatch"
     assert "transformer.h.*" in wrong.reason
 
 
 def test_replay_gives_what_forking_gives(host: Any) -> None:
     probes = (Probe("none", None), Probe("fp8", uniform("fp8")), Probe("head", uniform("bf16", "head")))
-    spec = TrialSpec(kind="sensitivity", warmup=1, probes=probes)
+    spec = ScanSpec(warmup=1, probes=probes)
     with host("accumulation.py") as forking, host("accumulation.py", launch="process") as plain:
         expected, got = forking.run(replace(spec, side_by_side=2)), plain.run(spec)
         told: list[int] = []
         late = forking.run(replace(spec, within_s=0.0), told.append)
     assert got.status == "ok", got.reason + got.tail
-    assert got.payload["probes"] == expected.payload["probes"]
-    assert got.payload["hardly_moved"] == expected.payload["hardly_moved"] == []
-    assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
+    assert got.answer.probes == expected.answer.probes
+    assert got.answer.hardly_moved == expected.answer.hardly_moved == ()
+    assert got.answer.gradient_noise == pytest.approx(expected.answer.gradient_noise)
     with host("gan.py", launch="process") as plain:  # a fork's scan begins elsewhere in a GAN's step
         assert plain.run(spec).ok
-    assert 0 < len(late.payload["probes"]) < len(probes)
-    assert late.payload["gradient_noise"] > 0
+    assert 0 < len(late.answer.probes) < len(probes)
+    assert late.answer.gradient_noise > 0
     assert told == sorted(told)
 
 
 @pytest.mark.parametrize("script", ["session.py", "functional.py"])
 def test_a_step_that_cannot_be_replayed_has_no_gradient_errors_instead_of_wrong_ones(script: str, host: Any) -> None:
     """One reports its step after the update, the other trains tensors that stand for the model's parameters."""
-    spec = TrialSpec(kind="sensitivity", warmup=1, probes=(Probe("bf16", uniform("bf16")),))
+    spec = ScanSpec(warmup=1, probes=(Probe("bf16", uniform("bf16")),))
     with host(script, launch="process") as runner:
         result = runner.run(spec)
     assert not result.ok
-    assert "probes" not in result.payload
+    assert result.answer is None
     assert "played again as it is, has other gradients" in result.reason
 
 
@@ -295,7 +295,7 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.M
     monkeypatch.setattr("autoprec.trial.driver.results.load_result", load)
     with host(*tokens) as runner:
         info = runner.start()
-        trial = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16")))
+        trial = runner.run(TrainSpec(steps=3, warmup=0, policy=uniform("bf16")))
     assert (info.launch, info.world_size) == ("process", 2)
     assert trial.status == "ok", trial.reason + trial.tail
     first, second = told[-2:]
@@ -342,8 +342,8 @@ def test_nothing_to_tune_is_not_the_scripts_failure(host: Any, tmp_path: Path) -
 def test_every_trial_starts_from_the_same_state(script: str, launch: str, host: Any) -> None:
     with host(script, launch=launch) as runner:
         info = runner.start()
-        losses = [runner.run(TrialSpec(steps=6, warmup=0)).losses for _ in range(2)]
-        perturbed = runner.run(TrialSpec(steps=6, warmup=0, perturb="bf16")).losses
+        losses = [runner.run(TrainSpec(steps=6, warmup=0)).losses for _ in range(2)]
+        perturbed = runner.run(TrainSpec(steps=6, warmup=0, perturb="bf16")).losses
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
     assert perturbed == pytest.approx(losses[0], rel=0.05)
@@ -374,7 +374,7 @@ def test_a_loop_that_cannot_be_followed_is_told_soon(
 def test_a_throw_away_model_is_passed_over_and_named(launch: str, host: Any) -> None:
     with host("throwaway.py", launch=launch) as runner:
         info = runner.start()
-        result = runner.run(TrialSpec(steps=8, warmup=0))
+        result = runner.run(TrainSpec(steps=8, warmup=0))
     assert info.model["class"] == "Net"
     assert any("Linear was trained for 3 steps only" in note for note in info.notes)
     assert result.status == "ok", result.reason + result.tail
@@ -383,7 +383,7 @@ def test_a_throw_away_model_is_passed_over_and_named(launch: str, host: Any) -> 
 
 def test_too_short(host: Any) -> None:
     with host("plain.py", "--steps", "3") as runner:
-        result = runner.run(TrialSpec(steps=10))
+        result = runner.run(TrainSpec(steps=10))
     assert result.status == "too_short"
     assert "3 of 13" in result.reason
     assert len(result.losses) == 3
@@ -394,7 +394,7 @@ def test_closing_while_a_trial_runs_ends_it(tmp_path: Path, host: Any) -> None:
     with host("plain.py", "--steps", "1000000") as runner:
         runner.start()
         results = []
-        thread = threading.Thread(target=lambda: results.append(runner.run(TrialSpec(steps=10**6))))
+        thread = threading.Thread(target=lambda: results.append(runner.run(TrainSpec(steps=10**6))))
         thread.start()
         import time
 
@@ -459,7 +459,7 @@ def test_what_autoprec_warned_of_in_a_trial_that_ends_well_is_in_its_audit(host:
     script = tmp_path / "warns.py"
     script.write_text(WARNS)
     with host(str(script)) as runner:
-        result = runner.run(TrialSpec(steps=2, warmup=0, policy=uniform("bf16")))
+        result = runner.run(TrainSpec(steps=2, warmup=0, policy=uniform("bf16")))
     assert result.ok, result.tail
     assert result.audit is not None
     assert [note for note in result.audit["notes"] if "here" in note or "own" in note] == [

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from autoprec.optim.tensor import StoredTensor
-from autoprec.trial.inside.applying import apply_document, state_document, watch_state
+from autoprec.trial.inside.applying import apply_document, state_seen, watch_state
 from tests.levels import LEVELS
 
 
@@ -33,10 +33,10 @@ def test_a_level_is_applied_to_model_and_optimizer_watched_and_audited() -> None
     monitors = watch_state(policy, item, 12)
     train(item, 12)
     assert isinstance(item.root[0].weight, StoredTensor)
-    document = state_document(policy, item, monitors)
-    assert (document["penalty"], document["problems"]) == (0, [])
+    seen = state_seen(policy, item, monitors)
+    assert (seen.penalty, seen.problems) == (0, ())
     assert monitors[0].report().watched == 6
-    assert all(row["ok"] for row in document["audit"].values())
+    assert all(row["ok"] for row in seen.audit.values())
 
 
 def test_a_policy_without_low_state_is_not_watched() -> None:
@@ -44,6 +44,6 @@ def test_a_policy_without_low_state_is_not_watched() -> None:
     policy = apply_document(LEVELS["amp-bf16"].to_dict(), item, "auto")
     assert watch_state(policy, item, 12) == []
     train(item, 1)
-    document = state_document(policy, item, [])
-    assert document["penalty"] == 0
-    assert all(row["ok"] for row in document["audit"].values())
+    seen = state_seen(policy, item, [])
+    assert seen.penalty == 0
+    assert all(row["ok"] for row in seen.audit.values())

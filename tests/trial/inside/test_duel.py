@@ -10,7 +10,7 @@ import pytest
 from autoprec.policy import Policy
 from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import DuelSpec, Probe, TrainSpec, TrialResult
 from tests.trial.conftest import uniform
 
 SCRIPT = """
@@ -38,7 +38,7 @@ def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResu
     path = folder / "train.py"
     path.write_text(SCRIPT)
     probes = (Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8")))
-    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", within_s=2.0, precision=0.02, timeout_s=60.0)
+    spec = DuelSpec(probes=probes, backend="emulated", within_s=2.0, precision=0.02, timeout_s=60.0)
     with host(str(path), str(steps), launch=launch) as runner:
         result: TrialResult = runner.run(spec)
     return result
@@ -48,7 +48,7 @@ def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResu
 def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path, launch: str) -> None:
     result = duel(host, tmp_path, 100_000, launch)
     assert result.ok, result.reason
-    rounds = result.payload["duel"]["rounds"]
+    rounds = result.answer.rounds
     _, _, slow = median_interval(ratios_of(rounds, "emulated"))
     middle, low, high = median_interval(ratios_of(rounds, "empty"))
     assert slow < 0.9
@@ -59,7 +59,7 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: An
 def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -> None:
     result = duel(host, tmp_path, 40)
     assert result.ok
-    assert result.payload["duel"]["steps"] == 40
+    assert result.answer.steps == 40
 
 
 COMPILED = """
@@ -103,14 +103,14 @@ def test_a_duels_own_seconds_begin_when_all_that_compiles_has_settled(
     policies = {"bf16": uniform("bf16"), "autocast": Policy(activations="bf16").to_dict(), "fp8": uniform("fp8")}
     probes = tuple(Probe(*named) for named in policies.items())
     within = {"within_s": 1.0, "precision": 0.0, "timeout_s": 60.0}
-    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", by_block=by_block, **within)
+    spec = DuelSpec(probes=probes, backend="emulated", by_block=by_block, **within)
     with host(str(path), "100000") as runner:
         result = runner.run(spec)
-        plain = runner.run(TrialSpec(steps=4, warmup=2, by_block=by_block))
+        plain = runner.run(TrainSpec(steps=4, warmup=2, by_block=by_block))
     assert result.ok, result.reason + result.tail
-    found = result.payload["duel"]
-    assert found["settled_s"] > 0.0
-    assert not found["refused"]
-    assert len(found["rounds"]) >= FEWEST
-    assert set(found["rounds"][0]) == {"", *policies}
-    assert plain.payload.get("by_block", 0) == (3 if by_block else 0)
+    found = result.answer
+    assert found.settled_s > 0.0
+    assert not found.refused
+    assert len(found.rounds) >= FEWEST
+    assert set(found.rounds[0]) == {"", *policies}
+    assert plain.blocks == (3 if by_block else 0)

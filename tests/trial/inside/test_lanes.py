@@ -11,7 +11,7 @@ from autoprec.policy import Policy
 from autoprec.trial.inside import lanes
 from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import median_interval
-from autoprec.trial.protocol import REFERENCE, Probe, TrialResult, TrialSpec
+from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrialResult
 from tests.trial.conftest import uniform
 from tests.trial.inside.test_duel import SCRIPT
 
@@ -32,7 +32,7 @@ def duel(host: Any, folder: Path, steps: int, *probes: Probe, script: str = SCRI
     path = folder / "train.py"
     path.write_text(script)
     usual: dict[str, Any] = {"within_s": 1.0, "precision": 1.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
-    spec = TrialSpec(kind="duel", probes=probes, backend="emulated", **(usual | changes))
+    spec = DuelSpec(probes=probes, backend="emulated", **(usual | changes))
     with host(str(path), str(steps)) as runner:
         result: TrialResult = runner.run(spec)
     return result
@@ -44,7 +44,7 @@ EMPTY, SLOW = Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8
 def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path) -> None:
     result = duel(host, tmp_path, 100_000, EMPTY, SLOW, within_s=3.0)
     assert result.ok, result.reason
-    rounds = result.payload["duel"]["rounds"]
+    rounds = result.answer.rounds
     _, _, slow = median_interval(ratios_of(rounds, "emulated"))
     middle, low, high = median_interval(ratios_of(rounds, "empty"))
     assert slow < 0.9
@@ -53,41 +53,41 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: An
 
 
 def test_each_block_has_a_process_of_its_own_also_of_a_script_shorter_than_a_block(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 4, EMPTY).payload["duel"]
-    assert len(found["rounds"]) > 1
-    assert found["steps"] == 2 * 2 * len(found["rounds"])  # two of four are not timed
+    found = duel(host, tmp_path, 4, EMPTY).answer
+    assert len(found.rounds) > 1
+    assert found.steps == 2 * 2 * len(found.rounds)  # two of four are not timed
 
 
 def test_ten_steps_go_by_before_a_block_unless_they_are_long(
     host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After two steps each still asked the system for pages, and a policy was said to gain 6 % less than it does."""
-    found = duel(host, tmp_path, 14, EMPTY).payload["duel"]
-    assert found["steps"] == 4 * 2 * len(found["rounds"])
+    found = duel(host, tmp_path, 14, EMPTY).answer
+    assert found.steps == 4 * 2 * len(found.rounds)
     monkeypatch.setattr(lanes, "_SETTLING_S", 0.0)  # now any step is long
     monkeypatch.setattr(lanes, "_BLOCK_S", 1e-9)
-    found = duel(host, tmp_path, 9, EMPTY).payload["duel"]
-    assert found["steps"] == 2 * len(found["rounds"])
+    found = duel(host, tmp_path, 9, EMPTY).answer
+    assert found.steps == 2 * len(found.rounds)
 
 
 def test_a_script_without_a_step_to_time_gives_no_round(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 2, EMPTY).payload["duel"]
-    assert not found["rounds"]
+    found = duel(host, tmp_path, 2, EMPTY).answer
+    assert not found.rounds
 
 
 def test_a_policy_that_cannot_be_applied_is_refused_and_the_others_are_timed(host: Any, tmp_path: Path) -> None:
     wrong = Probe("wrong", uniform("fp8", match="nothing.like.this"))
-    found = duel(host, tmp_path, 100_000, EMPTY, wrong).payload["duel"]
-    assert list(found["refused"]) == ["wrong"]
-    assert "nothing.like.this" in found["refused"]["wrong"]
-    assert found["rounds"]
-    assert found["rounds"][0].keys() == {REFERENCE, "empty"}
+    found = duel(host, tmp_path, 100_000, EMPTY, wrong).answer
+    assert list(found.refused) == ["wrong"]
+    assert "nothing.like.this" in found.refused["wrong"]
+    assert found.rounds
+    assert found.rounds[0].keys() == {REFERENCE, "empty"}
 
 
 def test_a_contender_that_crashes_is_refused(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 100_000, EMPTY, SLOW, script=SCRIPT + CRASHES).payload["duel"]
-    assert found["refused"] == {"emulated": "RuntimeError: this one fails"}
-    assert found["rounds"]
+    found = duel(host, tmp_path, 100_000, EMPTY, SLOW, script=SCRIPT + CRASHES).answer
+    assert found.refused == {"emulated": "RuntimeError: this one fails"}
+    assert found.rounds
 
 
 def test_a_reference_that_crashes_fails_the_duel(host: Any, tmp_path: Path) -> None:
@@ -122,6 +122,6 @@ for x in DataLoader(Slow(), batch_size=8, num_workers=1):
 
 
 def test_loading_that_workers_would_do_is_not_on_the_clock(host: Any, tmp_path: Path) -> None:
-    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=0.3).payload["duel"]
-    assert found["rounds"]
-    assert all(ms < 12.0 for ms in found["rounds"][0].values())  # 24 ms of loading
+    found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=0.3).answer
+    assert found.rounds
+    assert all(ms < 12.0 for ms in found.rounds[0].values())  # 24 ms of loading

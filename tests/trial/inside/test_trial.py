@@ -19,7 +19,7 @@ from autoprec.trial.inside.observe import hooks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.trial import _is_running, is_out_of_memory, status_of, write_result
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import GemmFindings, TrainSpec, TrialResult
 from tests.trial.conftest import uniform
 
 
@@ -68,11 +68,12 @@ def test_statuses() -> None:
 
 def test_results_survive_what_json_cannot_say(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    result = TrialResult("diverged", losses=(1.0, float("nan")), payload={"x": float("inf"), "y": (1, {"z": 2.0})})
+    row = {"x": float("inf"), "y": (1, {"z": 2.0})}
+    result = TrialResult("diverged", losses=(1.0, float("nan")), answer=GemmFindings(ok=True, gemms=(row,)))
     write_result(path, result)
     document = json.loads(path.read_text())
     assert document["losses"] == [1.0, None]
-    assert document["payload"] == {"x": None, "y": [1, {"z": 2.0}]}
+    assert document["answer"]["gemms"] == [{"x": None, "y": [1, {"z": 2.0}]}]
     assert TrialResult.from_json(document).status == "diverged"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -133,7 +134,7 @@ def made_trial(tmp_path: Path, ended: list[TrialResult], monkeypatch: pytest.Mon
     monkeypatch.setattr(trial.os, "_exit", finish)
     watched = Hooks()
     watched.install()
-    spec = TrialSpec(steps=3, warmup=0, policy=uniform("bf16"))
+    spec = TrainSpec(steps=3, warmup=0, policy=uniform("bf16"))
     return trial.Trial(spec, found, watched, result=tmp_path / "r", asked=0)
 
 

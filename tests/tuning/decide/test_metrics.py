@@ -132,7 +132,7 @@ def test_failures_keep_their_reason() -> None:
 
 def test_state_that_loses_updates_adds_to_the_divergence() -> None:
     """A stalled second moment may well end at a lower loss; what was seen of it from the inside counts."""
-    scored = score(PLAN, result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, error=0.0)
+    scored = score(PLAN, result(penalty=0.3), REFERENCE, estimate=None, error=0.0)
     assert scored["divergence"] == pytest.approx(0.3)
 
 

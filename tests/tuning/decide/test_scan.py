@@ -2,20 +2,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from autoprec.graph.report import GraphReport
-from autoprec.trial.protocol import Probe
+from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable, mixed_params, plan_probes
 from tests.tuning.models import even_space, gpt
 
 
-def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> dict[str, Any]:
+def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> GradientErrors:
     rows = []
     for probe in probes:
         head, _, tail = probe.id.partition("|")
@@ -25,8 +24,8 @@ def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> dict[st
             value = error2[np.arange(len(error2)), problem.indices(mixed_params(problem, int(tail)))].sum()
         else:
             value = sum(error2[int(g), problem.choice_names.index(tail)] for g in head.split(","))
-        rows.append({"id": probe.id, "gradient_error": math.sqrt(value)})
-    return {"probes": rows, "gradient_noise": 0.4}
+        rows.append(ProbeResult(probe.id, math.sqrt(value)))
+    return GradientErrors(tuple(rows), 0.4)
 
 
 def run(problem: Problem, error2: np.ndarray, max_passes: int) -> SensitivityScan:
@@ -152,8 +151,8 @@ def test_a_probe_that_fails_on_one_batch_has_failed() -> None:
     scan = SensitivityScan(problem, room=200, batches=2)
     probes = scan.next_round()
     good, bad = answer(problem, true_errors(problem), probes), answer(problem, true_errors(problem), probes)
-    bad["probes"][0] |= {"gradient_error": None, "nonfinite": True}
-    scan.add(good, bad)
+    failed = replace(bad.probes[0], gradient_error=None, nonfinite=True)
+    scan.add(good, replace(bad, probes=(failed, *bad.probes[1:])))
     group, _, choice = probes[0].id.partition("|")
     assert math.isinf(scan.table().error2[int(group), problem.choice_names.index(choice)])
 
@@ -162,7 +161,7 @@ def test_a_layer_has_no_gradient_yet_only_where_no_batch_gave_it_one() -> None:
     problem = Problem.build(gpt(2), even_space("hopper-fp8"))
     scan = SensitivityScan(problem, 60, batches=2)
     first = answer(problem, true_errors(problem), scan.next_round())
-    scan.add(first | {"hardly_moved": ["a", "b"]}, first | {"hardly_moved": ["b", "c"]})
+    scan.add(replace(first, hardly_moved=("a", "b")), replace(first, hardly_moved=("b", "c")))
     table = scan.table()
     assert table.hardly_moved == ("b",)
     assert SensitivityTable.from_json(table.to_json()).hardly_moved == ("b",)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from autoprec.errors import UsageError
 from autoprec.policy import policy_from_dict, resolve
 from autoprec.policy.space import load_space
+from autoprec.trial.protocol import GradientErrors, ProbeResult
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.scan import SensitivityScan
 from autoprec.tuning.decide.table import SensitivityTable, families, mixed_params, plan_probes
@@ -19,7 +20,7 @@ HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu"))
 
 
-def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> dict[str, Any]:
+def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> GradientErrors:
     """Answer a complete plan of a model whose squares add exactly."""
     rows = []
     for probe in plan_probes(problem):
@@ -31,13 +32,13 @@ def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> dict[st
             value = error2[np.arange(len(error2)), problem.indices(mixed_params(problem, int(tail)))].sum()
         else:
             value = sum(error2[int(g), problem.choice_names.index(tail)] for g in head.split(","))
-        rows.append({"id": probe.id, "gradient_error": math.sqrt(value), "loss": 1.0, "nonfinite": False})
-    return {"probes": rows, "gradient_noise": 0.5, "reference_loss": 1.0}
+        rows.append(ProbeResult(probe.id, math.sqrt(value), 1.0))
+    return GradientErrors(tuple(rows), 0.5, reference_loss=1.0)
 
 
-def table_of(problem: Problem, payload: dict[str, Any]) -> SensitivityTable:
+def table_of(problem: Problem, found: GradientErrors) -> SensitivityTable:
     scan = SensitivityScan(problem)
-    scan.add(payload)
+    scan.add(found)
     return scan.table()
 
 
@@ -85,19 +86,20 @@ def test_autocast_is_charged_for_what_its_gemms_do_not_explain() -> None:
 
 
 def test_a_probe_that_was_not_finite_rules_the_choice_out() -> None:
-    payload = answers(HOPPER, errors(HOPPER))
-    payload["probes"][3] |= {"nonfinite": True}
-    head, _, choice = payload["probes"][3]["id"].partition("|")
-    table = table_of(HOPPER, payload)
+    found = answers(HOPPER, errors(HOPPER))
+    probe = found.probes[3]
+    head, _, choice = probe.id.partition("|")
+    table = table_of(
+        HOPPER, replace(found, probes=(*found.probes[:3], replace(probe, nonfinite=True), *found.probes[4:]))
+    )
     assert table.error2[int(head), HOPPER.choice_names.index(choice)] == math.inf
 
 
 def test_missing_probes_are_filled_in_from_group_and_choice() -> None:
     level, depth = np.array([1.0, 2.0, 4.0, 3.0, 1.5, 2.5, 2.0]), np.geomspace(1, 10, 17)
     wanted = 1e-6 * depth[:, None] * level
-    payload = answers(HOPPER, wanted)
-    payload["probes"] = [row for k, row in enumerate(payload["probes"]) if k % 6]
-    table = table_of(HOPPER, payload)
+    found = answers(HOPPER, wanted)
+    table = table_of(HOPPER, replace(found, probes=tuple(row for k, row in enumerate(found.probes) if k % 6)))
     np.testing.assert_allclose(table.error2, wanted, rtol=0.35)
     assert table.measured is not None
     assert not table.measured.all()
@@ -105,14 +107,14 @@ def test_missing_probes_are_filled_in_from_group_and_choice() -> None:
 
 def test_a_choice_that_no_probe_is_about_is_told_from_its_format() -> None:
     """A scan that was cut off had asked about bf16 alone, and predicted all fp8_delayed like bf16."""
-    rows = [{"id": f"{g}|bf16", "gradient_error": 0.001 * (g + 1)} for g in range(4)]
-    table = table_of(HOPPER, {"probes": rows})
+    rows = [ProbeResult(f"{g}|bf16", 0.001 * (g + 1)) for g in range(4)]
+    table = table_of(HOPPER, GradientErrors(tuple(rows)))
     found = {name: table.predict(HOPPER, HOPPER.params_of(name)) for name in ("bf16", "fp8_rowwise", "fp8_delayed")}
     assert found["fp8_delayed"] == pytest.approx(10 * found["bf16"], rel=0.3)
     assert found["fp8_rowwise"] == pytest.approx(10 * found["bf16"], rel=0.3)
     # one probe of a choice, of the group that errs least, is not the level of all groups
-    least = [*rows, {"id": "0|fp8_delayed", "gradient_error": 0.012}]
-    table = table_of(HOPPER, {"probes": least})
+    least = [*rows, ProbeResult("0|fp8_delayed", 0.012)]
+    table = table_of(HOPPER, GradientErrors(tuple(least)))
     column = table.error2[:4, HOPPER.choice_names.index("fp8_delayed")]
     np.testing.assert_allclose(np.sqrt(column), [0.012, 0.024, 0.036, 0.048], rtol=0.02)
 
@@ -122,17 +124,17 @@ def test_one_pass_per_family_is_shared_out_along_the_profile() -> None:
     rows = []
     family = next(f for f in families(HOPPER) if len(f) == 4)
     for g, value in zip(family, depth, strict=True):
-        rows.append({"id": f"{g}|fp8_tensorwise", "gradient_error": math.sqrt(1e-4 * value)})
-    rows.append({"id": ",".join(map(str, family)) + "|fp8_rowwise", "gradient_error": math.sqrt(1e-5)})
-    table = table_of(HOPPER, {"probes": rows})
+        rows.append(ProbeResult(f"{g}|fp8_tensorwise", math.sqrt(1e-4 * value)))
+    rows.append(ProbeResult(",".join(map(str, family)) + "|fp8_rowwise", math.sqrt(1e-5)))
+    table = table_of(HOPPER, GradientErrors(tuple(rows)))
     column = HOPPER.choice_names.index("fp8_rowwise")
     np.testing.assert_allclose(table.error2[family, column], 1e-5 * depth / depth.sum())
 
 
 def test_json_round_trip() -> None:
-    payload = answers(HOPPER, errors(HOPPER))
-    payload["probes"][0] |= {"gradient_error": None}
-    table = table_of(HOPPER, payload)
+    found = answers(HOPPER, errors(HOPPER))
+    failed = replace(found.probes[0], gradient_error=None)
+    table = table_of(HOPPER, replace(found, probes=(failed, *found.probes[1:])))
     again = SensitivityTable.from_json(json.loads(json.dumps(table.to_json(), allow_nan=False)))
     np.testing.assert_array_equal(again.error2, table.error2)
     assert (again.noise, again.misfit, again.passes, again.groups) == (0.5, table.misfit, table.passes, table.groups)
@@ -146,4 +148,4 @@ def test_rows_are_in_units_of_the_gradient_noise() -> None:
 
 def test_a_probe_of_another_model_is_refused() -> None:
     with pytest.raises(UsageError, match="not of this model"):
-        table_of(HOPPER, {"probes": [{"id": "99|bf16", "gradient_error": 0.1}]})
+        table_of(HOPPER, GradientErrors((ProbeResult("99|bf16", 0.1),)))

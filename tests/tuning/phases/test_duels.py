@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.trial.intervals import FEWEST
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import DuelRounds, DuelSpec, TrainSpec, TrialResult
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.phases import duels
@@ -94,6 +94,11 @@ def test_the_speed_of_a_duel_stands_for_that_of_trials() -> None:
     assert pooled([trials[0], duel])["a"]["speedup"] == 1.5
 
 
+def rounds_of(result: TrialResult) -> tuple[dict[str, float], ...]:
+    assert isinstance(result.answer, DuelRounds)
+    return result.answer.rounds
+
+
 def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, step_s: float, duel_s: float) -> None:
     """Let a search's seconds be what its runs would take: 23 steps each, a duel as much as it needs and is given."""
 
@@ -103,15 +108,14 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, s
         runs = [spec for _, spec in simulated.calls]
         return sum(
             min(spec.within_s or 0.0, duel_s * len(spec.probes))
-            if spec.kind == "duel"
+            if isinstance(spec, DuelSpec)
             else 23 * step_s * (spec.kind == "train")
             for spec in runs
         )
 
-    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+    def duel(runner: SimulatedRunner, spec: DuelSpec) -> TrialResult:
         done, share = real(runner, spec), (spec.within_s or 0.0) / (duel_s * len(spec.probes))
-        rounds = done.payload["duel"]["rounds"][: int(FEWEST * share + 1e-3)]
-        return replace(done, payload={"duel": done.payload["duel"] | {"rounds": rounds}})
+        return replace(done, answer=DuelRounds(rounds_of(done)[: int(FEWEST * share + 1e-3)], steps=8))
 
     monkeypatch.setattr(SimulatedRunner, "_duel", duel)
     monkeypatch.setattr(duels, "_PROCESSES", 1)
@@ -159,15 +163,15 @@ def noisy_duels(patch: pytest.MonkeyPatch, spread: list[float], luck: float = 1.
     real = SimulatedRunner._duel
     within: list[float] = []
 
-    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+    def duel(runner: SimulatedRunner, spec: DuelSpec) -> TrialResult:
         within.append(spec.within_s or 0.0)
-        rounds = real(runner, spec).payload["duel"]["rounds"]
+        rounds = rounds_of(real(runner, spec))
         lucky = luck if len(within) == 1 else 1.0
-        noisy = [
+        noisy = tuple(
             {who: ms / (scale * lucky if who else 1.0) for who, ms in r.items()}
             for r, scale in zip(rounds, spread, strict=True)
-        ]
-        return TrialResult("ok", payload={"duel": {"rounds": noisy, "steps": 8, "refused": {}}})
+        )
+        return TrialResult("ok", answer=DuelRounds(noisy, steps=8))
 
     patch.setattr(SimulatedRunner, "_duel", duel)
     return within
@@ -204,11 +208,11 @@ def test_what_is_written_by_hand_is_timed_beside_the_answer_where_a_busy_minute_
     """Autocast is a tenth faster than all else, and by its trials a fifth slower."""
     real = SimulatedRunner._train
 
-    def train(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+    def train(runner: SimulatedRunner, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
         done, policy = real(runner, spec), spec.policy or {}
         if policy.get("activations", "keep") == "keep" or policy.get("layers"):
             return done
-        factor = 0.9 if spec.probes else 1.2
+        factor = 0.9 if in_duel else 1.2
         return replace(done, step_ms=tuple(factor * ms for ms in done.step_ms))
 
     monkeypatch.setattr(SimulatedRunner, "_train", train)
@@ -229,10 +233,10 @@ def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
     """By hand is as fast as the script in the middle, and up to 10 % faster or slower: that is timed once more."""
     spread = [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1]
 
-    def duel(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
+    def duel(runner: SimulatedRunner, spec: DuelSpec) -> TrialResult:
         names = ["", *(probe.id for probe in spec.probes)]
-        rounds = [{who: 10.0 * (scale if who else 1.0) for who in names} for scale in spread]
-        return TrialResult("ok", payload={"duel": {"rounds": rounds, "steps": 8, "refused": {}}})
+        rounds = tuple({who: 10.0 * (scale if who else 1.0) for who in names} for scale in spread)
+        return TrialResult("ok", answer=DuelRounds(rounds, steps=8))
 
     monkeypatch.setattr(SimulatedRunner, "_duel", duel)
     made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))

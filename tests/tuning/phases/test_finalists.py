@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import GradientErrors, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
@@ -143,12 +143,13 @@ class Understated(SimulatedRunner):
 
     def run(self, spec: TrialSpec) -> TrialResult:
         result = super().run(spec)
+        if not isinstance(spec, ScanSpec) or not isinstance(result.answer, GradientErrors):
+            return result
         whole = {probe.id for probe in spec.probes if "|" not in probe.id and "fp8" in str(probe.policy)}
-        rows = [
-            row | {"gradient_error": (2.0 if row["id"] in whole else 1.0) * row["gradient_error"]}
-            for row in result.payload.get("probes", ())
-        ]
-        return replace(result, payload=result.payload | ({"probes": rows} if rows else {}))
+        rows = tuple(
+            replace(row, gradient_error=(2.0 if row.id in whole else 1.0) * row.error) for row in result.answer.probes
+        )
+        return replace(result, answer=replace(result.answer, probes=rows))
 
 
 def test_what_breaks_the_limit_of_the_gradient_error_gets_no_paired_seed(here: Path) -> None:  # noqa: F811
@@ -174,8 +175,8 @@ class Unsteady(SimulatedRunner):
     def run(self, spec: TrialSpec) -> TrialResult:
         return TrialResult("crashed", "no duel") if spec.kind == "duel" else super().run(spec)
 
-    def _train(self, spec: TrialSpec) -> TrialResult:
-        result = super()._train(spec)
+    def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
+        result = super()._train(spec, in_duel=in_duel)
         share = 0.97 + (-1) ** self.seed * 0.015 if spec.policy is not None else 1.0
         return replace(result, step_ms=(100.0 * share,) * len(result.step_ms))
 
@@ -192,8 +193,8 @@ def test_a_gain_within_the_timing_noise_of_trials_is_a_stay_where_no_duel_could_
 class Slower(SimulatedRunner):
     """Every policy is within every limit and takes longer than the script."""
 
-    def _train(self, spec: TrialSpec) -> TrialResult:
-        result = super()._train(spec)
+    def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
+        result = super()._train(spec, in_duel=in_duel)
         return replace(result, step_ms=(100.0 if spec.policy is None else 125.0,) * len(result.step_ms))
 
 
@@ -210,10 +211,10 @@ class OneSeed(SimulatedRunner):
 
     first = 1
 
-    def _train(self, spec: TrialSpec) -> TrialResult:
+    def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
         if spec.policy is None and self.seed >= self.first and not (self.first == 2 and self.seed > 2):
             return TrialResult("crashed", "the data of this seed are missing")
-        return super()._train(spec)
+        return super()._train(spec, in_duel=in_duel)
 
 
 class NotTheThird(OneSeed):
@@ -252,7 +253,7 @@ def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_
     _, result = search(chaotic, options(trials=4, seeds=2))
     assert result.verdict == "adopt"
     assert "the loss cannot judge it" in result.reason
-    benign = [seed for seed, spec in chaotic.calls if spec.perturb]
+    benign = [seed for seed, spec in chaotic.calls if isinstance(spec, TrainSpec) and spec.perturb]
     assert benign.count(0) == benign.count(1) == 1
 
 

@@ -52,12 +52,12 @@ def test_a_record_says_that_its_trial_compiled_blocks() -> None:
     assert ledger is not None
     plan, reference = made.records[0], ledger.reference
     steps = len(reference.losses)
-    for payload in ({}, {"by_block": 12}):
+    for blocks in (0, 12):
         result = TrialResult(
-            "ok", losses=tuple(reference.losses), step_ms=(1.0,) * steps, memory_bytes=1, payload=payload
+            "ok", losses=tuple(reference.losses), step_ms=(1.0,) * steps, memory_bytes=1, blocks=blocks
         )
         record = scored(setup, ledger, plan, result, reference, 0.01, (0.0, 0.0))
-        assert (BY_BLOCK in record.tags) is bool(payload)
+        assert (BY_BLOCK in record.tags) is bool(blocks)
 
 
 def test_a_divergence_that_a_stalled_state_raises_is_told_with_its_reason() -> None:
@@ -68,7 +68,7 @@ def test_a_divergence_that_a_stalled_state_raises_is_told_with_its_reason() -> N
     plan, reference = replace(made.records[0], name="levelled"), ledger.reference
     ran = TrialResult("ok", losses=tuple(reference.losses), step_ms=(1.0,) * len(reference.losses), memory_bytes=1)
     why = "30.0% of the second moment's updates are lost: it stalls (limit 25.0%)"
-    stalled = replace(ran, payload={"state": {"penalty": 0.05, "problems": [why]}})
+    stalled = replace(ran, penalty=0.05, problems=(why,))
     record = scored(setup, ledger, plan, stalled, reference, 0.01, (0.0, 0.0))
     assert record["divergence"] >= 0.05
     assert any("levelled" in note and why in note for note in ledger.notes)

@@ -8,7 +8,7 @@ import pytest
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.phases.record import payload_of, record_step, tunable
+from autoprec.tuning.phases.record import answer_of, record_step, tunable
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
@@ -37,7 +37,7 @@ def test_a_step_that_cannot_be_recorded_ends_the_search_with_its_cause(tmp_path:
 )
 def test_a_step_that_failed_says_why(result: TrialResult, text: str) -> None:
     with pytest.raises(ScriptError) as error:
-        payload_of(result, "train.py", "recorded")
+        answer_of(result, GraphReport, "train.py", "recorded")
     assert text in str(error.value)
     assert "could not be recorded" in str(error.value)
 

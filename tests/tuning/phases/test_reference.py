@@ -32,7 +32,7 @@ def searching(result: dict[str, object], simulated: SimulatedScript | None = Non
     [
         ({"status": "too_short", "losses": (1.0,) * 6}, NothingAcceptableError, "after 6 of 11 training steps"),
         (
-            {"status": "too_short", "losses": (1.0,) * 6, "payload": {"passed_over": "A was trained for 6 steps only"}},
+            {"status": "too_short", "losses": (1.0,) * 6, "passed_over": "A was trained for 6 steps only"},
             NothingAcceptableError,
             r"(?s)A was trained for 6 steps only.*autoprec\.register",
         ),
@@ -62,7 +62,7 @@ def test_a_script_of_too_few_steps_is_known_after_one_run() -> None:
 @pytest.mark.usefixtures("here")
 def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
     """It left out the gradient errors and the answer: ``--budget 119s`` after 113 s, when the reference began."""
-    late = {"status": "out_of_time", "reason": "a step takes 1 s", "payload": {"needed_s": 20.0}}
+    late = {"status": "out_of_time", "reason": "a step takes 1 s", "needed_s": 20.0}
     made = searching(late)
     made.options = replace(made.options, budget_s=60.0)
     with pytest.raises(NothingAcceptableError, match=r"a time budget of 60 s is too short") as caught:
@@ -93,7 +93,7 @@ def test_a_budget_that_the_start_alone_uses_up_ends_the_search_then(
             return replace(super().start(), launch=launch, setup_s=setup_s, compiled=compiled)
 
         def run(self, spec: TrialSpec) -> TrialResult:
-            late = {"status": "out_of_time", "payload": {"needed_s": 80.0}} if spec.kind == "train" else {}
+            late = {"status": "out_of_time", "needed_s": 80.0} if spec.kind == "train" else {}
             return replace(super().run(spec), **late)
 
     asked = replace(options(), budget_s=60.0)

@@ -8,7 +8,7 @@ import pytest
 
 from autoprec.errors import NothingAcceptableError
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import GradientErrors, ProbeResult, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases.sensitivity import scan_warmup
@@ -34,7 +34,7 @@ def test_a_time_budget_cuts_the_scan_and_the_answer_says_so(here: Path) -> None:
 
 def test_without_a_time_budget_every_question_is_asked() -> None:
     simulated, _, result, _ = plain_search()
-    assert {spec.within_s for _, spec in simulated.calls if spec.kind != "duel"} == {None}
+    assert {spec.within_s for _, spec in simulated.calls if isinstance(spec, (TrainSpec, ScanSpec))} == {None}
     assert result.cut_short == ""
 
 
@@ -58,8 +58,9 @@ def test_where_every_change_fails_the_reason_is_that_of_the_first(here: Path) ->
             result = super().run(spec)
             if spec.kind != "sensitivity":
                 return result
-            rows = [{**row, "gradient_error": None, "failed": "no such kernel"} for row in result.payload["probes"]]
-            return replace(result, payload={**result.payload, "probes": rows})
+            assert isinstance(result.answer, GradientErrors)
+            rows = tuple(ProbeResult(row.id, failed="no such kernel") for row in result.answer.probes)
+            return replace(result, answer=replace(result.answer, probes=rows))
 
     simulated, asked = script(), options()
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Fails(simulated, seed))

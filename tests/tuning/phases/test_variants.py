@@ -18,7 +18,7 @@ from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import OUT_OF_TIME, REFERENCE, HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, REFERENCE, DuelRounds, HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -207,10 +207,12 @@ def paced(written: float, policies: float) -> Callable[[SimulatedScript], Runner
 
     def change(spec: TrialSpec, result: TrialResult) -> TrialResult:
         factor = policies if spec.policy else written
-        rounds = result.payload.get("duel", {}).get("rounds", ())
-        timed = [{n: ms * (written if n == REFERENCE else policies) for n, ms in one.items()} for one in rounds]
-        payload = {"duel": {"rounds": timed}} if rounds else result.payload
-        return replace(result, step_ms=tuple(ms * factor for ms in result.step_ms), payload=payload)
+        answer = result.answer
+        if isinstance(answer, DuelRounds):
+            names = {REFERENCE: written}
+            timed = tuple({n: ms * names.get(n, policies) for n, ms in one.items()} for one in answer.rounds)
+            answer = replace(answer, rounds=timed)
+        return replace(result, step_ms=tuple(ms * factor for ms in result.step_ms), answer=answer)
 
     return lambda script: Other(script, change)
 

@@ -1,11 +1,11 @@
 """A few passes on the big model: what is asked, what they say, and what a correction takes back."""
 
 import math
-from typing import Any
 
 import pytest
 
 from autoprec.policy import Policy, resolve
+from autoprec.trial.protocol import GradientErrors, ProbeResult
 from autoprec.tuning.transfer.spot import WHOLE, SpotCheck, corrected, judged, segments, spot_probes
 from tests.tuning.models import gpt
 from tests.tuning.transfer.test_proxy import policy
@@ -17,10 +17,9 @@ def asked() -> Policy:
     return policy(("*.mlp.*", "fp8_rowwise"), ("lm_head", "keep"))
 
 
-def payload(whole: float, noise: float | None = 0.5, **errors: float) -> dict[str, Any]:
-    rows = [{"id": WHOLE, "gradient_error": whole if math.isfinite(whole) else None, "nonfinite": whole == math.inf}]
-    rows += [{"id": name, "gradient_error": error} for name, error in errors.items()]
-    return {"probes": rows, "gradient_noise": noise}
+def answer(whole: float, noise: float | None = 0.5, **errors: float) -> GradientErrors:
+    first = ProbeResult(WHOLE, whole if math.isfinite(whole) else None, nonfinite=whole == math.inf)
+    return GradientErrors((first, *(ProbeResult(name, error) for name, error in errors.items())), noise)
 
 
 def scaled(found: Policy) -> set[str]:
@@ -53,7 +52,7 @@ def test_what_runs_in_8_bits_is_asked_before_what_runs_in_16() -> None:
     ("whole", "within"), [(0.05, True), (0.0599, True), (0.0601, False), (0.2, False), (math.inf, False)]
 )
 def test_what_the_passes_say(whole: float, within: bool) -> None:
-    check = judged([payload(whole, **{DOWN: 0.03})], 0.12)
+    check = judged([answer(whole, **{DOWN: 0.03})], 0.12)
     assert check.within is within
     assert check.limit == pytest.approx(0.06)
     assert check.to_json()["rows"][1] == {"name": DOWN, "error": pytest.approx(0.03)}
@@ -61,9 +60,9 @@ def test_what_the_passes_say(whole: float, within: bool) -> None:
 
 @pytest.mark.parametrize("noise", [None, 0.0, math.nan])
 def test_without_a_noise_there_is_no_limit_and_a_gradient_must_still_be_finite(noise: float | None) -> None:
-    assert judged([payload(0.1, noise)], 0.12).within
-    assert not judged([payload(math.inf, noise)], 0.12).within
-    assert judged([payload(0.1, noise)], 0.12).evidence() == {"gradient_error": 0.1}
+    assert judged([answer(0.1, noise)], 0.12).within
+    assert not judged([answer(math.inf, noise)], 0.12).within
+    assert judged([answer(0.1, noise)], 0.12).evidence() == {"gradient_error": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_a_correction_takes_back_the_worst_segment_and_no_more(
     whole: float, errors: dict[str, float], removed: tuple[str, ...]
 ) -> None:
     found = asked()
-    mended, gone = corrected(found, gpt(), judged([payload(whole, **errors)], 0.12))
+    mended, gone = corrected(found, gpt(), judged([answer(whole, **errors)], 0.12))
     assert gone == removed
     kept = {name for name in scaled(found) if not any(name.endswith(one.split("|")[0][4:]) for one in gone)}
     assert scaled(mended) == kept
@@ -93,7 +92,7 @@ def test_a_correction_takes_back_the_worst_segment_and_no_more(
 def test_the_phases_of_a_corrected_policy_stay() -> None:
     phases = [{"from": 0.5, "layers": [{"match": "h.1.mlp.*", "recipe": "fp8_rowwise"}]}]
     found = Policy.model_validate({**asked().model_dump(by_alias=True), "phases": phases})
-    check = judged([payload(0.1, **{DOWN: 0.095, UP: 0.03})], 0.12)
+    check = judged([answer(0.1, **{DOWN: 0.095, UP: 0.03})], 0.12)
     mended, _ = corrected(found, gpt(), check)
     assert [phase.start for phase in mended.phases] == [0.5]
     assert scaled(mended.stages[1]) == scaled(found.stages[1])
@@ -101,7 +100,7 @@ def test_the_phases_of_a_corrected_policy_stay() -> None:
 
 
 def test_moments_count_by_their_root_mean_square_and_one_that_overflows_is_beyond() -> None:
-    both: SpotCheck = judged([payload(0.03), payload(0.05)], 0.12)
+    both: SpotCheck = judged([answer(0.03), answer(0.05)], 0.12)
     assert both.error == pytest.approx(math.sqrt((0.03**2 + 0.05**2) / 2))
     assert both.noise == pytest.approx(0.5)
-    assert not judged([payload(0.03), payload(math.inf)], 0.12).within
+    assert not judged([answer(0.03), answer(math.inf)], 0.12).within

@@ -17,7 +17,7 @@ from autoprec.errors import ScriptError
 from autoprec.support.optional import is_available
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import TrainSpec
 
 pytestmark = [
     pytest.mark.slow,
@@ -96,11 +96,11 @@ def test_results_equal_local_ones(ray: Any, command: ScriptCommand, tmp_path: Pa
     remote = RayRunner(command, tmp_path / "ray", 0, slots=1)
     try:
         assert remote.start().launch == "fork"
-        far = remote.run(TrialSpec(steps=6, warmup=1))
+        far = remote.run(TrainSpec(steps=6, warmup=1))
     finally:
         remote.close()
     with TrialRunner(command, run_dir=tmp_path / "local") as local:
-        near = local.run(TrialSpec(steps=6, warmup=1))
+        near = local.run(TrainSpec(steps=6, warmup=1))
     assert far.ok, far
     assert far.losses == near.losses
 
@@ -120,7 +120,7 @@ def test_a_killed_worker_is_replaced_and_its_trial_run_again(ray: Any, command: 
 
         killer = threading.Thread(target=kill)
         killer.start()
-        result = remote.run(TrialSpec(steps=300, warmup=1))
+        result = remote.run(TrainSpec(steps=300, warmup=1))
         killer.join()
     finally:
         remote.close()

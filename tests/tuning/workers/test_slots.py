@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.workers.engines import gpu_slots
 from autoprec.tuning.workers.slots import SlotRunner, free_gpus, visible_gpus
@@ -37,7 +37,7 @@ def test_timed_trials_never_share_a_device_and_use_all_of_them() -> None:
     slots = [Exclusive() for _ in range(3)]
     runner = SlotRunner(OnGpus(1), slots)
     with ThreadPoolExecutor(9) as threads:
-        results = list(threads.map(lambda _: runner.run(TrialSpec(steps=4)), range(30)))
+        results = list(threads.map(lambda _: runner.run(TrainSpec(steps=4)), range(30)))
     assert all(result.ok for result in results)
     assert not any(slot.shared for slot in slots)
     assert 30 <= sum(slot.used for slot in slots) <= 32  # with the reference on each further one
@@ -74,16 +74,16 @@ class OnGpus(SimulatedRunner):
 def test_what_runs_alone_has_one_gpu_and_other_gpus_are_compared_by_their_own_reference() -> None:
     slots = [OnGpus(1), OnGpus(1, slower=1.25), OnGpus(1, slower=0.8)]
     runner = SlotRunner(OnGpus(1), slots)
-    reference = runner.run(TrialSpec(steps=4))
+    reference = runner.run(TrainSpec(steps=4))
     for _ in range(4):
-        runner.run(TrialSpec(steps=4))
+        runner.run(TrainSpec(steps=4))
     assert [slot.runs for slot in slots] == [5, 0, 0]
     slots[0].hold.clear()
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(runner.run, TrialSpec(steps=4))
+        first = threads.submit(runner.run, TrainSpec(steps=4))
         while slots[0].runs < 6:
             time.sleep(0.001)
-        other = runner.run(TrialSpec(steps=4))
+        other = runner.run(TrainSpec(steps=4))
         slots[0].hold.set()
         first.result()
     assert slots[1].runs == 2  # the reference, and what was asked
@@ -96,7 +96,7 @@ def test_a_script_that_uses_several_gpus_itself_keeps_them(gpus: int, size: int,
     runner = SlotRunner(whole, slots, notes=["GPU 7 is busy"])
     info = runner.start()
     assert runner.size == size
-    assert runner.run(TrialSpec(steps=4)).ok
+    assert runner.run(TrainSpec(steps=4)).ok
     assert (whole.runs, whole.hosts) == (hosts, 1)
     assert sum(slot.hosts for slot in slots) == 0, "one host has said what the script is"
     assert len(info.notes) == bool(gpus)

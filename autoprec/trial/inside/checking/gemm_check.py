@@ -26,7 +26,9 @@ from autoprec.numerics.operand import QuantizedOperand, QuantizerState
 from autoprec.numerics.plan import GemmStep, Multiply, multiply_emulated
 from autoprec.numerics.sharded import is_dtensor
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
+from autoprec.support.plain import Document
 from autoprec.trial.inside.checking.bounds import Compared, compare, errors, shares
+from autoprec.trial.protocol import GemmFindings
 
 #: Relative difference of delayed scales and histories that rounding explains.
 _SAME = 1e-6
@@ -58,8 +60,8 @@ class GemmCheck:
         self._found = {name: one for name, one in made.items() if isinstance(one, LinearExecution)}
         self._beside = {id(one): self._emulated(name, one) for name, one in self._found.items()}
         self.not_compared = sorted(name for name, one in made.items() if one is not None and name not in self._found)
-        self._rows: dict[tuple[str, str], dict[str, Any]] = {}
-        self._findings: list[dict[str, Any]] = []
+        self._rows: dict[tuple[str, str], Document] = {}
+        self._findings: list[Document] = []
         self._busy = False
         self._original = LinearExecution.__call__
         self._learn_alike(root)
@@ -179,7 +181,7 @@ class GemmCheck:
             code = "not_finite" if seen.nonfinite == seen.wrong else "beyond_bound"
             self._findings.append({"code": code, **row})
 
-    def _described(self, beside: _Beside, gemm: Gemm, found: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    def _described(self, beside: _Beside, gemm: Gemm, found: Tensor, bias: Tensor | None) -> Document:
         a, b, step = beside.codes[gemm]
         operands = dict(zip(GEMM_OPERANDS[gemm], (a, b), strict=True))
         raw = tuple(beside.raw[operand] for operand in operands)
@@ -222,16 +224,16 @@ class GemmCheck:
                 self._findings.append({"code": "stale_scale", "layer": name, "gemm": gemm, "state": rest, **held})
                 return
 
-    def end(self) -> dict[str, Any]:
-        """Stop; return ``ok``, the ``findings`` in their order, a row for each GEMM, and layers ``not_compared``."""
+    def end(self) -> GemmFindings:
+        """Stop, and return what was found."""
         self._stop()
         silent = [name for name in self._found if (name, "fprop") not in self._rows]
-        return {
-            "ok": not self._findings,
-            "findings": self._findings,
-            "gemms": list(self._rows.values()),
-            "not_compared": [*self.not_compared, *silent],
-        }
+        return GemmFindings(
+            ok=not self._findings,
+            findings=tuple(self._findings),
+            gemms=tuple(self._rows.values()),
+            not_compared=(*self.not_compared, *silent),
+        )
 
 
 def _scales(operand: QuantizedOperand) -> list[float]:

@@ -7,12 +7,21 @@ import json
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
+from autoprec.support.plain import Document
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import add_layer_of_probe
 from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Why a trial has no answer to what it was asked."""
+
+    why: str
 
 
 def fork_to_answer() -> tuple[int, int]:
@@ -30,14 +39,14 @@ def fork_to_answer() -> tuple[int, int]:
     return 0, writer
 
 
-def answer(writer: int, document: dict[str, Any]) -> NoReturn:
+def answer(writer: int, document: Document) -> NoReturn:
     """In the child: answer, and end the process at once."""
     with contextlib.suppress(OSError):
         os.write(writer, json.dumps(document).encode() + b"\n")
     os._exit(0)
 
 
-def await_answer(pid: int, reader: int, limit_s: float) -> dict[str, Any] | str:
+def await_answer(pid: int, reader: int, limit_s: float) -> Document | str:
     """Wait until a child has answered and ended; returns the answer, or why there is none.
 
     Args:

@@ -12,35 +12,43 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.applying.compiling import is_compiled
+from autoprec.support.plain import Document
 from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.isolate.answering import Unanswered
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
-from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, Weights, answered, hardly_moved, is_over, unanswered
-from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.trial.inside.sensitivity.scan import (
+    NOISE_BATCHES,
+    Weights,
+    answered,
+    finite_or_none,
+    hardly_moved,
+    is_over,
+)
+from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult, ScanSpec
 
 #: Relative error that a step played again under no policy may have: kernels that sum in any order make far less.
 _REPEATS = 0.01
 
 
 class Replay(Events):
-    """Answers the probes of one ``sensitivity`` trial without forking; ``done`` receives the payload."""
+    """Answers the probes of one :class:`ScanSpec` without forking; ``done`` receives the answer."""
 
     def __init__(
         self,
-        spec: TrialSpec,
+        spec: ScanSpec,
         found: Found,
         hooks: Hooks,
-        done: Callable[[dict[str, Any]], None],
+        done: Callable[[GradientErrors | Unanswered], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._beat, self._began = beat, time.monotonic()
@@ -56,7 +64,7 @@ class Replay(Events):
         self._batch = 0
         self._unclip: dict[int, float] = {}
         self._loss = self._batch_loss = 0.0
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[ProbeResult] = []
         self._weights: Weights | None = None
         self._hardly_moved: list[str] = []
 
@@ -144,10 +152,10 @@ class Replay(Events):
             if self._rows and self._is_over():
                 break
             try:
-                row = self._compared(self._played(probe) / scale, scale)
+                row = self._compared(probe, self._played(probe) / scale, scale)
             except EndedError as error:
-                row = unanswered(str(error)[:300])
-            self._rows.append({"id": probe.id, **row})
+                row = ProbeResult(probe.id, failed=str(error)[:300])
+            self._rows.append(row)
             self._beat()
         apply_document(_NOTHING, self._found, self._spec.backend)
         for parameter, grad in zip(self._found.parameters, kept, strict=True):
@@ -163,7 +171,7 @@ class Replay(Events):
         (``functional_call``): every gradient error would be that difference.
         """
         try:
-            found = self._compared(self._played(Probe("", _NOTHING)) / scale, scale)["gradient_error"]
+            found = self._compared(_AS_IT_IS, self._played(_AS_IT_IS) / scale, scale).gradient_error
         except EndedError:  # each probe says why
             return
         if found is not None and found > _REPEATS:
@@ -171,7 +179,7 @@ class Replay(Events):
                 f"the script's step, played again as it is, has other gradients (relative error {found:.2g}): it "
                 "changes weights before it reports the step, or trains tensors that are not the model's parameters"
             )
-            self._done({"failed": why})
+            self._done(Unanswered(why))
 
     def _played(self, probe: Probe) -> float:
         """Play the step under a probe's policy; return its loss.
@@ -203,10 +211,10 @@ class Replay(Events):
         for parameter in self._found.parameters:
             parameter.grad = None
 
-    def _compared(self, loss: float, scale: float) -> dict[str, Any]:
+    def _compared(self, probe: Probe, loss: float, scale: float) -> ProbeResult:
         factor = {id(p): 1.0 / scale for p in self._found.parameters} if scale != 1.0 else {}
         error2, norm2 = self._gradients.compare(factor, self._grads())
-        return answered(relative_error(*self._over_ranks(error2, norm2)), loss)
+        return answered(probe, relative_error(*self._over_ranks(error2, norm2)), loss)
 
     def _over_ranks(self, *values: float) -> list[float]:
         """Add up over the shards of all ranks; replicated gradients are the same everywhere."""
@@ -228,16 +236,16 @@ class Replay(Events):
     def _finish(self) -> None:
         seen = self._batch
         spread = self._deviation / max(seen - 1, 1), self._squares
-        noise = relative_error(*self._over_ranks(*spread)) if seen > 1 else float("nan")
         self._done(
-            {
-                "probes": self._rows,
-                "gradient_noise": noise,
-                "noise_batches": seen,
-                "hardly_moved": self._hardly_moved,
-                "reference_loss": self._loss,
-            }
+            GradientErrors(
+                probes=tuple(self._rows),
+                gradient_noise=finite_or_none(relative_error(*self._over_ranks(*spread))) if seen > 1 else None,
+                noise_batches=seen,
+                hardly_moved=tuple(self._hardly_moved),
+                reference_loss=finite_or_none(self._loss),
+            )
         )
 
 
-_NOTHING: dict[str, Any] = {"schema": "autoprec.policy/1"}
+_NOTHING: Document = {"schema": "autoprec.policy/1"}
+_AS_IT_IS = Probe("", _NOTHING)

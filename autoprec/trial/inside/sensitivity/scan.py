@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch.optim import Optimizer
 
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
+from autoprec.support.plain import rebuild, shallow
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.isolate.answering import answer, await_answer, fork_to_answer
+from autoprec.trial.inside.isolate.answering import Unanswered, answer, await_answer, fork_to_answer
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_error
-from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult, ScanSpec
 
 #: Mini-batch gradients are compared over this many batches.
 NOISE_BATCHES = 4
@@ -67,16 +69,15 @@ def hardly_moved(found: Found, squares: Sequence[float]) -> list[str]:
     return [name for name, square in trained.items() if square * len(trained) < _HARDLY * total]
 
 
-def answered(value: float, loss: float) -> dict[str, Any]:
+def answered(probe: Probe, value: float, loss: float) -> ProbeResult:
     """Return what a probe found: a relative gradient error and a loss; None for what is not finite."""
     finite = math.isfinite(value) and math.isfinite(loss)
-    shown = loss if math.isfinite(loss) else None
-    return {"gradient_error": value if finite else None, "loss": shown, "nonfinite": not finite}
+    return ProbeResult(probe.id, value if finite else None, finite_or_none(loss), nonfinite=not finite)
 
 
-def unanswered(why: str) -> dict[str, Any]:
-    """Return what a probe without gradients found."""
-    return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": why}
+def finite_or_none(value: float) -> float | None:
+    """Return a number as an answer has it: None where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def is_over(began: float, within_s: float | None) -> bool:
@@ -122,12 +123,21 @@ class _Watch(Events):
             self._done(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the reference of a scan has seen: the first batch's loss, and the squared deviations of the others."""
+
+    batches: int = 0
+    loss: float = 0.0
+    deviation: float = 0.0
+
+
 class Scan:
-    """Answers the probes of one ``sensitivity`` trial; create it inside a training forward and call :meth:`run`."""
+    """Answers the probes of one :class:`ScanSpec`; create it inside a training forward and call :meth:`run`."""
 
     def __init__(
         self,
-        spec: TrialSpec,
+        spec: ScanSpec,
         found: Found,
         hooks: Hooks,
         on_exit: Callable[[Callable[[], None]], None],
@@ -137,16 +147,19 @@ class Scan:
         self._gradients = Gradients(found.root_parameters)
         self._beat, self._began = beat, time.monotonic()
 
-    def run(self) -> dict[str, Any] | None:
-        """Return the payload in the process that scans, and None in a probe, which goes on into its forward."""
+    def run(self) -> GradientErrors | Unanswered | None:
+        """Return the answer in the process that scans, and None in a probe, which goes on into its forward."""
         before_forks()
         reference = self._fork(None)
         if reference is None:
             return None
-        first = self._wait(*reference)
-        if first.get("failed") or first.get("batches", 0) < 1:
-            return {"failed": f"the reference step of the scan failed: {first.get('failed', 'no gradients')}"}
-        rows: list[dict[str, Any]] = []
+        found = await_answer(*reference, self._limit_s)
+        self._beat()
+        first = None if isinstance(found, str) or "failed" in found else rebuild(_Seen, found)
+        if first is None or first.batches < 1:
+            why = f"no gradients: {found}" if isinstance(found, str) else found.get("failed", "no gradients")
+            return Unanswered(f"the reference step of the scan failed: {why}")
+        rows: list[ProbeResult] = []
         running = deque[tuple[Probe, tuple[int, int]]]()
         for probe in self._spec.probes:
             if rows and is_over(self._began, self._spec.within_s):
@@ -158,15 +171,15 @@ class Scan:
                 return None
             running.append((probe, child))
         rows += [self._row(*waited) for waited in running]
-        seen, squares = int(first["batches"]), self._gradients.squares()
-        spread = first["deviation"] / max(seen - 1, 1)
-        return {
-            "probes": rows,
-            "gradient_noise": relative_error(spread, math.fsum(squares)) if seen > 1 else float("nan"),
-            "noise_batches": seen,
-            "hardly_moved": hardly_moved(self._found, squares),
-            "reference_loss": first["loss"],
-        }
+        seen, squares = first.batches, self._gradients.squares()
+        spread = first.deviation / max(seen - 1, 1)
+        return GradientErrors(
+            probes=tuple(rows),
+            gradient_noise=finite_or_none(relative_error(spread, math.fsum(squares))) if seen > 1 else None,
+            noise_batches=seen,
+            hardly_moved=tuple(hardly_moved(self._found, squares)),
+            reference_loss=finite_or_none(first.loss),
+        )
 
     # ---------------------------------------------------------------- processes
     def _fork(self, probe: Probe | None) -> tuple[int, int] | None:
@@ -176,53 +189,55 @@ class Scan:
         self._run_probe(probe, descriptor)
         return None
 
-    def _row(self, probe: Probe, child: tuple[int, int]) -> dict[str, Any]:
-        return {"id": probe.id, **self._wait(*child)}
+    @property
+    def _limit_s(self) -> float:
+        """Sooner than the deadline of the whole scan, so that one probe that hangs does not cost the others."""
+        return 0.8 * self._spec.timeout_s
 
-    def _wait(self, pid: int, reader: int) -> dict[str, Any]:
-        # sooner than the deadline of the whole scan, so that one probe that hangs does not cost the others
-        found = await_answer(pid, reader, 0.8 * self._spec.timeout_s)
+    def _row(self, probe: Probe, child: tuple[int, int]) -> ProbeResult:
+        found = await_answer(*child, self._limit_s)
         self._beat()
         if isinstance(found, str):
-            return unanswered(f"no gradients: {found}")
-        return found
+            return ProbeResult(probe.id, failed=f"no gradients: {found}")
+        return rebuild(ProbeResult, {"id": probe.id} | found)
 
     # ---------------------------------------------------------------- in a probe
     def _run_probe(self, probe: Probe | None, writer: int) -> None:
-        sys.excepthook = lambda *raised: answer(writer, unanswered(_describe(*raised)))
-        self._on_exit(lambda: answer(writer, unanswered("the script ended before the next step")))
+        sys.excepthook = lambda *raised: answer(writer, {"failed": _describe(*raised)})
+        self._on_exit(lambda: answer(writer, {"failed": "the script ended before the next step"}))
         if probe is None:
-            self._reference(writer, {"batches": 0, "loss": 0.0, "deviation": 0.0})
+            self._reference(writer, _Seen())
             return
         try:
             apply_document(probe.policy, self._found, self._spec.backend)
         except AutoPrecError as error:
-            answer(writer, unanswered(str(error)))
-        self._hooks.events = _Watch(self._found, self._hooks, lambda watch: self._compared(writer, watch))
+            answer(writer, {"failed": str(error)})
+        self._hooks.events = _Watch(self._found, self._hooks, lambda watch: self._compared(writer, probe, watch))
 
-    def _compared(self, writer: int, watch: _Watch) -> None:
-        answer(writer, answered(relative_error(*self._gradients.compare(watch.unclip)), watch.loss))
+    def _compared(self, writer: int, probe: Probe, watch: _Watch) -> None:
+        found = answered(probe, relative_error(*self._gradients.compare(watch.unclip)), watch.loss)
+        answer(writer, shallow(found))
 
-    def _reference(self, writer: int, seen: dict[str, Any]) -> None:
+    def _reference(self, writer: int, before: _Seen) -> None:
         """Keep the first batch's gradients; go on without updating, for their spread, until enough have been seen."""
 
         def done(watch: _Watch) -> None:
-            if seen["batches"]:
-                seen["deviation"] += self._gradients.fold(seen["batches"], watch.unclip)
+            if before.batches:
+                deviation = before.deviation + self._gradients.fold(before.batches, watch.unclip)
+                seen = replace(before, deviation=deviation, batches=before.batches + 1)
             else:
                 self._gradients.store(watch.unclip)
                 self._gradients.leave_shared()
-                seen["loss"] = watch.loss
-            seen["batches"] += 1
-            if seen["batches"] >= NOISE_BATCHES:
-                answer(writer, seen)
+                seen = _Seen(1, watch.loss)
+            if seen.batches >= NOISE_BATCHES:
+                answer(writer, shallow(seen))
             weights = Weights(self._found)
 
             def proceed() -> None:
                 self._reference(writer, seen)
 
-            sys.excepthook = lambda *_: answer(writer, seen)  # fewer batches than asked: still an answer
-            self._on_exit(lambda: answer(writer, seen))
+            sys.excepthook = lambda *_: answer(writer, shallow(seen))  # fewer batches than asked: still an answer
+            self._on_exit(lambda: answer(writer, shallow(seen)))
 
             def again(*_: Any) -> None:
                 self._hooks.unwatch()

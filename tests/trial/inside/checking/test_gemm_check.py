@@ -22,7 +22,7 @@ FAULTS = {fault[0]: fault for fault in faults()}
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_fault_is_named_with_its_layer_and_gemm(what: str) -> None:
     _, build, recipe, backend, layer, gemm, spoil = FAULTS[what]
-    first, *others = checked(build, recipe, backend=backend, spoil=spoil, steps=3)["findings"]
+    first, *others = checked(build, recipe, backend=backend, spoil=spoil, steps=3).findings
     assert (first["layer"], first["gemm"]) == (layer, gemm)
     assert {row["layer"] for row in others} <= {layer}
     assert first["code"] == ("not_finite" if what == "NaN written" else "beyond_bound")
@@ -36,15 +36,15 @@ def test_a_fault_is_named_with_its_layer_and_gemm(what: str) -> None:
 @pytest.mark.parametrize("activations", ["keep", "bf16"])
 def test_what_is_right_is_not_named(recipe: str, activations: str) -> None:
     report = checked(perceptron(17, 48, 5), recipe, activations=activations, steps=3)
-    assert report["ok"], report["findings"]
-    assert [(row["layer"], row["gemm"]) for row in report["gemms"]][:3] == [
+    assert report.ok, report.findings
+    assert [(row["layer"], row["gemm"]) for row in report.gemms][:3] == [
         ("first", "fprop"),
         ("second", "fprop"),
         ("third", "fprop"),
     ]
-    assert len(report["gemms"]) == 8, "the first layer's input needs no gradient"
-    assert {row["calls"] for row in report["gemms"]} == {3}
-    assert report["not_compared"] == []
+    assert len(report.gemms) == 8, "the first layer's input needs no gradient"
+    assert {row["calls"] for row in report.gemms} == {3}
+    assert report.not_compared == ()
 
 
 def trained(model: nn.Module, recipe: str, forward: Callable[[Tensor], Tensor], *, watch: bool) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def test_a_checked_step_trains_as_one_that_is_not(recipe: str, reentrant: bool |
             return out
 
         report, weights = trained(model, recipe, forward, watch=watch)
-        assert report is None or report["ok"], report["findings"]
+        assert report is None or report.ok, report.findings
         found.append(weights)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2 if recipe == "bf16" else 1e-4, atol=1e-5)
@@ -94,7 +94,7 @@ def test_a_delayed_scale_that_does_not_learn_is_named_before_it_changes_a_result
     report = checked(
         *FAULTS["a delayed scale that stays"][1:3], spoil=FAULTS["a delayed scale that stays"][-1], steps=2
     )
-    (row,) = [row for row in report["findings"] if row["code"] == "stale_scale"]
+    (row,) = [row for row in report.findings if row["code"] == "stale_scale"]
     assert (row["layer"], row["gemm"]) == ("second", "fprop")
     assert row["state"].startswith("weight.")
 
@@ -106,5 +106,5 @@ def test_convolutions_and_recurrent_layers_are_listed_as_not_compared() -> None:
     check = GemmCheck(model)
     model(torch.randn(2, 4, 16)).sum().backward()
     report = check.end()
-    assert report["not_compared"] == ["0"]
-    assert {row["layer"] for row in report["gemms"]} == {"2"}
+    assert report.not_compared == ("0",)
+    assert {row["layer"] for row in report.gemms} == {"2"}

@@ -16,7 +16,7 @@ import pytest
 
 from autoprec.trial.inside.isolate import sharing
 from autoprec.trial.inside.isolate.overlay import Overlay
-from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.trial.protocol import Probe, ScanSpec, TrainSpec
 from tests.trial.conftest import uniform
 from tests.warm import Forked, run_forked
 
@@ -63,15 +63,15 @@ def test_every_trial_is_the_script_by_itself(
     probes = tuple(Probe(f"none {number}", {"schema": "autoprec.policy/1"}) for number in range(2))
     with host(str(LOOPS / script), *arguments, environment=nets) as runner:
         info = runner.start()
-        trials = [runner.run(TrialSpec(steps=steps, warmup=0)) for steps in (6, 3)]
-        scan = runner.run(TrialSpec(kind="sensitivity", warmup=2, probes=probes))
-        trials += [runner.run(TrialSpec(steps=6, warmup=0))]
+        trials = [runner.run(TrainSpec(steps=steps, warmup=0)) for steps in (6, 3)]
+        scan = runner.run(ScanSpec(warmup=2, probes=probes))
+        trials += [runner.run(TrainSpec(steps=6, warmup=0))]
     assert info.launch == launch, info.notes
     for trial in trials:
         assert trial.status == "ok", trial.reason + trial.tail
         assert trial.losses == pytest.approx(alone[: len(trial.losses)], abs=1e-6)
-    assert scan.payload["reference_loss"] == pytest.approx(alone[2], abs=1e-6)
-    assert [row["gradient_error"] for row in scan.payload["probes"]] == [0.0, 0.0], scan.payload
+    assert scan.answer.reference_loss == pytest.approx(alone[2], abs=1e-6)
+    assert [row.gradient_error for row in scan.answer.probes] == [0.0, 0.0], scan.answer
     assert not list((tmp_path / "user").iterdir())
 
 
@@ -80,11 +80,11 @@ def test_a_trial_that_fails_removes_nothing_of_the_others(nets: dict[str, str], 
     environment = {**nets, "FAIL_IF_THERE": str(flag)}
     with host(str(LOOPS / "temporary_folder.py"), environment=environment) as runner:
         assert runner.start().launch == "fork"
-        first = runner.run(TrialSpec(steps=6, warmup=0))
+        first = runner.run(TrainSpec(steps=6, warmup=0))
         flag.touch()
-        failed = runner.run(TrialSpec(steps=6, warmup=0, policy=uniform("bf16")))
+        failed = runner.run(TrainSpec(steps=6, warmup=0, policy=uniform("bf16")))
         flag.unlink()
-        second = runner.run(TrialSpec(steps=6, warmup=0))
+        second = runner.run(TrainSpec(steps=6, warmup=0))
     assert failed.status == "crashed"
     assert "this run fails" in failed.reason
     assert second.status == "ok", second.reason

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoprec.trial.inside.observe.hooks import Events, Hooks
-from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.trial.protocol import Probe, ScanSpec, TrainSpec
 from tests.trial.conftest import uniform
 
 
@@ -74,11 +74,11 @@ def test_a_transform_is_reported(seen: Seen) -> None:
 def test_weights_beside_the_module_are_seen_in_its_graph_and_scanned(script: str, host: Any) -> None:
     probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
     with host(script) as runner:
-        graph = runner.run(TrialSpec(steps=2, warmup=0, record_graph=True)).payload["graph"]
-        scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes)).payload
-    assert graph["coverage"]["tunable_flops_share"] == 1.0
-    assert [layer["name"] for layer in graph["layers"] if layer["tunable"]] == ["up", "mid", "head"]
-    rows = {row["id"]: row["gradient_error"] for row in scan["probes"]}
+        graph = runner.run(TrainSpec(steps=2, warmup=0, record_graph=True)).answer
+        scan = runner.run(ScanSpec(warmup=1, probes=probes)).answer
+    assert graph.tunable_flops_share == 1.0
+    assert [layer.name for layer in graph.layers if layer.tunable] == ["up", "mid", "head"]
+    rows = {row.id: row.gradient_error for row in scan.probes}
     assert rows["none"] == 0.0
     assert 0 < rows["bf16"] < 0.1
-    assert scan["gradient_noise"] > 0.05
+    assert scan.gradient_noise > 0.05
