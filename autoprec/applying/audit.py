@@ -24,6 +24,7 @@ from autoprec.support.tables import Shown, Table
 _AS_WRITTEN = "as the script wrote it"
 #: Why ``torch.autocast`` does nothing to a product (``cached_cast`` of ATen/autocast_mode.h).
 _FLOAT64 = "float64, which autocast leaves alone"
+_BY_HAND = "no function of this class ran in low precision; one written by hand runs as the script wrote it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,8 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
                     reason = "the model calls no scaled_dot_product_attention"
                     ok = True
             else:
-                ok, reason = True, "nothing of low precision reached it"
+                by_hand = found is not None and found.low_precision and found.activations is None
+                ok, reason = True, _BY_HAND if by_hand else "nothing of low precision reached it"
         elif name == "output" and found is not None and found.narrowed:
             reason = "widened after its last product had rounded it; a head with output: fp32 returns FP32 sums"
         rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}

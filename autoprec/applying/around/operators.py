@@ -28,8 +28,6 @@ from autoprec.numerics.plan import DTYPE_NAMES, NATIVE
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy
 
-#: Operator classes that a policy can ask to be computed in float32.
-_FLOAT32_CLASSES = ("softmax", "norm", "embedding", "loss")
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -37,7 +35,8 @@ _LOW = (torch.bfloat16, torch.float16)
 #: CUDA autocast (ATen/autocast_mode.h), and losses composed of it.
 _NAMES = {
     "softmax": "softmax log_softmax softmin gumbel_softmax logsumexp",
-    "norm": "layer_norm batch_norm group_norm instance_norm rms_norm local_response_norm normalize cosine_similarity",
+    "norm": "layer_norm batch_norm group_norm instance_norm rms_norm local_response_norm normalize cosine_similarity "
+    "norm vector_norm matrix_norm",
     "loss": "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss "
     "margin_ranking_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss "
@@ -47,8 +46,8 @@ _NAMES = {
 #: The parts from which models write such operators by hand.
 _PARTS = {
     "softmax": "exp expm1",
-    "norm": "pow square rsqrt mean var std norm var_mean sum cumsum prod log log1p log2 log10 reciprocal acos asin "
-    "cosh sinh tan erfinv cumprod dist pdist cdist renorm softplus vector_norm matrix_norm interpolate "
+    "norm": "pow square rsqrt mean var std var_mean sum cumsum prod log log1p log2 log10 reciprocal acos asin "
+    "cosh sinh tan erfinv cumprod dist pdist cdist renorm softplus interpolate "
     "__pow__ __rpow__ __rdiv__ __rtruediv__",
 }
 
@@ -172,9 +171,11 @@ class OperatorMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if "out" in kwargs:  # writes into a tensor whose dtype is what it is
-            return func(*args, **kwargs)
         entry = self.in_float32.get(_WRAPPED.get(getattr(func, "__name__", ""), func))
+        if kwargs.get("out") is not None:  # writes into a tensor whose dtype is what it is
+            if entry is not None and (low := _low_dtype((*args, *kwargs.values()))) is not None:
+                self._note(entry[0], DTYPE_NAMES[low])
+            return func(*args, **kwargs)
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
         if self.attention is not None and self._attends(func, args):
@@ -229,7 +230,8 @@ class OperatorMode(TorchFunctionMode):
         return _narrow(out, low) if narrow and not autocast else out
 
     def _note(self, kind: str, what: str) -> None:
-        if not torch.compiler.is_compiling():
+        """Write down what ran; of a class that ran in several dtypes, one of 16 bits."""
+        if not torch.compiler.is_compiling() and (what != "fp32" or self.executed.get(kind) in (None, "fp32")):
             self.executed[kind] = what
 
     def _attends(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -370,12 +372,6 @@ class RootExecution:
         return self.finish(output)
 
     def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
-        if self.device == "cuda" and autocast and not self.low_precision and self.operators.attention == "keep":
-            # CUDA autocast has this very float32 list built in
-            for name in _FLOAT32_CLASSES:
-                if getattr(self.operators, name) == "fp32":
-                    self._note(name, "fp32")
-            return forward(*args, **kwargs)
         if self.idle[autocast]:
             return forward(*args, **kwargs)
         with self.modes[autocast]:
