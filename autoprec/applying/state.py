@@ -118,8 +118,6 @@ def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _settle(model: nn.Module, *_args: Any) -> None:
     """Post-hook of ``step``: ranks agree on what they have seen before anything is saved."""
     root = root_of(unwrap(model))
-    if root is not None and root.before is not None:
-        root.before.settle()
     if root is not None and root.after_step is not None:
         root.after_step()
 

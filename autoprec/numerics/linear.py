@@ -327,11 +327,10 @@ class _PlannedLinear(torch.autograd.Function):
         training: bool,
         grad: bool,
     ) -> Tensor:
-        recompute = in_backward()
-        update = training and steps.stateful and layer.quantizers.learns(grad=grad, recompute=recompute)
+        update = training and steps.stateful and (grad or layer.quantizers.learns())
         x = input.reshape(-1, input.shape[-1])
         needs = [grad and need for need in ctx.needs_input_grad[:2]]
-        how = {"update": update, "recompute": recompute}
+        how = {"update": update}
         a = b = saved_x = saved_w = None
         if layer.casts is not None:
             across, second = steps.wgrad.second if needs[1] else None, steps.dgrad.second if needs[0] else None
@@ -374,6 +373,8 @@ class _PlannedLinear(torch.autograd.Function):
         layer: LinearExecution = ctx.layer
         x, w = _restore(ctx)
         shape, x_dtype, w_dtype, bias_dtype = ctx.shapes
+        if steps.stateful and not torch.compiler.is_compiling():
+            layer.quantizers.passed_back = True
         g = grad_output.reshape(-1, grad_output.shape[-1])
         options: dict[str, Any] = {"operand": "grad_output", "state": layer.quantizers}
         grad_input = grad_weight = grad_bias = d = e = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoprec.numerics.repeated import Used, learning, remember, repeated
 from autoprec.numerics.rounding import STORAGE
 from autoprec.numerics.scaling import DelayedScale
 from autoprec.numerics.sharded import Groups
@@ -106,23 +107,20 @@ class QuantizedOperand:
 class QuantizerState:
     """What quantisation of one layer remembers between calls: delayed scales and private random streams.
 
-    Nothing here touches torch's global random streams, so that paired runs stay paired. ``shared`` is true where ranks
-    agree on delayed scales before they are computed (``numerics.delayed``). ``postponed`` counts training forwards
-    without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where
-    amaxes are only noted, in a compiled graph and on a GPU, and ``numerics.delayed`` learns them for all layers at
-    once; ``prepared`` is the device on which the tensors for that lie. ``groups``: operand -> process
-    groups over which it is cut, where scales of whole tensors are reduced (``numerics.sharded``).
+    Nothing here touches torch's global random streams, so that paired runs stay paired. ``passed_back`` is true when a
+    backward pass has run since delayed scales last learned. ``traced`` is true where amaxes are noted in a compiled
+    graph or on a GPU, and ``numerics.delayed`` learns them for all layers at once; ``prepared`` is the device on which
+    the tensors for that lie. ``groups``: operand -> process groups over which it is cut, where scales of whole tensors
+    are reduced (``numerics.sharded``).
     """
 
     seed: int = 0
-    shared: bool = False
+    passed_back: bool = False
     traced: bool = False
     prepared: torch.device | None = None
     groups: Groups = field(default_factory=dict)
-    postponed: int = 0
     delayed: dict[tuple[str, Spec], DelayedScale] = field(default_factory=dict)
     graph: dict[str, DelayedScale] = field(default_factory=dict)  # the same ones, by a key that Dynamo can look up
-    last: dict[tuple[str, Spec], Tensor] = field(default_factory=dict)
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerState:
@@ -142,46 +140,37 @@ class QuantizerState:
             self.generators[device] = made
         return self.generators[device]
 
-    def learns(self, *, grad: bool, recompute: bool) -> bool:
-        """Say whether delayed scaling learns from this training forward: once per step, however often it runs.
+    def learns(self) -> bool:
+        """Say whether delayed scaling learns from a forward without gradients: one that checkpointing repeats later."""
+        return not torch.compiler.is_compiling() and learning()
 
-        Activation checkpointing runs it twice: first with gradients on and again in the backward pass, or (reentrant)
-        first with gradients off, where only the second run tells it from an evaluation. A graph is traced once.
-        """
-        if torch.compiler.is_compiling():
-            return grad
-        if not grad:
-            self.postponed += not recompute
-            return False
-        postponed, self.postponed = self.postponed, max(self.postponed - 1, 0) if recompute else 0
-        return not recompute or postponed > 0
-
-    def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, recompute: bool) -> Tensor:
+    def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool) -> Tensor:
         """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats.
 
         Args:
             operand: ``input``, ``weight`` or ``grad_output``.
             spec: how it is quantised.
             amax: the tensor's largest magnitude now, 0-d float32 (shape ``[]``).
-            update: whether the history learns from it.
-            recompute: whether this forward repeats an earlier one.
+            update: whether the amax is noted for the history.
 
         Returns:
             The scale that the tensor is multiplied by, 0-d float32.
         """
-        key = (operand, spec)
         if torch.compiler.is_compiling():
             return self.graph[_slot(operand, spec)].traced(amax, update=update)
-        if recompute and key in self.last:
-            if update:
-                self.history(*key).take(amax, shared=self.shared or self.traced)
-            return self.last[key]
+        found = repeated((self, operand, spec))
+        noted = found is not None and found.noted
+        update = update and not noted
+        history = self.history(operand, spec)
         if self.prepared is not None and self.prepared == amax.device and amax.is_cuda:
             # the host neither waits for the device nor launches a history per operand
             self.traced = self.traced or update
-            scale = self.last[key] = self.history(*key).traced(amax, update=update)
-            return scale
-        scale = self.last[key] = self.history(*key).step(amax, update=update, shared=self.shared)
+            scale = history.traced(amax, update=update)
+        else:
+            scale = history.step(amax, update=update)
+        if found is not None:
+            scale = found.scale
+        remember((self, operand, spec), Used(scale, update or noted))
         return scale
 
     def prepare(self, operands: Iterable[tuple[str, Spec]], device: torch.device) -> None:

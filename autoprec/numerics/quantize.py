@@ -57,7 +57,7 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _tensor(
-    x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, recompute: bool, values: bool
+    x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, values: bool
 ) -> QuantizedOperand:
     scaling, limit = spec.rule, FORMATS[spec.format].max
     amax = amax_of(x)
@@ -65,7 +65,7 @@ def _tensor(
         amax = amax.clamp(min=scaling.amax_epsilon)
     delayed = scaling.scale == "delayed"
     if delayed:
-        scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
+        scale = state.delayed_scale(operand, spec, amax, update=update)
     else:
         amax = reduced(amax, state.groups.get(operand, ()))
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
@@ -123,7 +123,6 @@ def quantize(
     operand: str = "input",
     state: QuantizerState | None = None,
     update: bool = True,
-    recompute: bool = False,
     values: bool = False,
 ) -> QuantizedOperand:
     """Quantise a 2-D tensor for one GEMM.
@@ -132,8 +131,7 @@ def quantize(
         x: ``[rows, columns]``, float32, bfloat16 or float16; any strides; may be empty.
         operand: input, weight or grad_output: delayed scaling keeps a history for each.
         state: delayed scales and random stream of the layer; a fresh one when None.
-        update: let delayed scaling take this tensor's amax in.
-        recompute: this call repeats an earlier forward (activation checkpointing).
+        update: let delayed scaling note this tensor's amax.
         values: on a CPU, keep rounded values as float32 instead of 8-bit codes: they are multiplied in float32 anyway.
 
     All-zero tensors stay zero. A NaN or infinity makes everything it shares a scale with NaN.
@@ -143,7 +141,7 @@ def quantize(
     state = QuantizerState() if state is None else state
     values = values and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if spec.scheme == "tensor":
-        return _tensor(x, spec, state, operand, update, recompute, values)
+        return _tensor(x, spec, state, operand, update, values)
     if spec.scheme == "row":
         return _row(x, spec, state, values)
     return quantize_grouped(x, spec, state, values, groups=state.groups.get(operand, ()))

@@ -58,6 +58,11 @@ def _usable(amax: Tensor) -> Tensor:
     return (amax > 0) & (amax < torch.inf)  # NaN is neither; isfinite takes a CPU five passes
 
 
+def _countable(amax: Tensor) -> Tensor:
+    """Return an amax (never negative), or 0 where it is not finite."""
+    return amax.detach().nan_to_num(nan=0.0, posinf=0.0)
+
+
 def inverse_of(scale: Tensor, amax: Tensor) -> Tensor:
     """Return ``1 / scale``, or NaN where ``amax`` is not finite."""
     return torch.where(amax < torch.inf, scale.reciprocal(), torch.nan)
@@ -67,19 +72,22 @@ class DelayedScale:
     """Delayed scaling of one operand of one layer: the scale of this step comes from the amax of earlier steps.
 
     As Transformer Engine's ``DelayedScaling``: the scale is ``limit / amax / 2**margin`` with ``amax`` the largest or
-    the latest of the last ``length`` steps; a zero amax leaves history and scale as they are. Two differences. A
-    non-finite amax does so as well: in Transformer Engine it stays in the history, and the scale with it, for
-    ``length`` steps. And while there is no history each call uses its own amax (Transformer Engine uses scale 1, under
-    which the first gradients underflow to zero, so that a short trial would measure the start-up and not the recipe).
+    the latest of the last ``length`` steps; a zero amax leaves history and scale as they are. Three differences. An
+    entry of the history is a step of the optimizer: of all forwards since the last one (micro-batches, shared layers)
+    the largest amax is noted, and the history rolls when the step is over (:mod:`autoprec.numerics.delayed`), where
+    Transformer Engine rolls it with each forward. A non-finite amax is not noted: in Transformer Engine it stays in the
+    history, and the scale with it, for ``length`` steps. And while there is no history each call uses its own amax
+    (Transformer Engine uses scale 1, under which the first gradients underflow to zero, so that a short trial would
+    measure the start-up and not the recipe).
 
     In a graph of ``torch.compile`` the scale is an input and ``seen`` an input that is updated: nothing else happens
-    there, so that the cast waits for no reduction and costs one pass. What was seen is learned between two forwards, in
-    a few kernels for all layers (:func:`learn_together`).
+    there, so that the cast waits for no reduction and costs one pass. What was seen is learned after the step, in a few
+    kernels for all layers (:func:`learn_together`).
 
     Attributes:
         history: float32 ``[length]``, latest first, 0 where nothing has been seen; None before the first amax.
         scale: float32, 0-d, of the next call; 0 while there is no history.
-        seen: the largest amax noted and not learned yet (0: none), or None; float32, 0-d.
+        seen: the largest amax of this step, not learned yet (0: none), or None; float32, 0-d.
         started: there is a history.
         given: a graph traced from now on takes the scale as given, not from the amax it sees; it is not 0 any more.
     """
@@ -115,24 +123,27 @@ class DelayedScale:
             raise RuntimeError("DelayedScale.traced needs tensors made before the trace: call prepare first")
         scale = self.scale if self.given else torch.where(self.scale > 0, self.scale, self._of(amax, 1.0))
         if update:
-            self.seen.copy_(torch.maximum(self.seen, amax.detach()))
+            self.seen.copy_(torch.maximum(self.seen, _countable(amax)))
         return scale
 
-    def step(self, amax: Tensor, *, update: bool, shared: bool = False) -> Tensor:
-        """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in."""
+    def step(self, amax: Tensor, *, update: bool) -> Tensor:
+        """Return the scale to use for a tensor whose amax is ``amax``; if ``update``, the amax is noted."""
         if not self.started and self.scale is not None:
             self.started = bool(self.scale > 0)  # waits for the device, in the first steps only
         scale = self.scale if self.started and self.scale is not None else self._of(amax, 1.0)
         if update:
-            self.take(amax, shared=shared)
+            self.note(amax)
         return scale
 
-    def take(self, amax: Tensor, *, shared: bool = False) -> None:
-        """Learn from an amax, or (``shared``) only note it in ``seen`` until ranks have compared theirs."""
-        if shared:
-            self.seen = amax.detach() if self.seen is None else torch.maximum(self.seen, amax.detach())
-        else:
-            self.learn(amax.detach())
+    def note(self, amax: Tensor) -> None:
+        """Keep an amax in ``seen`` until the step is over."""
+        found = _countable(amax)
+        self.seen = found if self.seen is None else torch.maximum(self.seen, found)
+
+    def roll(self) -> None:
+        """Learn what this step has seen."""
+        if self.seen is not None:
+            self.learn(self.seen)
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
         """Return history ``[length]``, scale and noted amax as float32, zeros for what is not there yet."""

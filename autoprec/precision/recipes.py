@@ -54,7 +54,7 @@ class Scaling(Frozen):
     scale: Literal["current", "delayed"] = Field("current", description="from this tensor, or from past steps")
     power_of_2: bool = Field(False, description="round scales down to a power of two (exact rescaling)")
     margin: int = Field(0, ge=-8, le=8, description="delayed: divide the scale by 2**margin")
-    amax_history_len: int = Field(16, ge=1, le=4096, description="delayed: steps of amax history")
+    amax_history_len: int = Field(16, ge=1, le=4096, description="delayed: optimizer steps of amax history")
     amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="delayed: which amax of the history")
     amax_epsilon: float = Field(0.0, ge=0.0, le=1.0, description="lower bound of amax, against all-zero tensors")
 

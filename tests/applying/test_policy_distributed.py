@@ -132,12 +132,12 @@ DELAYED = Policy.model_validate({"recipes": {"d": BUILTIN_RECIPES["fp8_delayed"]
 
 
 def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
-    """Three training forwards and an evaluation on rank 0 alone; then the scales of every layer."""
+    """Three training forwards, each a step or all of them one, and evaluations on rank 0 alone; then all scales."""
     model = Routed()
     DELAYED.apply(model)
-    if how == "ddp":
+    if how.startswith("ddp"):
         wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    elif how == "fsdp2":
+    elif how.startswith("fsdp2"):
         from torch.distributed.fsdp import fully_shard
 
         for layer in (model.base, *model.experts):
@@ -145,13 +145,15 @@ def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
         wrapped = fully_shard(model)
     else:
         wrapped = model
-    generator = torch.Generator().manual_seed(rank)
+    generator, optimizer = torch.Generator().manual_seed(rank), torch.optim.SGD(wrapped.parameters(), 0.0)
     for step in range(3):
         x = torch.randn(16, 32, generator=generator) * (rank + 1)
-        wrapped(x, rank if step < 2 and how != "fsdp2" else 0).square().mean().backward()
-        if rank == 0 and how != "fsdp2":
+        wrapped(x, rank if step < 2 and not how.startswith("fsdp2") else 0).square().mean().backward()
+        if rank == 0 and not how.startswith("fsdp2"):
             with torch.no_grad():
                 model(x * 100, 0)
+        if step == 2 or not how.endswith("accumulated"):
+            optimizer.step()
     found = {}
     for name in ("base", "experts.0", "experts.1"):
         delayed = execution_of(model.get_submodule(name)).quantizers.delayed
@@ -164,10 +166,14 @@ def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
-    first, second = on_two_ranks(delayed_scales, ("ddp", "fsdp2", "alone"), tmp_path)
-    for how in ("ddp", "fsdp2"):
+    shared_by = ("ddp", "fsdp2", "ddp accumulated", "fsdp2 accumulated")
+    first, second = on_two_ranks(delayed_scales, (*shared_by, "alone"), tmp_path)
+    for how in shared_by:
         assert first[how] == second[how], how
-    assert {history for _, history in first["ddp"].values()} == {2}  # three forwards, two reductions between them
+    steps = {how: {key.split()[0]: history for key, (_, history) in first[how].items()} for how in shared_by}
+    assert steps["ddp"] == {"base": 3, "experts.0": 3, "experts.1": 2}  # nobody called it in the last step
+    assert steps["ddp accumulated"] == {"base": 1, "experts.0": 1, "experts.1": 1}
+    assert (steps["fsdp2"]["base"], steps["fsdp2 accumulated"]["base"]) == (3, 1)
     assert len(first["ddp"]) == 9  # also the operands of experts that a rank has not called
     assert first["ddp"]["experts.1 grad_output e5m2"][0] not in (0.0, 1.0)
     shared = first["alone"].keys() & second["alone"].keys()

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from autoprec.numerics.operand import CONTRACTION, QuantizerState, ScaleRule, Spec
 from autoprec.numerics.quantize import spec_of
+from autoprec.numerics.repeated import Part
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, Scaling
 
 DELAYED = Spec("tensor", "e4m3", scaling=ScaleRule(scale="delayed", amax_history_len=2))
@@ -35,34 +36,40 @@ def test_gemms_sum_over_the_axes_that_their_operands_share() -> None:
         assert one[first] == other[second]
 
 
-def test_a_recomputed_forward_gets_the_scale_of_the_forward_it_repeats() -> None:
-    state, ask = QuantizerState(), {"update": True, "recompute": False}
-    first = state.delayed_scale("input", DELAYED, torch.tensor(1.0), **ask)
-    state.delayed_scale("input", DELAYED, torch.tensor(2.0), **ask)
-    latest = state.delayed_scale("input", DELAYED, torch.tensor(8.0), **ask)
-    assert torch.equal(first, torch.tensor(448.0))  # no history yet: its own amax
-    assert torch.equal(latest, torch.tensor(224.0))  # the largest of the two steps before
-    again = state.delayed_scale("input", DELAYED, torch.tensor(8.0), update=False, recompute=True)
-    assert torch.equal(again, latest)
-
-
-def test_shared_scales_are_noted_and_learnt_only_when_told() -> None:
+def test_amaxes_are_noted_and_learnt_only_when_told() -> None:
     state = QuantizerState()
-    state.shared = True
     assert state.history("input", DELAYED).seen is None
     for amax in (3.0, 1.0):
-        state.delayed_scale("input", DELAYED, torch.tensor(amax), update=True, recompute=False)
+        state.delayed_scale("input", DELAYED, torch.tensor(amax), update=True)
     assert state.history("input", DELAYED).seen == 3.0
     state.history("input", DELAYED).learn(torch.tensor(7.0))  # another rank saw more
     assert state.history("input", DELAYED).seen == 0.0
-    scale = state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=False, recompute=False)
-    assert scale == 64.0
+    assert state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=False) == 64.0
+
+
+def test_a_repeated_forward_gets_the_scale_of_the_forward_it_repeats_and_teaches_nothing() -> None:
+    state, part = QuantizerState(), Part()
+
+    def forward(amax: float) -> float:
+        return float(state.delayed_scale("input", DELAYED, torch.tensor(amax), update=True))
+
+    repeat = part.beginning(forward, learns=False)
+    assert repeat(1.0) == 448.0  # no history yet: its own amax
+    state.history("input", DELAYED).learn(torch.tensor(2.0))
+    assert forward(1.0) == 224.0
+    state.history("input", DELAYED).roll()
+    before = state.history("input", DELAYED).state(torch.device("cpu"))
+    assert repeat(1.0) == 448.0
+    assert forward(0.0) == 224.0
+    after = state.history("input", DELAYED).state(torch.device("cpu"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_copy_stands_where_the_original_does() -> None:
     state = QuantizerState(5)
     torch.rand(4, generator=state.generator(torch.device("cpu")))
-    state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=True, recompute=False)
+    state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=True)
+    state.history("input", DELAYED).roll()
     state.groups = {"weight": ("group",)}
     twin = copy.deepcopy(state)
     assert twin.groups == state.groups  # a copied layer of tensor parallelism reduces its amaxes, too

@@ -45,30 +45,52 @@ def test_epsilon_bounds_amax() -> None:
     assert scale_of(torch.tensor(1e-6), 448.0, epsilon=1e-2).item() == pytest.approx(44800.0)
 
 
+def stepped(delayed: DelayedScale, amax: float) -> float:
+    """Take a step in which one forward has seen ``amax``; return the scale that it used."""
+    used = delayed.step(torch.tensor(amax), update=True).item()
+    delayed.roll()
+    return used
+
+
 def test_delayed_scaling_uses_the_past() -> None:
     delayed = DelayedScale(448.0, length=2, algorithm="max", margin=0)
-    used = [delayed.step(torch.tensor(a), update=True).item() for a in (1.0, 4.0, 2.0, 2.0, 2.0)]
+    used = [stepped(delayed, a) for a in (1.0, 4.0, 2.0, 2.0, 2.0)]
     assert used == [448.0, 448.0, 112.0, 112.0, 224.0]
     recent = DelayedScale(448.0, length=8, algorithm="most_recent", margin=1)
-    assert [recent.step(torch.tensor(a), update=True).item() for a in (1.0, 4.0, 2.0)] == [224.0, 224.0, 56.0]
+    assert [stepped(recent, a) for a in (1.0, 4.0, 2.0)] == [224.0, 224.0, 56.0]
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("amaxes", [(1.0, 4.0, 2.0), (4.0, 1.0, 2.0), (4.0, math.inf), (math.nan, 4.0), (0.0, 4.0)])
+def test_a_step_of_several_forwards_is_one_entry_of_the_history(algorithm: str, amaxes: tuple[float, ...]) -> None:
+    delayed = DelayedScale(448.0, length=3, algorithm=algorithm, margin=0)
+    stepped(delayed, 7.0)
+    used = [delayed.step(torch.tensor(a), update=True).item() for a in amaxes]
+    assert set(used) == {64.0}  # the scale does not move within a step
+    delayed.roll()
+    assert delayed.history is not None
+    assert delayed.history.tolist() == [4.0, 7.0, 0.0]
+    delayed.roll()  # nothing was seen: another optimizer of the same model has stepped
+    assert delayed.history.tolist() == [4.0, 7.0, 0.0]
 
 
 def test_delayed_scaling_keeps_the_scale_over_zeros_and_infinities_and_without_update() -> None:
     delayed = DelayedScale(448.0, length=1, algorithm="max", margin=0)
-    delayed.step(torch.tensor(1.0), update=True)
+    stepped(delayed, 1.0)
     for amax in (0.0, math.inf, math.nan):
-        assert delayed.step(torch.tensor(amax), update=True).item() == 448.0
+        assert stepped(delayed, amax) == 448.0
     assert delayed.step(torch.tensor(7.0), update=False).item() == 448.0
+    delayed.roll()
     assert delayed.step(torch.tensor(7.0), update=False).item() == 448.0
 
 
-def test_shared_amaxes_are_noted_and_learned_together() -> None:
+def test_while_there_is_no_history_each_call_uses_its_own_amax() -> None:
     delayed = DelayedScale(448.0, length=4, algorithm="max", margin=0)
-    own = [delayed.step(torch.tensor(a), update=True, shared=True).item() for a in (1.0, 2.0)]
-    assert own == [448.0, 224.0]  # no history yet: each tensor by its own amax
+    own = [delayed.step(torch.tensor(a), update=True).item() for a in (1.0, 2.0)]
+    assert own == [448.0, 224.0]
     assert delayed.seen == 2.0
     delayed.learn(torch.tensor(4.0))  # another rank saw more
-    assert delayed.step(torch.tensor(1.0), update=True, shared=True).item() == 112.0
+    assert delayed.step(torch.tensor(1.0), update=True).item() == 112.0
     assert delayed.history is not None
     assert delayed.history.tolist() == [4.0, 0.0, 0.0, 0.0]
 
@@ -78,10 +100,7 @@ def test_an_operand_only_other_ranks_have_seen() -> None:
     delayed.learn(torch.tensor(0.0))
     assert delayed.step(torch.tensor(2.0), update=False).item() == 224.0  # zero taught nothing
     delayed.learn(torch.tensor(4.0))
-    assert delayed.step(torch.tensor(2.0), update=True, shared=True).item() == 112.0
-    late = DelayedScale(448.0, length=4, algorithm="max", margin=0)
-    late.learn(torch.tensor(0.0))
-    assert [late.step(torch.tensor(a), update=True, shared=True).item() for a in (2.0, 1.0)] == [224.0, 448.0]
+    assert delayed.step(torch.tensor(2.0), update=True).item() == 112.0
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 1024])
@@ -91,17 +110,17 @@ def test_a_bad_batch_leaves_history_and_scale_as_they_are(length: int, algorithm
     delayed = DelayedScale(448.0, length=length, algorithm=algorithm, margin=0)
     plain = DelayedScale(448.0, length=length, algorithm=algorithm, margin=0)
     for amax in (1.0, 4.0, bad, 2.0, 2.0, 8.0, 1.0):
-        found = delayed.step(torch.tensor(amax), update=True)
+        found = stepped(delayed, amax)
         if amax != bad:
-            assert found == plain.step(torch.tensor(amax), update=True)
+            assert found == stepped(plain, amax)
     assert delayed.scale == plain.scale
 
 
 @pytest.mark.parametrize("first", [math.inf, math.nan, 0.0])
 def test_a_first_batch_that_teaches_nothing_is_not_scaled_and_not_remembered(first: float) -> None:
     delayed = DelayedScale(448.0, length=4, algorithm="max", margin=3)
-    assert delayed.step(torch.tensor(first), update=True) == 1.0
-    assert delayed.step(torch.tensor(2.0), update=True) == 28.0  # as if it were the first
+    assert stepped(delayed, first) == 1.0
+    assert stepped(delayed, 2.0) == 28.0  # as if it were the first
 
 
 @pytest.mark.parametrize("limit", [448.0, 57344.0, 127.0, 6.0])

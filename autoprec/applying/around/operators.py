@@ -287,7 +287,7 @@ class RootExecution:
         low_precision: the model holds bfloat16 or float16 parameters.
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
         context: what a backend needs around the whole forward, if anything.
-        before: learns delayed scales before each forward, where the policy has any.
+        before: begins each forward for delayed scales, where the policy has any.
         after_step: called when an optimizer has stepped, if anything.
         backends: what runs the layers; the next phase's layers are theirs as well.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
