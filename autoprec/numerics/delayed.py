@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -176,7 +176,7 @@ class DelayedReduction:
             self.end_step()
         elif not self.queued:
             self.queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_step)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_step)
 
     def end_step(self) -> None:
         """Compute the scales of the next step from what this one has seen."""

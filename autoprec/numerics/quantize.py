@@ -56,9 +56,7 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     return x * scale if x.dtype is torch.float32 else x.to(torch.float32).mul_(scale)
 
 
-def _tensor(
-    x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, values: bool
-) -> QuantizedOperand:
+def _tensor(x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, values: bool) -> QuantizedOperand:
     scaling, limit = spec.rule, FORMATS[spec.format].max
     amax = amax_of(x)
     if scaling.amax_epsilon:

@@ -42,7 +42,7 @@ def carry_into_recomputation(kind: type[TorchFunctionMode]) -> None:
     def applying(run: Callable[..., Any], *args: Any) -> Any:
         return apply(_under_modes(kind, Part().beginning(run, learns=torch.is_grad_enabled())), *args)
 
-    checkpointing._checkpoint_without_reentrant_generator = generating
+    checkpointing._checkpoint_without_reentrant_generator = generating  # type: ignore[assignment]
     function.apply = applying
 
 

@@ -220,7 +220,7 @@ def test_each_repeated_forward_has_the_delayed_scales_of_its_own(how, loop):
 
 
 def test_a_script_s_own_recomputation_takes_the_scales_of_the_step():
-    """Libraries with an autograd function of their own repeat a forward as well: within a step its scale is the same."""
+    """Libraries repeat forwards by autograd functions of their own, too: within a step the scale is the same."""
 
     class Again(torch.autograd.Function):
         @staticmethod
