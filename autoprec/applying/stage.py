@@ -27,7 +27,7 @@ from autoprec.applying.swap import install, root_of, swapped_base, uninstall
 from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import AutoPrecWarning, UnsupportedError
-from autoprec.numerics.delayed import DelayedReduction
+from autoprec.numerics.delayed.steps import DelayedReduction
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.plan import NATIVE
 from autoprec.numerics.sharded import is_dtensor, is_sharded

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.numerics.repeated import Used, learning, remember, repeated
+from autoprec.numerics.delayed.repeated import Used, learning, remember, repeated
 from autoprec.numerics.rounding import STORAGE
 from autoprec.numerics.scaling import DelayedScale
 from autoprec.numerics.sharded import Groups

@@ -8,9 +8,9 @@ import dataclasses
 import torch
 from pydantic import BaseModel
 
+from autoprec.numerics.delayed.repeated import Part
 from autoprec.numerics.operand import CONTRACTION, QuantizerState, ScaleRule, Spec
 from autoprec.numerics.quantize import spec_of
-from autoprec.numerics.repeated import Part
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, Scaling
 
 DELAYED = Spec("tensor", "e4m3", scaling=ScaleRule(scale="delayed", amax_history_len=2))

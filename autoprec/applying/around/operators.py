@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.errors import UnsupportedError
-from autoprec.numerics.delayed import DelayedReduction
+from autoprec.numerics.delayed.steps import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES, NATIVE
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy

@@ -3,8 +3,8 @@
 ``torch.utils.checkpoint`` restores autocast and random states for the second forward, not torch-function modes. There
 a softmax or norm that a policy computes in float32 would run in 16 bits: without reentrant autograd torch finds other
 dtypes and raises CheckpointError, with it the gradients are those of another forward. Delayed scales, too, are those of
-the first forward (:mod:`autoprec.numerics.repeated`). Inside compiled graphs the second forward is part of the graph,
-and nothing is to be done.
+the first forward (:mod:`autoprec.numerics.delayed.repeated`). Inside compiled graphs the second forward is part of the
+graph, and nothing is to be done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from autoprec.numerics.repeated import Part
+from autoprec.numerics.delayed.repeated import Part
 
 
 @functools.cache

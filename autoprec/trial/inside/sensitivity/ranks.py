@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoprec.errors import AutoPrecError
-from autoprec.numerics.delayed import not_reduced
+from autoprec.numerics.delayed.steps import not_reduced
 from autoprec.numerics.sharded import world_size
 
 T = TypeVar("T")

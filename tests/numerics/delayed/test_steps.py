@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.numerics import delayed
-from autoprec.numerics.delayed import DelayedReduction, data_parallel_groups
+from autoprec.numerics.delayed import steps as delayed
+from autoprec.numerics.delayed.steps import DelayedReduction, data_parallel_groups
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.one_dtype import ConvExecution
 from autoprec.policy import LayerPlan

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from autoprec.numerics.repeated import Part, Used, learning, remember, repeated
+from autoprec.numerics.delayed.repeated import Part, Used, learning, remember, repeated
 
 
 def use(key: str, value: float) -> float:
