@@ -1,6 +1,6 @@
 """Longer paired runs of a policy beside the reference and the presets it must beat.
 
-Each policy is run once per paired seed beside that seed's reference, by what runs the finalists of a search
+Policies are run under paired seeds, each beside that seed's reference, by what runs the finalists of a search
 (:class:`~autoprec.tuning.phases.measuring.PairedSeeds`, :class:`~autoprec.tuning.phases.duels.Duels`), and judged by
 the rules of a search (:class:`~autoprec.tuning.decide.decision.Rules`): only which policies and seeds differs.
 """
@@ -30,8 +30,9 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import TrainSpec, TrialResult
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
-from autoprec.tuning.decide.noise import error_over_limit, uninformative
+from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
 from autoprec.tuning.decide.presets import presets, widest
+from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
@@ -297,7 +298,10 @@ def verify(
     timed: bool,
     tell: Callable[[str], None],
 ) -> Verification:
-    """Run reference and policies side by side under every paired seed, as a search runs its finalists.
+    """Run reference and policies side by side under paired seeds, as a search runs its finalists.
+
+    Seeds go where they may change the verdict (:func:`may_decide`): all policies run under the first one and are timed
+    in duels, further seeds are the policy's and those of presets that are ahead of it.
 
     Args:
         pool: hosts, numbered from 0 for the first seed.
@@ -319,41 +323,66 @@ def verify(
         runner = PairedRunner(setup, pool, ledger, may_compile_blocks=False)
         measure_reference(setup, runner, ledger)
         paired = PairedSeeds(setup, runner, ledger)
+        duels, rows = Duels(setup, runner, ledger), list[Contender]()
         for seed in range(options.seeds):
+            names = may_decide(rows, timed=timed) if seed else list(policies)
+            if not names:
+                break
             if seed + 1 < options.seeds:
                 pool.prepare(seed + 1)
-            measured = _under_seed(paired, policies, seed)
-            errors, seen = _gradient_errors(setup, runner, ledger, policies, seed) if measured else ({}, [])
+            asked = {name: policies[name] for name in names}
+            measured = _under_seed(paired, asked, seed)
+            errors, seen = _gradient_errors(setup, runner, ledger, asked, seed) if measured else ({}, [])
             noises += seen
             for name, run in measured.items():
                 runs[name].append(run.with_metrics(metrics_of({"gradient_error": errors.get(name, math.nan)})))
             why = paired.unusable.get(seed)
-            tell(f"seed {first_seed + seed}: {why or ', '.join(policies) + ' measured'}")
+            tell(f"seed {first_seed + seed}: {why or ', '.join(asked) + ' measured'}")
             if seed:
                 pool.release(seed)
-        duels = Duels(setup, runner, ledger)
-        while timed and duels.time([run for own in runs.values() for run in own[:1]]):
-            pass  # some at a time
-        for name, duel in duels.known().items():
-            runs[name].append(duel)
-    noise = statistics.geometric_mean(noises) if noises else None
-    blank = uninformative(options.max_divergence, paired.baseline) is not None
-    limit = gradient_limit(noise, options.max_gradient_error, uninformative=blank)
-    rules = Rules(options.max_divergence, paired.baseline, max_gradient=limit, gradient_noise=noise)
-    rows = [judge(rules, name, own) for name, own in runs.items()]
+            while not seed and timed and duels.time([own[0] for own in runs.values() if own]):
+                pass  # some at a time
+            rules, timings = _rules(options, paired.baseline, noises), duels.known()
+            rows = [judge(rules, name, [*own, *filter(None, [timings.get(name)])]) for name, own in runs.items()]
     verdict, reason = decide(rows, rules, timed=timed, reference_memory=ledger.reference.memory_bytes)
     return Verification(
         verdict=verdict,
         why=reason,
         rows=tuple(rows),
-        seeds=options.seeds,
+        seeds=len(rows[0].standing.divergences),
         steps=options.steps,
         noise_floor=paired.baseline.floor,
         timed=timed,
         first_seed=first_seed,
         reference={"step_time_ms": statistics.median(one.step_ms for one in ledger.references.values())},
-        limits={"divergence": options.max_divergence, "gradient_error": limit, "gradient_noise": noise},
+        limits={
+            "divergence": options.max_divergence,
+            "gradient_error": rules.max_gradient,
+            "gradient_noise": rules.gradient_noise,
+        },
     )
+
+
+def _rules(options: SearchOptions, baseline: Baseline, noises: Sequence[float]) -> Rules:
+    """Return the rules of a search, with the gradient's noise as the seeds so far showed it."""
+    noise = statistics.geometric_mean(noises) if noises else None
+    blank = uninformative(options.max_divergence, baseline) is not None
+    limit = gradient_limit(noise, options.max_gradient_error, uninformative=blank)
+    return Rules(options.max_divergence, baseline, max_gradient=limit, gradient_noise=noise)
+
+
+def may_decide(rows: Sequence[Contender], *, timed: bool) -> list[str]:
+    """Return the names of those whose next paired seed may change the verdict, the first of ``rows`` being verified.
+
+    That is the policy, until it has surely failed, and every preset that seems to be ahead of it by more than timing
+    noise: whether that is acceptable decides. Of the others the speed is enough.
+    """
+    policy = rows[0]
+    lost = policy.failures or (policy.standing.rejection and not policy.unsure)
+    if lost and len(policy.standing.divergences) >= FEWEST_SEEDS:
+        return []
+    ahead = policy.standing.speedup * FASTER
+    return [policy.name, *(row.name for row in rows[1:] if timed and row.standing.speedup > ahead)]
 
 
 def _under_seed(paired: PairedSeeds, policies: Mapping[str, dict[str, Any]], seed: int) -> dict[str, Run]:

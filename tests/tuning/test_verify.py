@@ -24,6 +24,7 @@ from autoprec.tuning.verify import (
     is_timed,
     judge,
     limits_of,
+    may_decide,
     refuse_another_model,
     searched,
     setup_of,
@@ -84,10 +85,45 @@ def test_speeds_are_those_of_a_duel_with_its_interval_where_they_are_judged(tmp_
         row = result.to_json()["rows"][0]
         assert len(row["divergences"]) == 3
         assert (row["interval"] is not None) is timed
-    simulated.compile_s = 20.0  # each policy would compile the whole model once more
+    simulated.compile_s = 20.0  # a script that compiles its model is no exception
     simulated.calls.clear()
-    check(uniform("fp8_rowwise"), tmp_path / "compiled", script=simulated)
-    assert all(spec.kind != "duel" for _, spec in simulated.calls)
+    compiled = check(uniform("fp8_rowwise"), tmp_path / "compiled", script=simulated)
+    assert [spec.kind for _, spec in simulated.calls].count("duel") == 1
+    assert compiled.rows[0].standing.low is not None
+
+
+def seeds_of(result: Verification) -> dict[str, int]:
+    return {row.name: len(row.standing.divergences) for row in result.rows}
+
+
+def test_seeds_go_where_they_may_change_the_verdict(tmp_path: Path) -> None:
+    fast = check(uniform("fp8_rowwise"), tmp_path / "fast")  # nothing is ahead of it
+    assert (fast.verdict, seeds_of(fast)) == ("holds", {"policy": 3, "bf16 autocast": 1, "all bf16": 1})
+    slow = Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, layers=({"match": "head", "recipe": "bf16"},))  # type: ignore[arg-type]
+    beaten = check(slow, tmp_path / "slow")
+    assert (beaten.why.code, seeds_of(beaten)) == ("preset_faster", {"policy": 3, "bf16 autocast": 3, "all bf16": 3})
+    untimed = check(slow, tmp_path / "untimed", timed=False)
+    assert seeds_of(untimed) == {"policy": 3, "bf16 autocast": 1, "all bf16": 1}
+    rough = check(uniform("nvfp4_plain"), tmp_path / "rough", script=SimulatedScript(head_factor=40.0), seeds=8)
+    assert (rough.verdict, rough.seeds, seeds_of(rough)["policy"]) == ("fails", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "speedups", "wanted"),
+    [
+        ((0.0004,), (1.5,), ["policy"]),
+        ((0.0004,), (1.0,), ["policy", "bf16 autocast"]),
+        ((0.0004, 0.0044), (1.5, 1.5), ["policy"]),  # undecided
+        ((0.02,), (1.5,), ["policy"]),  # one seed tells nothing for sure
+        ((0.02, 0.03, 0.024, 0.029), (1.5,) * 4, []),
+        ((0.02, 0.03, 0.024, 0.029), (1.0,) * 4, []),
+    ],
+)
+def test_who_may_change_the_verdict(gaps: tuple[float, ...], speedups: tuple[float, ...], wanted: list[str]) -> None:
+    policies = (measured(*gaps, speedups=speedups), contender("bf16 autocast", 1.4))
+    rows = [judge(Rules(), name, runs) for name, runs in policies]
+    assert may_decide(rows, timed=True) == wanted
+    assert may_decide(rows, timed=False) == wanted[:1]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +193,7 @@ def test_a_script_noisier_than_the_budget_is_verified_as_it_is_searched(tmp_path
             "gradient" if holds else "gradient_error"
         )
         benign = [seed for seed, spec in noisy.calls if isinstance(spec, TrainSpec) and spec.perturb]
-        assert benign == [0, 0, 0, 0, 1, 2]
+        assert benign == [0, 0, 0, 0, 1, 2][: 6 if holds else 5]  # what has surely failed gets no third seed
     assert result.noise_floor > 0.0025
     steady = check(uniform("nvfp4_plain"), tmp_path / "steady", timed=False)
     assert steady.verdict == "fails", "a floor below the budget forgives nothing"
@@ -200,8 +236,10 @@ def test_the_limits_are_those_of_the_search_unless_others_are_asked_for() -> Non
 
 
 def test_gradient_errors_are_measured_under_every_seed_and_told_in_both_units(tmp_path: Path) -> None:
-    result = check(uniform("fp8_rowwise"), tmp_path, script=SimulatedScript(error_scale=2.0))
-    assert len(result.to_json()["rows"][0]["gradient_errors"]) == 3
+    steady = check(uniform("fp8_rowwise"), tmp_path / "steady")
+    assert len(steady.to_json()["rows"][0]["gradient_errors"]) == 3
+    result = check(uniform("fp8_rowwise"), tmp_path / "rough", script=SimulatedScript(error_scale=2.0))
+    assert (len(result.to_json()["rows"][0]["gradient_errors"]), result.seeds) == (2, 2)
     assert result.limits == {"divergence": 0.0025, "gradient_error": pytest.approx(0.06), "gradient_noise": 0.5}
     assert (result.verdict, result.why.code) == ("fails", "gradient_error")
     assert result.why.data == {"error": result.rows[0].standing.gradient_error, "limit": 0.06, "noise": 0.5}

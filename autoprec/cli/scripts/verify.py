@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: Any) -> int:
     """Verify a policy on SCRIPT over several paired seeds that its search did not use.
 
-    Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
+    Presets run beside it under the first seed and are timed with it; one that is ahead runs under the others as well.
+    A policy that has surely failed runs under no more. Exit code 1 when it does not hold, 3 when so few seeds cannot
+    tell.
     """
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.tuning.verify import (
@@ -98,7 +100,8 @@ def _print(result: Verification, searched: str) -> None:
     rows = [("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")]
     for row in result.rows:
         one = row.standing
-        spread = "{:.2f}-{:.2f}x".format(*row.range) if row.measured and result.timed else ""
+        low, high = row.range
+        spread = f"{low:.2f}-{high:.2f}x" if result.timed and high > low else ""
         speed = f"{one.speedup:.2f}x" if result.timed else "not judged"
         gap = f"{row.divergence:.3%}" if row.measured else "; ".join(row.failures)[:60]
         error = error_text(one.gradient_error, noise) if one.gradient_error is not None else "-"
