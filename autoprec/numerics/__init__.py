@@ -17,6 +17,6 @@ wgrad averages rounding over thousands of tokens, dgrad passes it down to every 
 The way of one operand: ``quantize`` (what it becomes, by recipe) uses ``scaling`` (which scale, now or from past
 steps), ``rounding`` (to which values) and ``grouped`` (block, MXFP8, NVFP4); ``gemm`` multiplies two of them; ``plan``
 compiles a layer's recipes into steps; ``linear`` runs the steps under autograd, and ``execution`` holds what every way
-of running a layer shares. ``conv``, ``einsum``, ``delayed`` and ``accumulation`` are for convolutions, einsums, scales
-shared by ranks, and Hopper's short accumulator.
+of running a layer shares. ``one_dtype``, ``einsum``, ``delayed`` and ``sharded`` are for convolutions and recurrent
+layers, einsums, scales that ranks share, and weights that are cut over ranks.
 """
