@@ -28,6 +28,20 @@ def check_early(options: SearchOptions) -> None:
     if options.variant and (options.target not in ("auto", "cpu") or options.cost_scale):
         fix = "search on the device itself, or leave --variant out and use `autoprec estimate` for sizes"
         raise UsageError("--variant is timed, and this is a rehearsal", fix=fix)
+    check_names(options)
+    if options.storage:
+        _check_storage(options.storage)
+    check_replaceable(options.output)
+
+
+def check_names(options: SearchOptions) -> None:
+    """Refuse a target, space or backend that does not exist, and a cost scale that is none, before a script is started.
+
+    Raises:
+        UnknownNameError: no such target, space or backend, with the nearest valid name.
+        SpaceError, FileError: a space that is not valid, or cannot be read.
+        UsageError: see :func:`check_scale`.
+    """
     if options.target != "auto":
         target(options.target)
     if options.space:
@@ -39,9 +53,6 @@ def check_early(options: SearchOptions) -> None:
 
         if options.backend not in BACKENDS:
             raise UnknownNameError("backend", options.backend, [*BACKENDS, "auto"])
-    if options.storage:
-        _check_storage(options.storage)
-    check_replaceable(options.output)
 
 
 def check_scale(text: str, target_name: str) -> CostScale:

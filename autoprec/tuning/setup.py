@@ -15,6 +15,7 @@ from typing import Any
 
 from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
 from autoprec.cost.estimate import ratio_bounds
+from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import SearchSpace, default_space, load_space
@@ -94,8 +95,17 @@ class Setup:
         host: HostInfo,
         graph: GraphReport,
         shapes: Shapes = MappingProxyType({}),
+        *,
+        shards: int = 1,
     ) -> Setup:
         """Find out what is searched, for which device, and under which variants of the script's arguments.
+
+        Args:
+            options: of the search.
+            host: what the script was found to be.
+            graph: the recorded step.
+            shapes: the variants; empty for the script as given.
+            shards: GPUs that share the state of a described model.
 
         Raises:
             UsageError: the target does not fit the device the script trains on, or a bad cost scale.
@@ -113,7 +123,7 @@ class Setup:
         if not graph.root_called:
             space = space.without_surroundings()
         compiled = host.compiled or not measured
-        cost = CostModel(graph, target, scale=scale, compiled=compiled, backend=options.backend)
+        cost = CostModel(graph, target, scale=scale, compiled=compiled, backend=options.backend, shards=shards)
         problem = Problem.build(
             graph,
             space,
@@ -137,14 +147,24 @@ class Setup:
         problem = Problem.build(self.graph, space, can_run, steps=before.steps, variants=variants)
         return replace(self, space=space, problem=problem, steps=replace(self.steps, problem=problem, _known={}))
 
-    def verdict(self) -> Verdict:
+    @property
+    def plans(self) -> dict[str, Mapping[str, LayerPlan]]:
+        """What every layer runs where all take one choice, by the choice's name."""
         problem = self.problem
-        plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+        return {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+
+    def verdict(self, *, written: str = AS_WRITTEN) -> Verdict:
+        """Return what the cost model says can be gained, before anything is measured.
+
+        Args:
+            written: what the run without a policy is called.
+        """
         return judge(
             self.cost,
-            plans,
+            self.plans,
             script=shlex.join(redact_arguments(self.options.command)),
-            executions=problem.parameters.get("execution", ()),
+            written=written,
+            executions=self.problem.parameters.get("execution", ()),
         )
 
     @property

@@ -1,8 +1,7 @@
-"""``autoprec estimate``: the verdict alone, in a minute: what could be gained on a target, where, and why not."""
+"""``autoprec estimate``: a search stopped at its verdict: what could be gained on a target, where, and why not."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +14,15 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.policies.published import bound
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
 from autoprec.cli.script import script_command
-from autoprec.cost import CostModel, judge
 from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.errors import UsageError
 from autoprec.policy import resolve
-from autoprec.policy.space import default_space, load_space
 from autoprec.precision.hardware import limit_bytes
-from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
-from autoprec.tuning.checks import check_scale
+from autoprec.trial.protocol import HostInfo
+from autoprec.tuning.checks import check_names
+from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.record import tunable
-from autoprec.tuning.target import resolve_target
 
 
 def _device_here() -> str:
@@ -221,37 +218,33 @@ def estimate(
 
     In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or what `inspect --json` printed.
     """
-    from autoprec.tuning.decide.problem import Problem
+    from autoprec.tuning.setup import Setup
 
     if (batch, seq, recompute, shards) != (*SIZE, "none", 1) and not is_description(script[0]):
         what = "--batch, --seq, --recompute and --shards have no effect on a script"
         raise UsageError(what, fix="set it in the script, or leave them out")
-    scale = check_scale(cost_scale, target) if cost_scale else None
-    given = load_space(space) if space else None
-    if target != "auto":
-        resolve_target(target, "cpu")  # an unknown name is refused before the script is started
+    command = ("SCRIPT",) if is_description(script[0]) else script  # what a reason tells to search
+    asked = SearchOptions(command=command, target=target, space=space, cost_scale=cost_scale)
+    check_names(asked)
     with Phases() as phases:
         report, host = step_of(script, phases, batch=batch, seq=seq, recompute="" if recompute == "none" else recompute)
     device = host.device if host else _device_here() if target == "auto" else "cpu"
-    tunable(report)
-    found, here = resolve_target(target, device)
-    compiled = host is None or host.compiled or scale is not None or not here  # a rehearsal is of the compiled script
-    model = CostModel(report, found, scale=scale, compiled=compiled, shards=shards)
-    chosen = given or default_space(found)
-    problem = Problem.build(report, chosen, model.can_run)
-    plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-    named = shlex.join(redact_arguments(script)) if host else "SCRIPT"
-    written = AS_WRITTEN if host or is_saved_step(script[0]) else _CONFIGURED
-    verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
+    described = HostInfo("process", dict(report.model), (), (), device, compiled=True)  # a model is as good as compiled
+    setup = Setup.of(asked, host or described, tunable(report), shards=shards)
+    model, plans, found = setup.cost, setup.plans, setup.target
+    verdict = setup.verdict(written=AS_WRITTEN if host or is_saved_step(script[0]) else _CONFIGURED)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    memory, limit = _memory(model, verdict, plans), limit_bytes(found, host.device_bytes if host and here else 0)
+    memory, limit = (
+        _memory(model, verdict, plans),
+        limit_bytes(found, host.device_bytes if host and setup.measured else 0),
+    )
     batches = _batches(model, verdict, plans, limit) if memory["baseline"] else []
     under = _under(bound(policy, lambda: report), model, step.time_ms) if policy else None
-    as_compiled = host is not None and not host.compiled and compiled and not found.is_cpu
+    as_compiled = host is not None and not host.compiled and model.compiled and not found.is_cpu
     if as_json:
         document = {
             "target": found.name,
-            "space": chosen.name,
+            "space": setup.space.name,
             "cost_scale": cost_scale,
             "verdict": verdict.to_json(),
             "step": step.to_json(),
@@ -262,7 +255,7 @@ def estimate(
         }
         print_json(document)
     else:
-        offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
+        offered = f"{', '.join(plans)} (space {setup.space.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict)]
         head += [_batch_line(batches, limit)] if batches else []
         head += ["modelled  as if compiled, which the script is not"] * as_compiled

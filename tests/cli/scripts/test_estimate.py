@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import record_step
 from autoprec.cli.scripts.estimate import estimate
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import FileError, NothingAcceptableError, UnknownNameError, UsageError
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.setup import Setup
 
 
 def run(*args: str) -> Any:
@@ -69,6 +73,33 @@ def test_where_there_is_no_script_no_part_of_the_document_speaks_of_one(tmp_path
     args = ("--seq", "128", "--space", str(space), "--json", "nanochat-d12")
     document = json.loads(run("--target", "h100", *args).output)
     assert "over the model in pure bf16 on" in document["verdict"]["reason"]
+
+
+TRAIN = """
+import torch
+from torch import nn
+net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    net[2](net[1](net[0](torch.randn(32, 64)))).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_it_says_of_a_script_what_a_search_of_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is called by its parts only, autocast around the forward would never run: nobody offers it."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    found = json.loads(run("--target", "h100", "--json", "train.py").stdout)
+    with Phases() as phases:
+        report, host = record_step(("train.py",), phases)
+    setup = Setup.of(SearchOptions(command=("train.py",), target="h100"), host, report)
+    assert setup.space.activations == ("keep",)
+    assert found["verdict"] == json.loads(json.dumps(setup.verdict().to_json()))
+    assert found["space"] == setup.space.name
+    assert found["as_compiled"]
 
 
 def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> None:
