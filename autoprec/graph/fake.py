@@ -127,9 +127,14 @@ def _converted(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recu
     return self
 
 
+def is_fake(model: nn.Module) -> bool:
+    """Say whether a model's weights hold no data (:func:`fake_weights`)."""
+    return any(isinstance(p, FakeTensor) for p in model.parameters())
+
+
 def recorder_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> StepRecorder:
     """Return a recorder for a model, also for one whose weights are fake (:func:`fake_weights`)."""
-    if any(isinstance(p, FakeTensor) for p in model.parameters()):
+    if is_fake(model):
         return FakeStepRecorder(model, optimizers=optimizers)
     return StepRecorder(model, optimizers=optimizers)
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoprec.graph.analysis.memory import muon_matrices, stand_in, step_of_twin
 from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.analysis.rules import builtin_rules
+from autoprec.graph.places import caller
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, dtype_name
@@ -328,7 +329,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function = self._functions.running
         twice = phase == "backward" and torch.is_grad_enabled()
         where = (module, phase, seq, task, node, function, twice, made, within)
-        self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where))
+        line = caller() if task == -1 or phase == "recompute" else ""
+        self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where, line))
 
     def _where(self, task: int, again: bool) -> tuple[str, str]:
         if task == -1:

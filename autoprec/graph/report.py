@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError
+from autoprec.graph.census import Judged
 from autoprec.support.files import read_text
 from autoprec.support.living import uncollected
 from autoprec.support.plain import rebuild, shallow
@@ -110,7 +111,8 @@ class Operator:
     ``GraphReport.operators``, of the operators that made them. ``pattern`` names the hand-written operator it is part
     of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ... ``out_saved`` are the bytes of the storages
     that its outputs brought into being and that autograd saved for backward (0 for a view of an earlier one);
-    ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch.
+    ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch; ``where`` is
+    the ``file:line`` of the script or of its libraries that ran it, of a backward operator that of its forward one.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Operator:
     pattern: str = ""
     out_saved: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
+    where: str = ""
 
     @property
     def attends(self) -> bool:
@@ -161,6 +164,7 @@ class GraphReport:
     its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
     is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``.
     ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, matrix by matrix.
+    ``judged`` is what the step says of the script's own precision; None where it had no data, or was modelled.
     """
 
     model: dict[str, Any]
@@ -178,6 +182,7 @@ class GraphReport:
     fused_update: bool = False
     newton_schulz: tuple[NewtonSchulz, ...] = ()
     updating: tuple[Operator, ...] = ()
+    judged: Judged | None = None
 
     @property
     def tunable(self) -> tuple[Layer, ...]:
@@ -214,6 +219,7 @@ class GraphReport:
             "held": self.held,
             "fused_update": self.fused_update,
             "newton_schulz": [shallow(row) for row in self.newton_schulz],
+            "judged": None if self.judged is None else self.judged.to_json(),
         }
 
     @classmethod
@@ -239,6 +245,7 @@ class GraphReport:
             "updating": [operator for operator in operators if operator.phase == "optimizer"],
             "groups": {name: tuple(members) for name, members in document["groups"].items()},
             "newton_schulz": [NewtonSchulz(**row) for row in document.get("newton_schulz", ())],
+            "judged": Judged.from_json(document["judged"]) if document.get("judged") else None,
         }
         return rebuild(cls, document | document["coverage"] | made)
 

@@ -84,6 +84,11 @@ class StorageTable:
             size for address, (weak, size) in self._weak.items() if address not in self._excluded and not expired(weak)
         )
 
+    def expired(self, address: int) -> bool:
+        """Say whether a storage that was seen is gone."""
+        held = self._weak.get(address)
+        return held is not None and bool(torch.UntypedStorage._expired(held[0]))
+
     def release(self) -> None:
         """Give back the weak references to storages; the table is of no use after that."""
         free: Any = torch.UntypedStorage._free_weak_ref

@@ -76,7 +76,8 @@ class Call:
     is one of those that hide what they do (einsum, scaled_dot_product_attention); ``differentiable`` is true in a
     backward pass that is itself differentiated (``create_graph=True``), and ``made`` is then the sequence number of the
     autograd node that the call left for the second backward pass (-1 elsewhere); ``within`` that of the node for which
-    a checkpointed forward runs again; ``name`` is :func:`bare_name`'s.
+    a checkpointed forward runs again; ``where`` is the ``file:line`` of the script or of its libraries that made the
+    call, empty in a backward pass; ``name`` is :func:`bare_name`'s.
     """
 
     index: int
@@ -95,6 +96,7 @@ class Call:
     differentiable: bool = False
     made: int = -1
     within: int = -1
+    where: str = ""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -78,6 +78,7 @@ def _operators(
                 pattern=pattern,
                 sources=tuple(value.producer for value in inputs),
                 out_saved=tuple(saved.pop(value.storage, 0) for value in outputs),
+                where=call.where or links.forward_of.get(call.index, call).where,
             )
         )
     return rows

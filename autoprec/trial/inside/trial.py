@@ -288,8 +288,13 @@ class Trial:
         """The step that answers the question of a :class:`RecordSpec` or a :class:`ScanSpec` starts here."""
         spec = self.spec
         if not isinstance(spec, ScanSpec):
-            self._record(module)
-            self.hooks.events = _AtGradients(self._end_record, self.found)
+            from autoprec.graph.fake import is_fake
+
+            if is_fake(self.found.root):
+                self._record(module)
+                self.hooks.events = _AtGradients(self._end_record, self.found)
+            else:
+                self._judge(module)
             return
         if not self._may_fork:
             from autoprec.trial.inside.sensitivity.replay import Replay
@@ -310,6 +315,23 @@ class Trial:
         self.finish("ok")
 
     # ---------------------------------------------------------------- operator graph
+    def _judge(self, module: nn.Module) -> None:
+        """Record this step, and judge the script's own precision by it and by the update that follows."""
+        from autoprec.trial.inside.judging.judge import Judge
+
+        def done(report: GraphReport) -> None:
+            self._answer = report
+            self.finish("ok")
+
+        judge = Judge(self.found, self.hooks, done)
+        judge.start(running=self._runs_inside(module))
+        ended = self.at_exit
+        self.on_exit(lambda: None if judge.end() else ended())
+
+    def _runs_inside(self, module: nn.Module) -> bool:
+        """Say whether a module that is called is a part of the model, whose own forward is on the stack."""
+        return not any(child is self.found.root for child in module.modules()) and _is_running(self.found.root)
+
     def _record(self, module: nn.Module) -> None:
         from autoprec.graph.fake import recorder_for
 
@@ -317,7 +339,7 @@ class Trial:
         self._recorder.__enter__()
         if self.loop is not None:
             self.loop.at_ready = self._end_record
-        if not any(child is self.found.root for child in module.modules()) and _is_running(self.found.root):
+        if self._runs_inside(module):
             self._recorder.push_root()  # this is one of its children
 
     def _end_record(self) -> None:

@@ -2,7 +2,7 @@
 
 Patched: ``Optimizer.__init__`` and the global optimizer step hooks, ``torch.autograd.backward`` and ``grad`` (where it
 differentiates by parameters), ``functional_call``, ``GradScaler.scale``
-and ``step``, ``clip_grad_norm_``, and, only until the first training forward, ``nn.Module.__call__``. Nothing is a
+and ``step``, ``clip_grad_norm_``, casts of modules and ``load_state_dict`` (:mod:`.sources`), and, only until the first training forward, ``nn.Module.__call__``. Nothing is a
 module hook, so Dynamo sees an ordinary model.
 """
 
@@ -21,7 +21,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoprec.graph.places import caller
 from autoprec.trial.inside.observe.functional import FunctionalLoop
+from autoprec.trial.inside.observe.sources import Sources
 from autoprec.trial.inside.patching import wrapped
 
 OnCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -91,6 +93,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.events = Events()
+        self.sources = Sources()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
@@ -101,6 +104,8 @@ class Hooks:
         self._in_method = self._telling = False
         self._finished: tuple[torch.Tensor, ...] | None = None
         self.backwards = 0
+        #: The GradScaler that scaled a loss last, and the line that did.
+        self.scaler: tuple[Any, str] | None = None
         #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
         self.unseen: nn.Module | None = None
         #: The script tells its steps itself (``Session.observe``): gradients taken as values are not steps as well.
@@ -117,6 +122,7 @@ class Hooks:
     def install(self) -> None:
         """Patch everything except ``nn.Module.__call__``."""
         self._patch_optimizers()
+        self.sources.install(self.replace)
         self.replace(torch.autograd, "backward", self._backward)
         self.replace(torch.Tensor, "backward", self._backward_of)
         self._functional = FunctionalLoop(self)
@@ -151,8 +157,12 @@ class Hooks:
 
         self.replace(Optimizer, "__init__", init)
 
+    def _remember(self, optimizer: Optimizer) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+        self.sources.made(optimizer)
+
     def _patch_optimizers(self) -> None:
-        self._watch_optimizers(lambda optimizer: self._optimizers.append(weakref.ref(optimizer)))
+        self._watch_optimizers(self._remember)
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         self._undo += [before.remove, after.remove]
@@ -232,6 +242,7 @@ class Hooks:
     # ---------------------------------------------------------------- GradScaler and clipping
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
+        self.scaler = scaler, caller(own=True)
         if isinstance(outputs, torch.Tensor) and scaled is not outputs:
             scaled._autoprec_raw = outputs.detach()
         return scaled

@@ -1,0 +1,356 @@
+"""What forward and backward of a recorded step were seen to lose, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autoprec.graph.census import Observation
+from autoprec.graph.report import GraphReport, Operator
+from autoprec.graph.trace import SCRIPT, Call, Value
+from autoprec.trial.inside.judging.shadow import Measure, ShadowRecorder
+
+LOW = ("bf16", "fp16")
+#: Half a unit in the last place of 1, by dtype: the largest relative error of one rounding.
+HALF_ULP = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+#: A relative error that a chain of single roundings does not come to.
+_LOST = 0.02
+_LOSSES = ("_log_softmax", "log_softmax", "logsumexp")
+_PATTERNS = {
+    "rms_norm": "norm-16bit",
+    "layer_norm": "norm-16bit",
+    "l2_norm": "norm-16bit",
+    "softmax": "softmax-16bit",
+    "logsumexp": "softmax-16bit",
+}
+_REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
+_ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach_lerp", "add_n")
+#: Operators at whose jumps a small difference of the input is a large one of the output: no digits are lost there.
+_JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill", "sub"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step: the trace, what was measured, and the report made of it.
+
+    Attributes:
+        backward_at: ``file:line`` of each backward pass.
+        scaled: the loss was multiplied before backward, by a GradScaler or by hand.
+        scale: by what a GradScaler did.
+        casts: ``file:line`` and dtype of the casts of modules that the script made before.
+    """
+
+    recorder: ShadowRecorder
+    report: GraphReport
+    backward_at: tuple[str, ...] = ()
+    scaled: bool = False
+    scale: float = 1.0
+    casts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.recorder.trace.calls
+
+    @property
+    def measures(self) -> dict[int, Measure]:
+        return self.recorder.measures
+
+    @cached_property
+    def rows(self) -> list[tuple[Call, Operator, Measure]]:
+        """Calls that were measured, with their operators."""
+        operators = self.report.operators
+        return [(self.calls[i], operators[i], m) for i, m in self.measures.items() if i < len(operators)]
+
+    @cached_property
+    def behind(self) -> dict[int, float]:
+        """The largest error of the backward operators of each forward call, by its sequence number."""
+        out: dict[int, float] = {}
+        for call, _, measure in self.rows:
+            if call.phase == "backward" and call.seq >= 0:
+                out[call.seq] = max(out.get(call.seq, 0.0), measure.error)
+        return out
+
+    def values(self, call: Call) -> list[Value]:
+        return self.recorder.trace.inputs(call)
+
+    def cast(self, dtype: str) -> str:
+        """Return the line that cast a module to a dtype last; empty where none did."""
+        return next((where for where, to in reversed(self.casts) if to == dtype), "")
+
+
+def seen(step: Step) -> list[Observation]:
+    """Return everything that forward and backward lose, in the order of the lines that do."""
+    found: list[Observation] = []
+    for look in _LOOKS:
+        found += look(step)
+    return found
+
+
+def observed(
+    code: str, operator: Operator, *, also: tuple[str, ...] = (), where: str = "", **figures: Any
+) -> Observation:
+    """Return an observation about an operator."""
+    dtypes = tuple(dict.fromkeys(operator.dtypes))
+    return Observation(
+        code, where or operator.where, operator.op, operator.module, dtypes, figures, tuple(a for a in also if a)
+    )
+
+
+def _low(operator: Operator) -> str:
+    return next((one for one in (*operator.dtypes, *operator.out_dtypes) if one in LOW), "")
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+def _positions(step: Step) -> Iterator[Observation]:
+    waves = [(c, o, m) for c, o, m in step.rows if c.name in ("sin", "cos") and c.phase == "forward"]
+    error = max((m.error for _, _, m in waves), default=0.0)
+    told = False
+    for _, operator, measure in step.rows:
+        figures = measure.figures
+        if operator.phase == "forward" and figures.get("positions", 0) > figures.get("distinct", 0):
+            told = True
+            dtype = next((one for one in operator.out_dtypes if one in LOW), "")
+            where = tuple(dict.fromkeys(o.where for _, o, m in waves if m.error > _LOST and o.where != operator.where))
+            yield observed(
+                "positions-16bit", operator, also=(*where, step.cast(dtype)), wave_error=error, to=dtype, **figures
+            )
+    for call, operator, measure in () if told else waves:
+        table = _low_table(step, call)
+        dtype = _low(operator) or (table.dtype if table is not None else "")
+        angle = measure.figures.get("amax", 0.0) * HALF_ULP.get(dtype, 0.0)
+        if angle > 0.1:
+            name = table.name if table is not None else ""
+            yield observed(
+                "angles-16bit",
+                operator,
+                also=(step.cast(dtype),),
+                angle=angle,
+                table=name,
+                to=dtype,
+                error=measure.error,
+            )
+            return
+
+
+def _low_table(step: Step, call: Call) -> Value | None:
+    """Return a 16-bit buffer from which an angle comes; None where there is none."""
+    links = step.report.operators
+    carries = ("view", "cast", "pointwise", "gemm", "attention", "allocation", "transcendental")
+
+    def passes(above: Call) -> bool:
+        return links[above.index].cls in carries
+
+    for above in (call, *step.recorder.trace.above(call.ins[0], passes, depth=14)):
+        for value in step.values(above):
+            if value.origin == "buffer" and value.dtype in LOW:
+                return value
+    return None
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+def _losses(step: Step) -> Iterator[Observation]:
+    lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
+    for call, operator, measure in step.rows:
+        is_loss = operator.cls == "loss" or call.name in _LOSSES or operator.pattern in ("cross_entropy", "logsumexp")
+        if call.phase == "forward" and is_loss and operator.cls in ("loss", "softmax") and measure.error > 0:
+            lines.setdefault(operator.where, []).append((call, operator, measure))
+    for several in lines.values():
+        first = max(several, key=lambda row: row[0].name in _LOSSES)
+        call, operator, _ = first
+        made = step.recorder.trace.producer(call.ins[0])
+        source = step.report.operators[made.index].where if made is not None else ""
+        yield observed(
+            "loss-16bit",
+            operator,
+            also=(source,) if source != operator.where else (),
+            error=max(m.error for _, _, m in several),
+            gradient=max(step.behind.get(c.seq, 0.0) for c, _, _ in several),
+            classes=operator.shapes[0][-1] if operator.shapes and operator.shapes[0] else 1,
+            to=_low(operator) or "fp32 of rounded values",
+        )
+
+
+# --- routers ---------------------------------------------------------------------------------------------------------
+def _routers(step: Step) -> Iterator[Observation]:
+    told: set[str] = set()
+    for call, operator, measure in step.rows:
+        if "changed" not in measure.figures or operator.phase != "forward" or operator.where in told:
+            continue
+        told.add(operator.where)
+        gate = next(
+            (c for c in step.recorder.trace.above(call.ins[0], lambda c: c.name not in ("mm", "addmm", "bmm"), depth=12)
+             if c.name in ("mm", "addmm", "bmm")), None
+        )  # fmt: skip
+        where = step.report.operators[gate.index].where if gate is not None else ""
+        dtype = _low(step.report.operators[gate.index]) if gate is not None else _low(operator)
+        yield observed("router-16bit", operator, where=where, also=(operator.where,), to=dtype, **measure.figures)
+
+
+# --- written by hand -------------------------------------------------------------------------------------------------
+def _patterns(step: Step) -> Iterator[Observation]:
+    errors: dict[tuple[str, str], float] = {}
+    rows = [(c, o, m) for c, o, m in step.rows if o.phase == "forward" and o.pattern in _PATTERNS and _low(o)]
+    for _, operator, measure in rows:
+        key = operator.pattern, operator.module
+        errors[key] = max(errors.get(key, 0.0), measure.error)
+    told: set[tuple[str, str]] = set()
+    for call, operator, _ in rows:
+        key = operator.pattern, operator.where
+        if call.name in _REDUCES and key not in told and any(one in LOW for one in operator.dtypes):
+            told.add(key)
+            yield observed(
+                _PATTERNS[operator.pattern],
+                operator,
+                error=errors[operator.pattern, operator.module],
+                gradient=step.behind.get(call.seq, 0.0),
+                what=operator.pattern.replace("_", " "),
+                to=_low(operator),
+            )
+
+
+def _lines(step: Step) -> Iterator[Observation]:
+    """Lines whose result has an error that what they were given had not: sums, cancellations."""
+    lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
+    for call, operator, measure in step.rows:
+        if call.phase in ("forward", "update") and operator.where and measure.error > 0 and not operator.pattern:
+            lines.setdefault(operator.where, []).append((call, operator, measure))
+    for where, several in lines.items():
+        call, operator, measure = max(several, key=lambda row: row[2].error)
+        given = max((step.measures[i].error for i in _other_lines(step, several, where)), default=0.0)
+        quiet = call.name in _JUMPS or operator.cls in ("loss", "softmax", "view") or call.name in ("sin", "cos")
+        if measure.error < _LOST or measure.error < 3 * given or quiet or "distinct" in measure.figures:
+            continue
+        adds = sum(c.name in _ADDS for c, _, _ in several)
+        grows = any(value.grad for c, _, _ in several for value in step.recorder.trace.outputs(c))
+        code = "accumulator-16bit" if adds >= 3 and not grows and call.module == SCRIPT else "reduction-16bit"
+        yield observed(
+            code, operator, error=measure.error, gradient=step.behind.get(call.seq, 0.0), adds=adds, to=_low(operator)
+        )
+
+
+def _other_lines(step: Step, several: list[tuple[Call, Operator, Measure]], where: str) -> Iterator[int]:
+    for call, _, _ in several:
+        for index in call.ins:
+            made = step.recorder.trace.values[index].producer
+            if made in step.measures and step.report.operators[made].where != where:
+                yield made
+
+
+# --- sums that are kept ----------------------------------------------------------------------------------------------
+def _accumulators(step: Step) -> Iterator[Observation]:
+    adds: dict[tuple[str, int], list[tuple[Call, Operator, Measure]]] = {}
+    for call, operator, measure in step.rows:
+        own = "AccumulateGrad" in call.node
+        if call.name not in _ADDS or not (own or call.module == SCRIPT) or not call.ins:
+            continue
+        to = step.recorder.trace.values[call.ins[0]]
+        if to.dtype in LOW and not to.grad and call.op.endswith("_"):
+            adds.setdefault((operator.where or "gradient" * own, to.storage), []).append((call, operator, measure))
+    told: set[str] = set()
+    for (where, _), several in sorted(adds.items(), key=lambda row: -row[1][-1][2].error):
+        if len(several) < 3 or where in told:
+            continue
+        told.add(where)
+        _, operator, last = several[-1]
+        place = (step.backward_at[-1] if step.backward_at else "") if where == "gradient" else where
+        count = len(several) + (where == "gradient")
+        yield observed("accumulator-16bit", operator, where=place, error=last.error, adds=count, to=operator.dtypes[0])
+
+
+def _statistics(step: Step) -> Iterator[Observation]:
+    told: set[str] = set()
+    for call, operator, measure in step.rows:
+        kept = [v for v in step.values(call) if v.origin == "buffer" and v.dtype in LOW]
+        storages = {v.storage for v in step.recorder.trace.values if v.origin == "buffer" and v.dtype in LOW}
+        into = [v for v in step.values(call)[:1] if v.storage in storages]
+        if operator.phase != "forward" or measure.unchanged is None or not (kept or into) or operator.where in told:
+            continue
+        told.add(operator.where)
+        name = next((v.name for v in (*kept, *into) if v.name), "")
+        yield observed(
+            "statistics-16bit",
+            operator,
+            unchanged=measure.unchanged,
+            error=measure.error,
+            table=name,
+            to=(kept or into)[0].dtype,
+        )
+
+
+# --- range, wide parts -----------------------------------------------------------------------------------------------
+def _range(step: Step) -> Iterator[Observation]:
+    eps_told: set[str] = set()
+    for call, operator, measure in step.rows:
+        if measure.figures.get("eps") and operator.where not in eps_told and call.phase in ("forward", "update"):
+            eps_told.add(operator.where)
+            yield observed("eps-zero", operator, eps=measure.figures["eps"], to=_low(operator), what=call.name)
+    for call, operator, measure in step.rows:
+        if measure.overflowed and (call.phase == "forward" or (call.phase == "backward" and not step.scaled)):
+            yield observed("overflow-16bit", operator, overflowed=measure.overflowed, to=_low(operator))
+            return
+
+
+def _unscaled(step: Step) -> Iterator[Observation]:
+    behind = [
+        o for o in step.report.operators if o.phase == "backward" and "fp16" in o.dtypes and o.cls in ("gemm", "conv")
+    ]
+    if step.scaled or not behind:
+        return
+    flushed = [m.figures["flushed"] for _, _, m in step.rows if "flushed" in m.figures]
+    first = next(
+        (o for o in step.report.operators if o.phase == "forward" and "fp16" in (*o.dtypes, *o.out_dtypes)), behind[0]
+    )
+    cast = step.cast("fp16")
+    yield observed(
+        "fp16-unscaled",
+        first,
+        where=cast,
+        also=(first.where,) if cast else (),
+        what="the step",
+        flushed=max(flushed, default=0.0),
+    )
+
+
+def _wide(step: Step) -> Iterator[Observation]:
+    for kind in ("fp64", "complex"):
+
+        def is_wide(dtype: str, kind: str = kind) -> bool:
+            return dtype.startswith(kind)
+
+        parts = [
+            o for o in step.report.operators
+            if o.phase == "forward" and any(map(is_wide, o.out_dtypes)) and any(len(s) > 0 and s != (1,) for s in o.out_shapes)
+        ]  # fmt: skip
+        if not parts:
+            continue
+        first = next((o for o in parts if not any(map(is_wide, o.dtypes))), parts[0])
+        flops = sum(o.flops for o in step.report.operators if any(map(is_wide, o.dtypes)))
+        share = flops / step.report.total_flops if step.report.total_flops else 0.0
+        yield observed(
+            "wide-part", first, count=len(parts), share=share, to=next(d for d in first.out_dtypes if is_wide(d))
+        )
+
+
+def _recurrent(step: Step) -> Iterator[Observation]:
+    for name, (kind, where, autocast) in step.recorder.recurrent.items():
+        rows = [o for o in step.report.operators if o.module == name and o.phase == "forward" and o.cls == "gemm"]
+        if rows and all("fp32" in o.dtypes and not set(o.dtypes) & set(LOW) for o in rows):
+            share = sum(o.flops for o in step.report.operators if o.module == name) / (step.report.total_flops or 1)
+            yield observed("recurrent-fp32", rows[0], where=where, kind=kind, share=share, to=autocast)
+
+
+_LOOKS: tuple[Callable[[Step], Iterator[Observation]], ...] = (
+    _positions,
+    _losses,
+    _routers,
+    _patterns,
+    _accumulators,
+    _lines,
+    _statistics,
+    _range,
+    _unscaled,
+    _wide,
+    _recurrent,
+)

@@ -1,0 +1,312 @@
+"""What outlives a step: weights and whether their updates arrive, optimizer state, buffers, and a census of it all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autoprec.applying.units import clean_name
+from autoprec.graph.analysis.modules import ModelNames
+from autoprec.graph.census import Held
+from autoprec.graph.trace import dtype_name
+from autoprec.trial.inside.judging.shadow import LOW, ShadowRecorder, half_ulp, sampled
+
+#: Elements of one tensor that are compared before and after an update.
+_SAMPLE = 1 << 16
+#: State of torch's optimizers that has the shape of a weight; what else has it may be a compensation, or a master copy.
+_KNOWN_STATE = frozenset(
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "acc_delta",
+        "grad_avg",
+        "exp_inf",
+        "mu_product",
+    )
+    + ("sum", "ax", "prev", "step_size")
+)
+_SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64"}
+
+
+def in_fp32(dtype: torch.dtype) -> str:
+    """Return what a dtype would be in a run that is FP32 throughout; empty where that is the same."""
+    return "fp32" if dtype.is_floating_point and dtype.itemsize < 4 else ""
+
+
+@dataclass(slots=True)
+class _Weight:
+    """One weight before an update: a sample of it, and where its gradient is not zero."""
+
+    parameter: Tensor
+    before: Tensor
+    moves: Tensor | None
+    group: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What became of the update of the weights of one dtype in one parameter group.
+
+    Attributes:
+        unchanged: share of the elements with a gradient that are bit for bit what they were.
+        arrives: how much of the update that was computed the weights have taken, projected on it; None where what was
+            computed could not be seen.
+        at_peak: ``unchanged`` as it would be at the schedule's largest learning rate, where this step's is smaller.
+        half_ulp, update: medians of half a unit in the last place of the weights, and of the size of the update.
+    """
+
+    dtype: str
+    optimizer: int
+    group: int
+    elements: int
+    tensors: tuple[str, ...]
+    unchanged: float
+    arrives: float | None
+    at_peak: float
+    half_ulp: float
+    update: float
+    rate: float
+    peak: float
+    compensated: str = ""
+
+
+@dataclass(slots=True)
+class Weights:
+    """The trained weights just before an update; :meth:`updates` compares them with what came of it."""
+
+    optimizers: list[Optimizer]
+    names: ModelNames
+    _held: list[_Weight] = field(default_factory=list)
+
+    def hold(self) -> None:
+        """Sample every weight that has a gradient."""
+        self._held.clear()
+        for at, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                for p in group["params"]:
+                    if (
+                        not p.is_floating_point()
+                        or type(p.data) is not Tensor
+                        or p.is_meta
+                        or p.layout is not torch.strided
+                    ):
+                        continue
+                    grad = (
+                        None if p.grad is None or p.grad.layout is not torch.strided else sampled(p.grad, _SAMPLE) != 0
+                    )
+                    if grad is not None:
+                        self._held.append(_Weight(p, sampled(p, _SAMPLE).clone(), grad, index, at))
+
+    @property
+    def rate(self) -> float:
+        """The largest learning rate of what is held."""
+        rates = [float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return max(rates, default=0.0)
+
+    def updates(self, recorder: ShadowRecorder) -> list[Update]:
+        """Return what became of the updates, by optimizer, parameter group and dtype."""
+        found: dict[tuple[int, int, torch.dtype], list[_Weight]] = {}
+        for one in self._held:
+            found.setdefault((one.optimizer, one.group, one.before.dtype), []).append(one)
+        return [self._update(key, several, recorder) for key, several in found.items()]
+
+    def _update(self, key: tuple[int, int, torch.dtype], held: list[_Weight], recorder: ShadowRecorder) -> Update:
+        at, index, dtype = key
+        group = self.optimizers[at].param_groups[index]
+        rate = float(group.get("lr", 1.0))
+        peak = max(rate, float(group.get("initial_lr", rate)))
+        scale = peak / rate if rate else 1.0
+        moved = stayed = lost = 0
+        inner = size = 0.0
+        ulps, steps, seen = [], [], False
+        for one in held:
+            after, twin = sampled(one.parameter, _SAMPLE), recorder.twin_of(one.parameter)
+            before = one.before.double()
+            half = half_ulp(one.before)
+            step = after.double() - before
+            if twin is not None:
+                seen = True
+                step = sampled(twin, _SAMPLE).double() - before
+                inner += float(((after.double() - before) * step).sum())
+                size += float(step.square().sum())
+            moves = (step != 0) if twin is not None else one.moves
+            moved += int(moves.sum())
+            same = moves & (after == one.before)
+            stayed += int(same.sum())
+            lost += int((same & (step.abs() * scale < half)).sum())
+            ulps.append(half[moves].flatten())
+            steps.append(step[moves].abs().flatten())
+        return Update(
+            dtype_name(dtype),
+            at,
+            index,
+            sum(one.parameter.numel() for one in held),
+            tuple(self._name(one.parameter) for one in held),
+            stayed / moved if moved else 0.0,
+            inner / size if seen and size else None,
+            lost / moved if moved else 0.0,
+            _median(ulps),
+            _median(steps),
+            rate,
+            peak,
+            compensation(self.optimizers[at], [one.parameter for one in held]),
+        )
+
+    def _name(self, parameter: Tensor) -> str:
+        return self.names.name_of_parameter(parameter)
+
+
+def _median(parts: list[Tensor]) -> float:
+    whole = torch.cat(parts) if parts else torch.zeros(0)
+    return float(whole.median()) if whole.numel() else 0.0
+
+
+def compensation(optimizer: Optimizer, parameters: Iterable[Tensor]) -> str:
+    """Return the name of a state beside those of torch's own optimizers that may hold what 16-bit weights lose."""
+    for parameter in parameters:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name not in _KNOWN_STATE:
+                return str(name)
+    return ""
+
+
+def moments(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """Yield, of each state in 16 bits, the share of its elements that its decay leaves as they are.
+
+    A running mean ``beta * v + (1 - beta) * x`` forgets by its factor alone: where ``beta * v`` rounds to ``v`` it never
+    does. In bfloat16 that is so for every number where ``1 - beta`` is below 2**-9, as Adam's 0.001 is.
+    """
+    found: dict[tuple[str, torch.dtype, float], list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.dtype in LOW and value.numel() > 1:
+                    found.setdefault((str(name), value.dtype, _decay(group, str(name))), []).append(value)
+    for (name, dtype, beta), values in found.items():
+        if not 0.0 < beta < 1.0:
+            continue
+        flat = torch.cat([sampled(value, _SAMPLE) for value in values])
+        flat = flat[(flat != 0) & flat.isfinite()]
+        kept = float(((flat.float() * beta).to(dtype) == flat).float().mean()) if flat.numel() else 0.0
+        yield {"name": name, "dtype": dtype_name(dtype), "beta": beta, "kept": kept, "tensors": len(values)}
+
+
+def _decay(group: Mapping[str, Any], name: str) -> float:
+    betas = group.get("betas")
+    if betas:
+        return float(betas[1] if "sq" in name or "inf" in name else betas[0])
+    return float(group.get("alpha" if "square" in name else "momentum", 0.0) or 0.0)
+
+
+def lost_epsilon(optimizer: Optimizer) -> tuple[float, str]:
+    """Return an optimizer's epsilon and the dtype of the state in which it is zero; (0, "") where it is not."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, float) or not eps:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for value in (parameter, *(one for one in state.values() if isinstance(one, Tensor) and one.numel() > 1)):
+                if value.dtype in LOW and float(torch.tensor(eps, dtype=value.dtype)) == 0.0:
+                    return eps, dtype_name(value.dtype)
+    return 0.0, ""
+
+
+# --- the census ------------------------------------------------------------------------------------------------------
+def kept_in_fp32(model: nn.Module) -> dict[str, str]:
+    """Return, of each parameter that a transformers model says to keep in FP32, what says so."""
+    out: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            words = getattr(type(module), attribute, None) or getattr(module, attribute, None)
+            for word in words if isinstance(words, (list, tuple, set)) else ():
+                for name, _ in module.named_parameters(prefix=prefix):
+                    if f".{word}." in f".{name}.":
+                        out[clean_name(name)] = attribute
+    return out
+
+
+def saved_dtypes(model: nn.Module) -> dict[str, str]:
+    """Return the dtype of each parameter in the safetensors files beside the configuration that a model was loaded from."""
+    folder = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "."))
+    out: dict[str, str] = {}
+    if str(folder) == "." or not folder.is_dir():
+        return out
+    for path in sorted(folder.glob("*.safetensors"))[:64]:
+        try:
+            with path.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, 1 << 26)))
+        except (OSError, ValueError):
+            continue
+        out |= {
+            name: _SAFETENSORS.get(row["dtype"], row["dtype"].lower())
+            for name, row in header.items()
+            if isinstance(row, dict) and "dtype" in row
+        }
+    return out
+
+
+def tensors_of(model: nn.Module, names: ModelNames, loaded: Mapping[str, str]) -> Iterator[Held]:
+    """Yield parameters, their gradients, and buffers; ``loaded`` is the dtype in which each was saved."""
+    keeps, saved = kept_in_fp32(names.root), dict(loaded) | saved_dtypes(model)
+
+    def asked(name: str, dtype: str) -> str:
+        if name in keeps:
+            return f"fp32 by {keeps[name]}"
+        return f"{saved[name]} in the checkpoint" if saved.get(name, dtype) != dtype else ""
+
+    for name, parameter in names.parameters.items():
+        if names.aliases[name] != name:
+            continue
+        dtype = dtype_name(parameter.dtype)
+        shape = tuple(parameter.shape)
+        yield Held("parameter", name, dtype, shape, in_fp32(parameter.dtype), asked(name, dtype))
+        if parameter.grad is not None:
+            grad = parameter.grad
+            yield Held("gradient", name, dtype_name(grad.dtype), shape, in_fp32(grad.dtype))
+    for name, buffer in names.root.named_buffers():
+        dtype = dtype_name(buffer.dtype)
+        yield Held("buffer", clean_name(name), dtype, tuple(buffer.shape), in_fp32(buffer.dtype), asked(name, dtype))
+
+
+def states_of(optimizers: Iterable[Optimizer], names: ModelNames) -> Iterator[Held]:
+    """Yield the state of optimizers, tensor by tensor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        name = f"{key} of {names.name_of_parameter(parameter) or 'a tensor of no module'}"
+                        twin = in_fp32(value.dtype)
+                        yield Held("optimizer state", name, dtype_name(value.dtype), tuple(value.shape), twin)
+
+
+def collapsed_tables(names: ModelNames) -> Iterator[tuple[str, Tensor, int, int]]:
+    """Yield positional tables of which neighbouring rows are the same: they were computed in too few bits.
+
+    Of each: its name, the table, distinct neighbours and rows.
+    """
+    for name, table in names.root.named_buffers():
+        words = ("sin", "cos", "pos", "pe", "rope", "rotary", "freq", "emb")
+        known = any(word in name.rpartition(".")[2].lower() for word in words)
+        if not known or not table.is_floating_point() or table.is_meta or not 2 <= table.dim() <= 4:
+            continue
+        rows = table.detach().reshape(-1, table.shape[-1])
+        if not 256 < rows.shape[0] <= 1 << 20 or rows.shape[-1] < 4 or not bool(rows.isfinite().all()):
+            continue
+        distinct = 1 + int((rows[1:] != rows[:-1]).any(-1).sum())
+        if 16 < distinct < rows.shape[0] and math.isclose(float(rows.abs().max()), 1.0, rel_tol=0.02):
+            yield clean_name(name), table, distinct, rows.shape[0]

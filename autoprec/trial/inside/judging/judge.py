@@ -1,0 +1,351 @@
+"""One step of a script that is recorded and judged, from its first forward to the forward after its first update.
+
+Forward and backward are recorded with twins (:mod:`.shadow`), as is what the script does from its gradients to the next
+forward: the optimizer's step, moving averages. Where the first update has a learning rate of 0 (a warm-up), or a
+GradScaler skips it, the next one is looked at.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoprec.graph.census import Held, Judged, Observation
+from autoprec.graph.places import caller
+from autoprec.graph.recorder import StepRecorder
+from autoprec.graph.report import GraphReport
+from autoprec.graph.trace import SCRIPT, dtype_name
+from autoprec.trial.inside.judging import forward, loop
+from autoprec.trial.inside.judging.forward import LOW, Step
+from autoprec.trial.inside.judging.held import Update, Weights, collapsed_tables, in_fp32, states_of, tensors_of
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+
+#: Updates that are waited for until one has a learning rate, and seconds for the forward after it.
+_TRIES, _PATIENCE_S = 4, 20.0
+
+
+class Judge(Events):
+    """Watches a script from inside the forward that begins its step.
+
+    Args:
+        found, hooks: of this process; the hooks' events are this object's until it is done.
+        done: called once, with the report of the step and what was judged in it.
+    """
+
+    def __init__(self, found: Found, hooks: Hooks, done: Callable[[GraphReport], None]) -> None:
+        self._found, self._hooks, self._done = found, hooks, done
+        self._device = found.parameters[0].device.type if found.parameters else "cpu"
+        self._recorder: ShadowRecorder | None = ShadowRecorder(found.root, optimizers=found.optimizers)
+        self._names = self._recorder.names
+        self._weights = Weights(found.optimizers, self._names)
+        self._step: Step | None = None
+        self._report: GraphReport | None = None
+        self._update: ShadowRecorder | None = None
+        self._updates: list[Update] = []
+        self._losses: list[Held] = []
+        self._backward_at: list[str] = []
+        self._scaled, self._scale, self._scaler = False, 1.0, ""
+        self._stale = self._inside_autocast = ""
+        self._clears = self._tries = 0
+        self._unseen: list[str] = []
+        self._census: list[Held] = []
+        self._reduced: list[tuple[str, str]] = []
+        self._over = False
+        self._undo: Callable[[], None] = lambda: None
+        self._lock = threading.RLock()
+
+    def start(self, *, running: bool) -> None:
+        """Begin inside a training forward; ``running``: the root's own forward has begun before."""
+        assert self._recorder is not None  # noqa: S101  just made
+        self._recorder.__enter__()
+        if running:
+            self._recorder.push_root()
+        self._hooks.events = self
+        clear = torch.clear_autocast_cache
+
+        def counted() -> None:
+            self._clears += 1
+            clear()  # type: ignore[no-untyped-call]
+
+        torch.clear_autocast_cache = counted  # type: ignore[assignment]
+        self._undo = lambda: setattr(torch, "clear_autocast_cache", clear)
+
+    # ---------------------------------------------------------------- events
+    def before_backward(self, tensors: tuple[Tensor, ...]) -> None:
+        if self._recorder is None:
+            return
+        where = caller(own=True)
+        self._backward_at.append(where)
+        for tensor in tensors:
+            loss = raw_loss(tensor)
+            self._losses.append(
+                Held("loss", where, dtype_name(loss.dtype), tuple(loss.shape), in_fp32(loss.dtype), where=where)
+            )
+            self._scaled = self._scaled or self._multiplied(tensor)
+        if self._hooks.scaler is not None and self._hooks.scaler[0].is_enabled():
+            self._scaler, self._scale = self._hooks.scaler[1], float(self._hooks.scaler[0].get_scale())
+            self._scaled = self._scaled or self._scale != 1.0
+
+    def _multiplied(self, tensor: Tensor) -> bool:
+        """Say whether a loss is the product of another with a large number: scaled by hand."""
+        recorder = self._recorder
+        made = (
+            recorder.trace.producer(recorder.value_of(tensor)) if recorder and recorder.value_of(tensor) >= 0 else None
+        )
+        numbers = (
+            [a for a in made.args if isinstance(a, (int, float))] if made is not None and made.name == "mul" else []
+        )
+        return any(abs(number) > 8 for number in numbers)
+
+    def after_backward(self, tensors: tuple[Tensor, ...]) -> None:  # noqa: ARG002
+        if self._found.backward_only:
+            self._end_step()
+            self._finish()
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._found.optimizers[0]:
+            return
+        self._end_step()
+        if self._update is None:
+            self._tries += 1
+            self._weights.hold()
+            if torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled():
+                self._inside_autocast = caller(own=True)
+            self._clears = 0
+            self._update = ShadowRecorder(self._found.root, optimizers=())
+            self._update.__enter__()
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        if optimizer is self._found.optimizers[0]:
+            self._end_step()
+            self._tries += 1
+            if self._tries >= _TRIES:
+                self._unseen.append(f"the GradScaler skipped {self._tries} updates in a row: none was looked at")
+                self._finish()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is self._found.optimizers[0] and self._update is not None:
+            timer = threading.Timer(_PATIENCE_S, self._finish)
+            timer.daemon = True
+            timer.start()
+            self._hooks.watch_next(self._found.root, self._next_forward)
+
+    def _next_forward(self, *_: Any) -> None:
+        still = torch.is_autocast_enabled(self._device) and not self._clears
+        wide = any(p.dtype is torch.float32 and p.requires_grad for p in self._found.parameters)
+        if self._inside_autocast and still and wide:
+            self._stale = self._inside_autocast
+        rate = self._weights.rate
+        if not rate and self._tries < _TRIES:
+            self._close_update(keep=False)
+            return
+        if not rate:
+            self._unseen.append("the learning rate was 0 in every update that was looked at: updates were not judged")
+        self._finish()
+
+    # ---------------------------------------------------------------- what ends
+    def _end_step(self) -> None:
+        """End the record of forward and backward at the gradients; what they hold is counted now."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        StepRecorder.__exit__(recorder, None, None, None)
+        self._report = recorder.report()
+        self._step = Step(
+            recorder,
+            self._report,
+            tuple(self._backward_at),
+            self._scaled,
+            self._scale,
+            tuple(self._hooks.sources.casts),
+        )
+        self._census = [*tensors_of(self._found.root, self._names, self._hooks.sources.loaded), *self._losses[:8]]
+        self._census += _read(self._step)
+        self._reduced = [*_reductions(self._step), *_hooked(self._found.root)]
+        self._census += [
+            Held("reduced gradient", where, dtype, twin="fp32" if dtype in LOW else "")
+            for where, dtype in self._reduced
+        ]
+        if self._scaler:
+            self._census.append(Held("loss scale", f"{self._scale:g}", "fp32", where=self._scaler))
+
+    def _close_update(self, *, keep: bool) -> None:
+        update, self._update = self._update, None
+        if update is None:
+            return
+        if keep and self._weights.rate:
+            with _disable_current_modes():  # what is compared is not the script's
+                self._updates = self._weights.updates(update)
+        StepRecorder.__exit__(update, None, None, None)
+        if keep:
+            self._kept_update = update
+
+    _kept_update: ShadowRecorder | None = None
+
+    def _finish(self) -> None:
+        """Judge what was seen, once; a failure of that is said, and never ends the script's own step."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            self._hooks.events = Events()
+            self._undo()
+            try:
+                self._end_step()
+                self._close_update(keep=True)
+                judged = self._judged()
+            except Exception as error:
+                judged = Judged(unseen=(f"the step was not judged: {type(error).__name__}: {error}",))
+            report = self._report
+        if report is not None:
+            self._done(replace(report, judged=judged))
+
+    def end(self) -> bool:
+        """End early, as the script ends; say whether a step was recorded by then."""
+        if self._recorder is not None and not self._recorder.trace.backwards:
+            return False
+        self._finish()
+        return True
+
+    def _judged(self) -> Judged:
+        step = self._step
+        assert step is not None  # noqa: S101  the step has ended
+        optimizers = [(one, self._hooks.sources.of(one)) for one in self._found.optimizers]
+        states = [v for o, _ in optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        weights = {_address(p) for p in self._found.root.parameters()}
+        around = loop.Loop(
+            optimizers,
+            step.casts,
+            self._kept_update,
+            self._updates,
+            frozenset(weights | {_address(one) for one in states} | {_address(p) for p in self._found.parameters}),
+            frozenset(weights),
+            self._scaler,
+            self._stale,
+            tuple(pair for pair in self._reduced if pair[1] in LOW),
+        )
+        census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
+        observations = [*forward.seen(step), *loop.seen(around, step, census), *self._tables(step)]
+        looked_at = {
+            "operators": len(step.calls),
+            "operators beside FP32": len(step.measures),
+            "tensors": len(census),
+            "updates": sum(one.elements for one in self._updates),
+        }
+        if step.recorder.failures:
+            self._unseen.append(f"{step.recorder.failures} operators have no FP32 form to be held against")
+        return Judged(tuple(census), tuple(observations), looked_at, tuple(self._unseen))
+
+    def _tables(self, step: Step) -> Iterator[Observation]:
+        for name, table, distinct, rows in collapsed_tables(self._names):
+            dtype = dtype_name(table.dtype)
+            figures = {"distinct": distinct, "positions": rows, "to": dtype, "table": name, "wave_error": 0.0}
+            yield Observation("positions-16bit", self._made_at(name) or step.cast(dtype), "", name, (dtype,), figures)
+
+    def _made_at(self, name: str) -> str:
+        return self._names.defined_at(name)
+
+    def _copies(self) -> Iterator[Held]:
+        """Yield copies of the weights that are written between updates: moving averages."""
+        if self._kept_update is None:
+            return
+        shapes = {tuple(p.shape) for p in self._found.root.parameters()}
+        mine = {_address(p) for p in self._found.root.parameters()}
+        told: set[int] = set()
+        trace = self._kept_update.trace
+        trained = {
+            _address(v)
+            for o in self._found.optimizers
+            for s in o.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor)
+        }
+        for call in trace.calls:
+            to = trace.values[call.ins[0]] if call.ins else None
+            if to is None or not call.op.endswith("_") or to.storage in told | mine | trained or to.shape not in shapes:
+                continue
+            if to.origin in ("input", "foreign") and len(to.shape) > 0:
+                told.add(to.storage)
+                yield Held(
+                    "copy of the weights",
+                    to.name or call.where,
+                    to.dtype,
+                    to.shape,
+                    "fp32" if to.dtype in LOW else "",
+                    where=call.where,
+                )
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _read(step: Step) -> Iterator[Held]:
+    """Yield what the step itself reads and keeps: logits, router scores, accumulators, norms of gradients."""
+    weights = {value.shape for value in step.recorder.trace.values if value.origin == "parameter"}
+    told: set[tuple[str, str]] = set()
+    for call, operator in zip(step.calls, step.report.operators, strict=True):
+        kind, value = "", call.ins[0] if call.ins else -1
+        if call.phase == "forward" and call.name in ("_log_softmax", "log_softmax"):
+            kind = "logits"
+        elif call.phase == "forward" and call.name == "topk" and call.module != SCRIPT:
+            kind = "top-k input"
+        elif call.phase == "update" and call.name in ("linalg_vector_norm", "_foreach_norm") and call.outs:
+            kind, value = "clipping norm", call.outs[0]
+        elif call.op.endswith("add_") and call.module == SCRIPT and value >= 0:
+            to = step.recorder.trace.values[value]
+            kind = "gradient accumulator" if not to.grad and to.shape in weights and to.origin != "parameter" else ""
+        elif operator.cls == "gemm" and operator.phase == "forward" and "router" in _flags(step, operator.module):
+            kind, value = "router scores", call.outs[0] if call.outs else -1
+        if not kind or value < 0 or (kind, call.where) in told:
+            continue
+        told.add((kind, call.where))
+        seen = step.recorder.trace.values[value]
+        yield Held(
+            kind,
+            call.module if call.module != SCRIPT else call.where,
+            seen.dtype,
+            seen.shape,
+            "fp32" if seen.dtype in LOW else "",
+            where=call.where,
+        )
+
+
+def _flags(step: Step, module: str) -> tuple[str, ...]:
+    return next((layer.flags for layer in step.report.layers if layer.name == module), ())
+
+
+def _reductions(step: Step) -> Iterator[tuple[str, str]]:
+    """Yield line and dtype of what ranks add up after forward."""
+    for call in step.calls:
+        if call.op.startswith(
+            ("c10d::allreduce", "c10d::reduce", "_c10d_functional::all_reduce", "_c10d_functional::reduce")
+        ):
+            dtypes = {value.dtype for value in step.values(call)}
+            if call.phase != "forward":
+                yield from (
+                    (call.where or (step.backward_at[-1] if step.backward_at else ""), dtype) for dtype in dtypes
+                )
+
+
+def _hooked(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what FSDP2 reduces in."""
+    for module in root.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        policy = getattr(state(), "_mp_policy", None) if callable(state) else None
+        dtype = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+        if dtype is not None:
+            yield "fully_shard", dtype_name(dtype)
+            return

@@ -1,0 +1,188 @@
+"""What a script's loop does around forward and backward: updates, optimizer state, EMA, clipping, scaling, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from autoprec.graph.census import Held, Observation
+from autoprec.graph.report import Operator
+from autoprec.graph.trace import bare_name
+from autoprec.trial.inside.judging.forward import LOW, Step
+from autoprec.trial.inside.judging.held import Update, lost_epsilon, moments
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
+
+_NORMS = (
+    "linalg_vector_norm",
+    "_foreach_norm",
+    "norm",
+    "clamp",
+    "clamp_min",
+    "_foreach_clamp_min",
+    "_foreach_clamp_max",
+)
+_UNSCALES = "_amp_foreach_non_finite_check_and_unscale"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What was seen around a step.
+
+    Attributes:
+        optimizers: with the lines that made them.
+        casts: ``file:line`` and dtype of casts of modules.
+        update: the record of what ran between the gradients and the next forward; None where that was not seen.
+        updates: what became of the weights' updates.
+        trained: storages of weights and of their optimizers' state.
+        weights: storages of weights alone.
+        scaler: the line that scaled the loss with a GradScaler that is on; empty where none did.
+        stale: the line of an update inside an autocast whose casts the next forward goes on to use; empty for none.
+        reduced: tensors that ranks reduced in 16 bits: line or hook, and dtype.
+    """
+
+    optimizers: list[tuple[Optimizer, str]] = field(default_factory=list)
+    casts: tuple[tuple[str, str], ...] = ()
+    update: ShadowRecorder | None = None
+    updates: list[Update] = field(default_factory=list)
+    trained: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+    scaler: str = ""
+    stale: str = ""
+    reduced: tuple[tuple[str, str], ...] = ()
+
+    def cast(self, dtype: str) -> str:
+        """Return the line that cast a module to a dtype last; empty where none did."""
+        return next((where for where, to in reversed(self.casts) if to == dtype), "")
+
+
+def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
+    """Return everything that the loop was seen to lose."""
+    found = [*_updates(loop), *_moments(loop), *_epsilons(loop), *_copies(loop)]
+    return [*found, *_clipping(step), *_scaling(loop, step), *_stale(loop), *_reduced(loop), *_kept(loop, census)]
+
+
+def _updates(loop: Loop) -> Iterator[Observation]:
+    for one in loop.updates:
+        optimizer, where = loop.optimizers[one.optimizer]
+        figures: dict[str, Any] = {
+            "unchanged": one.unchanged,
+            "at_peak": one.at_peak,
+            "arrives": one.arrives,
+            "half_ulp": one.half_ulp,
+            "update": one.update,
+            "rate": one.rate,
+            "elements": one.elements,
+            "tensors": len(one.tensors),
+            "optimizer": type(optimizer).__name__,
+            "to": one.dtype,
+            "compensated": one.compensated,
+        }
+        low = one.dtype in LOW
+        cast = loop.cast(one.dtype)
+        code = "updates-lost" if low else "rate-below-half-ulp"
+        also = (where,) if low and cast else ()
+        module = one.tensors[0] if len(one.tensors) == 1 else ""
+        yield Observation(
+            code, cast if low and cast else where, type(optimizer).__name__, module, (one.dtype,), figures, also
+        )
+
+
+def _moments(loop: Loop) -> Iterator[Observation]:
+    for optimizer, where in loop.optimizers:
+        for row in moments(optimizer):
+            figures = {**row, "optimizer": type(optimizer).__name__, "to": row["dtype"]}
+            del figures["dtype"]
+            yield Observation(
+                "moment-16bit",
+                where,
+                type(optimizer).__name__,
+                "",
+                (row["dtype"],),
+                figures,
+                tuple(filter(None, (loop.cast(row["dtype"]),))),
+            )
+
+
+def _epsilons(loop: Loop) -> Iterator[Observation]:
+    for optimizer, where in loop.optimizers:
+        eps, dtype = lost_epsilon(optimizer)
+        if eps:
+            what = type(optimizer).__name__
+            yield Observation(
+                "eps-zero",
+                where,
+                what,
+                "",
+                (dtype,),
+                {"eps": eps, "to": dtype, "what": what},
+                tuple(filter(None, (loop.cast(dtype),))),
+            )
+
+
+def _copies(loop: Loop) -> Iterator[Observation]:
+    """Moving averages of the weights, and other sums that are kept between steps, in 16 bits."""
+    recorder = loop.update
+    if recorder is None:
+        return
+    lines: dict[str, list[tuple[str, float, float, str]]] = {}
+    for index, measure in recorder.measures.items():
+        call = recorder.trace.calls[index]
+        values = [recorder.trace.values[one] for one in call.ins]
+        low = next((value.dtype for value in values if value.dtype in LOW), "")
+        mine = bool(values) and values[0].storage in loop.trained
+        kept = measure.figures.get("kept", 0.0)
+        if not low or mine or not call.where or (measure.unchanged is None and not kept):
+            continue
+        lines.setdefault(call.where, []).append((call.op, max(measure.unchanged or 0.0, kept), measure.error, low))
+    for where, several in lines.items():
+        op, unchanged, _, low = max(several, key=lambda row: row[1])
+        error = max(row[2] for row in several)
+        yield Observation("ema-16bit", where, op, "", (low,), {"unchanged": unchanged, "error": error, "to": low})
+
+
+def _clipping(step: Step) -> Iterator[Observation]:
+    """Gradients that are measured or clipped while they are still multiplied by the loss scale."""
+    calls = step.calls
+    unscaled = next((call.index for call in calls if bare_name(call.op) == _UNSCALES), None)
+    if unscaled is None or not step.scaled:
+        return
+    for call in calls[:unscaled]:
+        if call.phase == "update" and call.name in _NORMS:
+            operator: Operator = step.report.operators[call.index]
+            yield Observation(
+                "clip-before-unscale", call.where, operator.op, "", operator.dtypes[:1], {"scale": step.scale}
+            )
+            return
+
+
+def _scaling(loop: Loop, step: Step) -> Iterator[Observation]:
+    if not loop.scaler:
+        return
+    dtypes = {d for o in step.report.operators if o.cls in ("gemm", "conv", "attention") for d in o.dtypes}
+    if "bf16" in dtypes and "fp16" not in dtypes:
+        yield Observation("scaler-bf16", loop.scaler, "GradScaler", "", ("bf16",), {"scale": step.scale})
+
+
+def _stale(loop: Loop) -> Iterator[Observation]:
+    if loop.stale:
+        yield Observation("stale-casts", loop.stale, "autocast", "", ("fp32",), {})
+
+
+def _reduced(loop: Loop) -> Iterator[Observation]:
+    for where, dtype in dict.fromkeys(loop.reduced):
+        yield Observation("gradients-reduced-16bit", where if ":" in where else "", where, "", (dtype,), {"to": dtype})
+
+
+def _kept(loop: Loop, census: list[Held]) -> Iterator[Observation]:
+    rows = [row for row in census if row.kind == "parameter" and row.dtype in LOW and row.asked.startswith("fp32 by")]
+    if rows:
+        figures = {
+            "tensors": len(rows),
+            "to": rows[0].dtype,
+            "asked": rows[0].asked.removeprefix("fp32 by "),
+            "first": rows[0].name,
+        }
+        yield Observation("kept-module-cast", loop.cast(rows[0].dtype), "", rows[0].name, (rows[0].dtype,), figures)

@@ -1,0 +1,67 @@
+"""Which lines of a script chose a precision before it trains: casts of modules, optimizers, weights that were loaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoprec.graph.places import caller
+from autoprec.graph.trace import dtype_name
+
+_LOW = (torch.bfloat16, torch.float16)
+_MOST = 1000
+
+
+class Sources:
+    """What is remembered until the first training step.
+
+    Attributes:
+        casts: ``file:line`` and short dtype of every cast of a module to 16 bits, in order.
+        loaded: name -> short dtype of the floating tensors that were last loaded into a module.
+    """
+
+    def __init__(self) -> None:
+        self.casts: list[tuple[str, str]] = []
+        self.loaded: dict[str, str] = {}
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+
+    def install(self, replace: Callable[[Any, str, Callable[..., Any]], None]) -> None:
+        """Watch casts and loading; ``replace`` patches a function as :meth:`Hooks.replace` does."""
+        for name in ("to", "half", "bfloat16"):
+            replace(nn.Module, name, self._cast)
+        replace(nn.Module, "load_state_dict", self._load)
+
+    def made(self, optimizer: Optimizer) -> None:
+        """Remember the line that makes an optimizer."""
+        self._optimizers[optimizer] = caller(own=True)
+
+    def of(self, optimizer: Optimizer) -> str:
+        """Return the line that made an optimizer; empty where it was not seen."""
+        return self._optimizers.get(optimizer, "")
+
+    def _cast(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        was = _first(module)
+        out = original(module, *args, **kwargs)
+        to = _first(module)
+        if to in _LOW and to is not was and len(self.casts) < _MOST:
+            self.casts.append((caller(own=True), dtype_name(to)))
+        return out
+
+    def _load(self, original: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state, dict):
+            floating = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+            self.loaded = {str(name): dtype_name(value.dtype) for name, value in floating.items()}
+        return original(module, state, *args, **kwargs)
+
+
+def _first(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a module's first floating tensor."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            return tensor.dtype
+    return None
