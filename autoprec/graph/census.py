@@ -8,7 +8,7 @@ and what is kept between steps is looked at before and after the optimizer's upd
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoprec.support.plain import rebuild, shallow
@@ -99,6 +99,16 @@ class Judged:
         for row in sorted(self.census, key=lambda one: KINDS.index(one.kind)):
             out.setdefault(row.kind, {}).setdefault(row.dtype, []).append(row)
         return out
+
+    def within(self, folder: str) -> Judged:
+        """Return a copy whose places are relative to a folder where they lie in it."""
+
+        def near(where: str) -> str:
+            return where.removeprefix(f"{folder.rstrip('/')}/")
+
+        seen = (replace(one, where=near(one.where), also=tuple(map(near, one.also))) for one in self.observations)
+        rows = (replace(row, where=near(row.where), name=near(row.name)) for row in self.census)
+        return replace(self, census=tuple(rows), observations=tuple(seen))
 
     def to_json(self) -> dict[str, Any]:
         """Return the ``judged`` of ``autoprec inspect --json``."""

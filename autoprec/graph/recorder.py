@@ -329,7 +329,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function = self._functions.running
         twice = phase == "backward" and torch.is_grad_enabled()
         where = (module, phase, seq, task, node, function, twice, made, within)
-        line = caller() if task == -1 or phase == "recompute" else ""
+        # in a backward pass only what ranks exchange has a line of its own: that of a communication hook
+        line = caller() if task == -1 or phase == "recompute" or op.startswith("c10d::") else ""
         self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where, line))
 
     def _where(self, task: int, again: bool) -> tuple[str, str]:

@@ -111,8 +111,8 @@ class Operator:
     ``GraphReport.operators``, of the operators that made them. ``pattern`` names the hand-written operator it is part
     of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ... ``out_saved`` are the bytes of the storages
     that its outputs brought into being and that autograd saved for backward (0 for a view of an earlier one);
-    ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch; ``where`` is
-    the ``file:line`` of the script or of its libraries that ran it, of a backward operator that of its forward one.
+    ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch; ``where``
+    is the ``file:line`` of the script or of its libraries that ran it, of a backward operator that of its forward one.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Operator:
     pattern: str = ""
     out_saved: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
-    where: str = ""
+    where: str = field(default="", compare=False)
 
     @property
     def attends(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoprec._version import __version__
+from autoprec.graph.census import Judged
 from autoprec.support.units import counted
 from autoprec.tuning.lint.rules import RULES, SEVERITIES, Finding
 
@@ -18,11 +19,18 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
     return {severity: sum(one.severity == severity for one in findings) for severity in SEVERITIES}
 
 
+def sound(judged: Judged) -> str:
+    """Return what was looked at where nothing was found."""
+    looked = ", ".join(f"{count:,} {what}" for what, count in judged.looked_at.items())
+    return f"the script's own precision is sound, as far as one step shows it; looked at: {looked}"
+
+
 def _text(findings: Sequence[Finding]) -> str:
     lines = []
     for one in findings:
         place = f"{one.place}: " if one.place else ""
-        lines += [f"{place}{one.severity}: {one.message} [{one.code}]", f"    fix: {one.fix}"]
+        also = f"    see also: {', '.join(one.seen.also)}" if one.seen is not None and one.seen.also else ""
+        lines += [f"{place}{one.severity}: {one.message} [{one.code}]", f"    fix: {one.fix}", *filter(None, [also])]
     found = [counted(count, severity) for severity, count in counts(findings).items() if count]
     return "\n".join([*lines, ", ".join(found) or "nothing found"])
 

@@ -21,7 +21,7 @@ from autoprec.policy import Policy, load_policy
 from autoprec.policy.space import space_from_dict
 from autoprec.precision.hardware import load_targets
 from autoprec.precision.hardware import target as target_named
-from autoprec.report.findings import TEXTS, counts, sarif
+from autoprec.report.findings import TEXTS, counts, sarif, sound
 from autoprec.support.files import read_document, read_text
 from autoprec.support.units import counted
 from autoprec.tuning.lint.facts import Facts
@@ -88,7 +88,8 @@ def _facts(loaded: Policy | None, path: str, words: tuple[str, ...], phases: Pha
     if not words:
         return facts, ["no script was named: only the policy's own text was looked at"] if loaded else []
     try:
-        report, _ = step_of(words, phases, weights="fake", timeout_s=_WITHIN_S)
+        # with a policy no value is needed, and so no memory for weights; without one the script's own step is judged
+        report, _ = step_of(words, phases, weights="fake" if loaded else "", timeout_s=_WITHIN_S)
     except (UsageError, FileError):
         raise
     except AutoPrecError as error:
@@ -97,7 +98,9 @@ def _facts(loaded: Policy | None, path: str, words: tuple[str, ...], phases: Pha
         return facts, [*unseen, f"no step was recorded, so layers were not looked at: {why}"]
     here = str(Path.cwd())
     layers = tuple(replace(layer, where=layer.where.removeprefix(f"{here}/")) for layer in report.layers)
-    return replace(facts, report=replace(report, layers=layers)), unseen
+    judged = report.judged.within(here) if report.judged is not None else None
+    unseen += judged.unseen if judged is not None else ()
+    return replace(facts, report=replace(report, layers=layers, judged=judged)), unseen
 
 
 def _policies(words: tuple[str, ...]) -> list[str]:
@@ -150,8 +153,9 @@ def lint(
 ) -> int:
     """Say what is wrong with POLICY for a script, and with what the script says of precision; exit 1 on an error.
 
-    `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. One step is recorded without weights; nothing is trained. In the
-    place of the script: a preset (llama3-70b) or a decoder's config.json.
+    `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. With a policy one step is recorded without weights; without one
+    the script takes one step as it is, and its own precision is judged: updates that are lost, sums, positions and
+    losses in 16 bits. In the place of the script: a preset (llama3-70b) or a decoder's config.json.
 
     Without a script: is the file, a policy, a search space or a table of targets, valid? Exit 2 where it is not.
     docs/cli.md has every code, a GitHub Action and a pre-commit hook.
@@ -184,6 +188,8 @@ def lint(
             )
         )
     failing = {severity: counts(found)[severity] for severity in ("error", *(("warning",) if strict else ()))}
+    if layout == "text" and not found and facts.judged is not None:
+        echo(sound(facts.judged))
     if any(failing.values()):
         raise AuditError(
             ", ".join(counted(count, severity) for severity, count in failing.items() if count),

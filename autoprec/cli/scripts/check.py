@@ -15,6 +15,7 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.policies.published import policy_of
 from autoprec.cli.recording import record, running
 from autoprec.cli.script import script_command
+from autoprec.cli.scripts.sound import judge
 from autoprec.cli.scripts.spot import ask, print_spot, settle
 from autoprec.errors import (
     FIX,
@@ -23,6 +24,7 @@ from autoprec.errors import (
     NothingAcceptableError,
     PolicyMismatchError,
     UnsupportedError,
+    UsageError,
 )
 from autoprec.graph.audit import executed_precisions, protection_rows, uncovered_rows
 from autoprec.graph.report import GraphReport
@@ -178,7 +180,7 @@ def _spelled(value: Any) -> str:
 
 
 @script_command("check")
-@click.option("--policy", required=True, type=click.Path(path_type=Path), help="Policy file, or published:NAME.")
+@click.option("--policy", type=click.Path(path_type=Path), help="Policy file, or published:NAME; without: see below.")
 @options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
 @click.option("--sensitivity", default=0, metavar="N", type=click.IntRange(min=0), help="Also: spot check, N passes.")
@@ -187,7 +189,7 @@ def _spelled(value: Any) -> str:
 @options.as_json("The audit")
 def check(
     script: tuple[str, ...],
-    policy: Path,
+    policy: Path | None,
     backend: str,
     steps: int,
     sensitivity: int,
@@ -197,12 +199,20 @@ def check(
 ) -> None:
     """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch.
 
+    Without --policy: is the script's own precision sound? What loses digits is named by source line, with its effect in
+    this run and how to mend it; exit 1 on an error.
+
     With --sensitivity N, N forward and backward passes also hold the policy's gradient error on this model against the
     limit; beyond it a corrected policy is written, and the exit code is 1.
 
     With --numerics every GEMM of the steps (fprop, dgrad, wgrad) is held against the exact product of its quantised
     operands: the first layer and GEMM beyond the bound of its recipe is named, and the exit code is 1.
     """
+    if policy is None:
+        if sensitivity or numerics:
+            raise UsageError("--sensitivity and --numerics are about a policy, and none is named", fix="--policy FILE")
+        judge(script, strict=strict, as_json=as_json)
+        return
     loaded = policy_of(policy, script)
     audit, spot = _audited(script, loaded, backend, steps, sensitivity, numerics)
     if as_json:

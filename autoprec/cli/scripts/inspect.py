@@ -16,6 +16,7 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import gradient_errors, record, running, step_of
 from autoprec.cli.script import script_command
+from autoprec.graph.census import Judged
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
 from autoprec.policy.space import default_space, load_space
@@ -58,9 +59,24 @@ def _print_tables(report: GraphReport) -> None:
         for name, precision, calls, flops, size in class_shares(report)
     ]
     console.print(plain_table(("class", "precision", "calls", "FLOPs", "bytes"), rows))
+    if report.judged is not None:
+        console.print(plain_table(("kept between operators", "dtype", "tensors", "which"), _census(report.judged)))
     for note in report.notes:
         echo(f"note: {note}")
     echo(coverage_line(report))
+
+
+def _census(judged: Judged) -> list[tuple[str, ...]]:
+    """Return a row for each kind and dtype; what is in another dtype than it should be is named."""
+    rows = list[tuple[str, ...]]()
+    for kind, dtypes in judged.by_kind().items():
+        for dtype, held in dtypes.items():
+            asked = [one for one in held if one.asked]
+            low = f"fp32 in a run that is fp32 throughout: {held[0].name}" if held[0].twin else held[0].name
+            named = f"{asked[0].name}: {asked[0].asked}" if asked else low
+            more = f" and {len(held) - 1:,} more" if len(held) > 1 else ""
+            rows.append((kind, dtype, f"{len(held):,}", named + more))
+    return rows
 
 
 def _step(words: tuple[str, ...]) -> GraphReport:
@@ -135,6 +151,7 @@ def inspect(
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable.
 
+    And the census: which parameters, buffers, states, gradients, losses and scores are in which dtype.
     In the place of SCRIPT: a preset, a decoder's config.json, or a file of what --json printed.
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
     """

@@ -84,6 +84,13 @@ class _Finder:
         call = self.trace.producer(value)
         return self.source(call.ins[0]) if call is not None and call.name == "sub" and call.ins else value
 
+    def _unweighted(self, value: int) -> int:
+        """The tensor before it was multiplied by a weight."""
+        call = self.trace.producer(self.source(value))
+        if call is None or call.name != "mul":
+            return value
+        return next((i for i in call.ins if not self.links.parameter_of[i]), value)
+
     def _norm_of(
         self, root: Call, mean: Call, base: int, *, centred: bool, square: Call | None = None
     ) -> Iterator[Pattern]:
@@ -94,7 +101,7 @@ class _Finder:
             if scaled.name not in ("mul", "div"):
                 continue
             others = [i for i in scaled.ins if i != read]
-            if any(self._centre(other) == base for other in others):
+            if any(base in (self._centre(other), self._centre(self._unweighted(other))) for other in others):
                 calls = self._between(base, scaled.outs[0])
                 kind = "layer_norm" if centred else ("l2_norm" if mean.name == "sum" else "rms_norm")
                 known = {c.index for c in (root, mean, scaled, *(() if square is None else (square,)))}

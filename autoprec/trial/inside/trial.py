@@ -27,6 +27,7 @@ from autoprec.applying.compiling import (
     run_eagerly,
 )
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
+from autoprec.graph.report import GraphReport
 from autoprec.numerics.sharded import rank
 from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import StateSeen, apply_document, by_block, state_seen, watch_state
@@ -102,6 +103,7 @@ class Trial:
         self._gemms: Any = None
         self._answer: Answer | None = None
         self._blocks, self._needed_s, self._passed_over = 0, 0.0, ""
+        self._judged: Any = None
         self._warned: dict[str, None] = {}
         self._monitors: list[Any] = []
         self._before: Conditions | None = None
@@ -323,7 +325,7 @@ class Trial:
             self._answer = report
             self.finish("ok")
 
-        judge = Judge(self.found, self.hooks, done)
+        judge = self._judged = Judge(self.found, self.hooks, done)
         judge.start(running=self._runs_inside(module))
         ended = self.at_exit
         self.on_exit(lambda: None if judge.end() else ended())
@@ -352,6 +354,8 @@ class Trial:
     # ---------------------------------------------------------------- end
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         traceback.print_exception(kind, error, trace)
+        if self._judged is not None:
+            self._judged.failed(error)
         if issubclass(kind, KeyboardInterrupt):
             self.finish("crashed", "interrupted")
         last = traceback.extract_tb(trace)[-1:] if trace is not None else []

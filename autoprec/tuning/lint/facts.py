@@ -9,6 +9,7 @@ from functools import cached_property
 import yaml
 
 from autoprec.cost.model import CostModel
+from autoprec.graph.census import Judged
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.roles import Place, places
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
@@ -48,6 +49,11 @@ class Facts:
     settings: Sequence[Setting] = ()
     targets: Sequence[Target] = ()
     models: dict[str, CostModel] = field(default_factory=dict, compare=False)
+
+    @property
+    def judged(self) -> Judged | None:
+        """What the recorded step says of the script's own precision; None where it was recorded without data."""
+        return self.report.judged if self.report is not None else None
 
     @cached_property
     def layers(self) -> dict[str, Layer]:

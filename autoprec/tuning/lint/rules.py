@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autoprec.cost.scale import short_dtype
 from autoprec.errors import nearest
+from autoprec.graph.census import Observation
 from autoprec.graph.roles import shown
 from autoprec.policy import Policy, unmatched_rules
 from autoprec.policy.known_layers import unknown_layers
 from autoprec.precision.hardware import alignment, cpu_instructions, recipe_family
 from autoprec.support.files import read_document
 from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.lint.judged import CODES, assess
 
 SEVERITIES = ("error", "warning", "note")
 #: What the audit of a run notes as well: a policy that runs as asked, and asks for what is known to end worse.
@@ -38,17 +41,21 @@ class Finding:
         place: ``file:line`` of what is to be changed; empty where it is not known.
         layers: the layers it is about, in model order.
         data: what the sentence is made of.
+        grade: its severity where the effect decides that, not the code.
+        seen: what was measured, of a finding about the script's own precision.
     """
 
     code: str
     place: str = ""
     layers: tuple[str, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+    grade: str = ""
+    seen: Observation | None = None
 
     @property
     def severity(self) -> str:
         """One of :data:`SEVERITIES`."""
-        return RULES[self.code].severity
+        return self.grade or RULES[self.code].severity
 
     @property
     def message(self) -> str:
@@ -63,14 +70,22 @@ class Finding:
     @property
     def key(self) -> str:
         """What a finding is known by in a baseline: lines move, and figures change."""
-        return f"{self.code} {' '.join(self.layers) or self.data.get('what', '')}"
+        what = (
+            f"{self.seen.operator} {self.seen.module}".strip() if self.seen is not None else self.data.get("what", "")
+        )
+        return f"{self.code} {' '.join(self.layers) or what}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of ``autoprec lint --json``."""
         file, _, line = self.place.rpartition(":")
         named = (file, int(line)) if line.isdigit() else (self.place, 0)
-        out = {"code": self.code, "severity": self.severity, "message": self.message, "fix": self.fix}
-        return out | {"file": named[0], "line": named[1]} | {"layers": list(self.layers), "key": self.key}
+        out: dict[str, Any] = {"code": self.code, "severity": self.severity, "message": self.message, "fix": self.fix}
+        out |= {"file": named[0], "line": named[1], "layers": list(self.layers), "key": self.key}
+        if self.seen is not None:
+            seen = self.seen
+            out |= {"operator": seen.operator, "module": seen.module, "dtypes": list(seen.dtypes)}
+            out |= {"figures": dict(seen.figures), "also": list(seen.also), "means": RULES[self.code].means}
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +310,17 @@ def _cast(facts: Facts) -> Iterator[Finding]:
 
 
 def _unscaled(facts: Facts) -> Iterator[Finding]:
+    if facts.judged is not None:
+        yield from _judged("fp16-unscaled", facts)
+        return
     policy, scaled = facts.policy, bool(facts.says("scaler"))
     if policy is not None and (policy.activations == "fp16" or policy.uses_format("fp16")):
         if policy.loss_scaling == "none" and not scaled:
-            yield Finding("fp16-unscaled", facts.path, (), {"what": "the policy"})
+            yield Finding("fp16-unscaled", facts.path, (), {"what": "the policy", "measured": ""})
         return
     for setting in facts.says("autocast"):
         if setting.value == "fp16" and not scaled:
-            yield Finding("fp16-unscaled", setting.place, (), {"what": "torch.autocast"})
+            yield Finding("fp16-unscaled", setting.place, (), {"what": "torch.autocast", "measured": ""})
 
 
 def _tf32(facts: Facts) -> Iterator[Finding]:
@@ -332,6 +350,28 @@ def _silence(facts: Facts) -> Iterator[Finding]:
             yield Finding("silence-unknown", facts.path, (), {"what": entry.code, "near": near})
 
 
+# --- what one real step shows of the script's own precision ----------------------------------------------------------
+def _judged(code: str, facts: Facts) -> Iterator[Finding]:
+    """Find what was seen with this code, once for each line."""
+    told: set[str] = set()
+    seen = facts.judged.observations if facts.judged is not None else ()
+    for one in seen:
+        severity, words = assess(one) if one.code == code else ("", {})
+        if not severity or one.where in told:
+            continue
+        told.add(one.where)
+        what = {"what": f"{one.operator} {one.module}".strip()} | words
+        yield Finding(code, _chosen_at(code, facts) or one.where, (), what, severity, one)
+
+
+def _chosen_at(code: str, facts: Facts) -> str:
+    """Return the line that chooses fp16, where the script's source has one that is better known than the operator's."""
+    if code != "fp16-unscaled" or facts.says("cast"):
+        return ""
+    found = [setting.place for setting in facts.says("autocast") if setting.value in ("fp16", "")]
+    return found[0] if len(found) == 1 else ""
+
+
 #: What finds each code.
 _FINDERS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
     "rule-unmatched": _unmatched,
@@ -355,4 +395,5 @@ _FINDERS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
     "tf32-off": _tf32,
     "recompiles": _recompiles,
     "silence-unknown": _silence,
+    **{code: partial(_judged, code) for code in CODES if code != "fp16-unscaled"},
 }

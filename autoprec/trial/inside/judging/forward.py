@@ -28,7 +28,9 @@ _PATTERNS = {
 _REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
 _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach_lerp", "add_n")
 #: Operators at whose jumps a small difference of the input is a large one of the output: no digits are lost there.
-_JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill", "sub"))
+_JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
+#: What a difference has to lose: that of a value and its mean loses some digits where the mean is large.
+_DIFFERENCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,36 @@ def _losses(step: Step) -> Iterator[Observation]:
             also=(source,) if source != operator.where else (),
             error=max(m.error for _, _, m in several),
             gradient=max(step.behind.get(c.seq, 0.0) for c, _, _ in several),
+            autocast=_by_autocast(step, call),
             classes=operator.shapes[0][-1] if operator.shapes and operator.shapes[0] else 1,
             to=_low(operator) or "fp32 of rounded values",
         )
+
+
+def _by_autocast(step: Step, call: Call) -> bool:
+    """Say whether values are in 16 bits because autocast multiplied weights that are kept in more."""
+    trace = step.recorder.trace
+    for above in trace.above(call.ins[0], lambda c: c.name not in ("mm", "addmm", "bmm", "convolution"), depth=12):
+        if above.name in ("mm", "addmm", "bmm", "convolution"):
+            made = [trace.producer(index) for index in above.ins]
+            return any(
+                one is not None and one.name in ("_to_copy", "t") and any(v.dtype == "fp32" for v in _roots(step, one))
+                for one in made
+            ) and not _cast_by_hand(step, call, above)
+    return False
+
+
+def _roots(step: Step, call: Call) -> list[Value]:
+    """Return the values that a chain of casts and transposes begins with."""
+    trace, seen = step.recorder.trace, list[Value]()
+    for above in (call, *trace.above(call.ins[0], lambda c: c.name in ("t", "_to_copy", "transpose"), depth=4)):
+        seen += step.values(above)
+    return [value for value in seen if value.origin == "parameter"]
+
+
+def _cast_by_hand(step: Step, call: Call, product: Call) -> bool:
+    """Say whether what a product gave in FP32 was cast to 16 bits afterwards."""
+    return any(value.dtype == "fp32" for value in step.recorder.trace.outputs(product)) and call is not product
 
 
 # --- routers ---------------------------------------------------------------------------------------------------------
@@ -185,7 +214,10 @@ def _routers(step: Step) -> Iterator[Observation]:
         )  # fmt: skip
         where = step.report.operators[gate.index].where if gate is not None else ""
         dtype = _low(step.report.operators[gate.index]) if gate is not None else _low(operator)
-        yield observed("router-16bit", operator, where=where, also=(operator.where,), to=dtype, **measure.figures)
+        auto = gate is not None and _by_autocast(step, call)
+        yield observed(
+            "router-16bit", operator, where=where, also=(operator.where,), to=dtype, autocast=auto, **measure.figures
+        )
 
 
 # --- written by hand -------------------------------------------------------------------------------------------------
@@ -220,7 +252,8 @@ def _lines(step: Step) -> Iterator[Observation]:
         call, operator, measure = max(several, key=lambda row: row[2].error)
         given = max((step.measures[i].error for i in _other_lines(step, several, where)), default=0.0)
         quiet = call.name in _JUMPS or operator.cls in ("loss", "softmax", "view") or call.name in ("sin", "cos")
-        if measure.error < _LOST or measure.error < 3 * given or quiet or "distinct" in measure.figures:
+        least = _DIFFERENCE if call.name in ("sub", "rsub") else _LOST
+        if measure.error < least or measure.error < 3 * given or quiet or "distinct" in measure.figures:
             continue
         adds = sum(c.name in _ADDS for c, _, _ in several)
         grows = any(value.grad for c, _, _ in several for value in step.recorder.trace.outputs(c))
@@ -319,10 +352,8 @@ def _wide(step: Step) -> Iterator[Observation]:
         def is_wide(dtype: str, kind: str = kind) -> bool:
             return dtype.startswith(kind)
 
-        parts = [
-            o for o in step.report.operators
-            if o.phase == "forward" and any(map(is_wide, o.out_dtypes)) and any(len(s) > 0 and s != (1,) for s in o.out_shapes)
-        ]  # fmt: skip
+        wide = [o for o in step.report.operators if o.phase == "forward" and any(map(is_wide, o.out_dtypes))]
+        parts = [o for o in wide if any(shape not in ((), (1,)) for shape in o.out_shapes)]
         if not parts:
             continue
         first = next((o for o in parts if not any(map(is_wide, o.dtypes))), parts[0])

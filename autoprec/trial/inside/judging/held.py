@@ -24,17 +24,9 @@ _SAMPLE = 1 << 16
 #: State of torch's optimizers that has the shape of a weight; what else has it may be a compensation, or a master copy.
 _KNOWN_STATE = frozenset(
     (
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "acc_delta",
-        "grad_avg",
-        "exp_inf",
-        "mu_product",
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg"),
+        *("exp_inf", "mu_product", "sum", "ax", "prev", "step_size"),
     )
-    + ("sum", "ax", "prev", "step_size")
 )
 _SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64"}
 
@@ -50,7 +42,7 @@ class _Weight:
 
     parameter: Tensor
     before: Tensor
-    moves: Tensor | None
+    moves: Tensor
     group: int
     optimizer: int
 
@@ -89,12 +81,15 @@ class Weights:
     optimizers: list[Optimizer]
     names: ModelNames
     _held: list[_Weight] = field(default_factory=list)
+    _rates: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def hold(self) -> None:
         """Sample every weight that has a gradient."""
         self._held.clear()
+        self._rates.clear()
         for at, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
+                self._rates[at, index] = float(group.get("lr", 1.0))
                 for p in group["params"]:
                     if (
                         not p.is_floating_point()
@@ -111,9 +106,8 @@ class Weights:
 
     @property
     def rate(self) -> float:
-        """The largest learning rate of what is held."""
-        rates = [float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups]
-        return max(rates, default=0.0)
+        """The largest learning rate when the weights were held; the script's schedule may have changed it since."""
+        return max(self._rates.values(), default=0.0)
 
     def updates(self, recorder: ShadowRecorder) -> list[Update]:
         """Return what became of the updates, by optimizer, parameter group and dtype."""
@@ -125,7 +119,7 @@ class Weights:
     def _update(self, key: tuple[int, int, torch.dtype], held: list[_Weight], recorder: ShadowRecorder) -> Update:
         at, index, dtype = key
         group = self.optimizers[at].param_groups[index]
-        rate = float(group.get("lr", 1.0))
+        rate = self._rates[at, index]
         peak = max(rate, float(group.get("initial_lr", rate)))
         scale = peak / rate if rate else 1.0
         moved = stayed = lost = 0
@@ -185,8 +179,8 @@ def compensation(optimizer: Optimizer, parameters: Iterable[Tensor]) -> str:
 def moments(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     """Yield, of each state in 16 bits, the share of its elements that its decay leaves as they are.
 
-    A running mean ``beta * v + (1 - beta) * x`` forgets by its factor alone: where ``beta * v`` rounds to ``v`` it never
-    does. In bfloat16 that is so for every number where ``1 - beta`` is below 2**-9, as Adam's 0.001 is.
+    A running mean ``beta * v + (1 - beta) * x`` forgets by its factor alone: where ``beta * v`` rounds to ``v``, it
+    never does. In bfloat16 that is so for every number where ``1 - beta`` is below 2**-9, as Adam's 0.001 is.
     """
     found: dict[tuple[str, torch.dtype, float], list[Tensor]] = {}
     for group in optimizer.param_groups:
@@ -226,7 +220,7 @@ def lost_epsilon(optimizer: Optimizer) -> tuple[float, str]:
 
 # --- the census ------------------------------------------------------------------------------------------------------
 def kept_in_fp32(model: nn.Module) -> dict[str, str]:
-    """Return, of each parameter that a transformers model says to keep in FP32, what says so."""
+    """Return what says so of each parameter that a transformers model says to keep in FP32."""
     out: dict[str, str] = {}
     for prefix, module in model.named_modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -239,7 +233,7 @@ def kept_in_fp32(model: nn.Module) -> dict[str, str]:
 
 
 def saved_dtypes(model: nn.Module) -> dict[str, str]:
-    """Return the dtype of each parameter in the safetensors files beside the configuration that a model was loaded from."""
+    """Return the dtype of each tensor in the safetensors files of the folder that a model was loaded from."""
     folder = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "."))
     out: dict[str, str] = {}
     if str(folder) == "." or not folder.is_dir():

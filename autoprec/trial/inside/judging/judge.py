@@ -7,6 +7,7 @@ GradScaler skips it, the next one is looked at.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,6 +30,7 @@ from autoprec.trial.inside.judging.held import Update, Weights, collapsed_tables
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.sensitivity.recorded_step import eager
 
 #: Updates that are waited for until one has a learning rate, and seconds for the forward after it.
 _TRIES, _PATIENCE_S = 4, 20.0
@@ -59,24 +62,28 @@ class Judge(Events):
         self._unseen: list[str] = []
         self._census: list[Held] = []
         self._reduced: list[tuple[str, str]] = []
+        self._stepping: list[tuple[int, int]] = []
         self._over = False
+        self._eager = contextlib.ExitStack()
         self._undo: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
 
     def start(self, *, running: bool) -> None:
         """Begin inside a training forward; ``running``: the root's own forward has begun before."""
-        assert self._recorder is not None  # noqa: S101  just made
+        if self._recorder is None:
+            return
         self._recorder.__enter__()
         if running:
             self._recorder.push_root()
         self._hooks.events = self
+        self._eager.enter_context(eager())  # Dynamo would trace what is measured
         clear = torch.clear_autocast_cache
 
         def counted() -> None:
             self._clears += 1
-            clear()  # type: ignore[no-untyped-call]
+            clear()
 
-        torch.clear_autocast_cache = counted  # type: ignore[assignment]
+        torch.clear_autocast_cache = counted
         self._undo = lambda: setattr(torch, "clear_autocast_cache", clear)
 
     # ---------------------------------------------------------------- events
@@ -112,6 +119,8 @@ class Judge(Events):
             self._finish()
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
+        if self._update is not None:
+            self._stepping.append((len(self._update.trace.calls), 1 << 60))
         if optimizer is not self._found.optimizers[0]:
             return
         self._end_step()
@@ -123,6 +132,7 @@ class Judge(Events):
             self._clears = 0
             self._update = ShadowRecorder(self._found.root, optimizers=())
             self._update.__enter__()
+            self._stepping = [(0, 1 << 60)]
 
     def skipped_step(self, optimizer: Optimizer) -> None:
         if optimizer is self._found.optimizers[0]:
@@ -133,6 +143,8 @@ class Judge(Events):
                 self._finish()
 
     def after_step(self, optimizer: Optimizer) -> None:
+        if self._update is not None and self._stepping:
+            self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
         if optimizer is self._found.optimizers[0] and self._update is not None:
             timer = threading.Timer(_PATIENCE_S, self._finish)
             timer.daemon = True
@@ -199,6 +211,7 @@ class Judge(Events):
             self._over = True
             self._hooks.events = Events()
             self._undo()
+            self._eager.close()
             try:
                 self._end_step()
                 self._close_update(keep=True)
@@ -216,9 +229,21 @@ class Judge(Events):
         self._finish()
         return True
 
+    def failed(self, error: BaseException) -> bool:
+        """Judge a step that ended with an error, where that is a fault of precision; say whether it is."""
+        seen = broken_backward(error)
+        if seen is None or self._over:
+            return False
+        self._broken = seen
+        self._finish()
+        return True
+
+    _broken: Observation | None = None
+
     def _judged(self) -> Judged:
         step = self._step
-        assert step is not None  # noqa: S101  the step has ended
+        if step is None:
+            return Judged(unseen=("no step was seen",))
         optimizers = [(one, self._hooks.sources.of(one)) for one in self._found.optimizers]
         states = [v for o, _ in optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         weights = {_address(p) for p in self._found.root.parameters()}
@@ -231,10 +256,13 @@ class Judge(Events):
             frozenset(weights),
             self._scaler,
             self._stale,
+            tuple(self._stepping),
             tuple(pair for pair in self._reduced if pair[1] in LOW),
         )
         census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
         observations = [*forward.seen(step), *loop.seen(around, step, census), *self._tables(step)]
+        if self._broken is not None:
+            observations.insert(0, self._broken)
         looked_at = {
             "operators": len(step.calls),
             "operators beside FP32": len(step.measures),
@@ -283,6 +311,24 @@ class Judge(Events):
                     "fp32" if to.dtype in LOW else "",
                     where=call.where,
                 )
+
+
+def broken_backward(error: BaseException) -> Observation | None:
+    """Return what is known of a backward of an own ``autograd.Function`` that met two dtypes; None for other errors."""
+    trace, found = error.__traceback__, None
+    if "dtype" not in str(error) and "same type" not in str(error):
+        return None
+    while trace is not None:
+        frame = trace.tb_frame
+        context = next((v for v in frame.f_locals.values() if isinstance(v, BackwardCFunction)), None)
+        if context is not None and frame.f_code.co_name == "backward":
+            found = frame.f_code.co_filename, trace.tb_lineno, type(context).__name__.removesuffix("Backward")
+        trace = trace.tb_next
+    if found is None:
+        return None
+    file, line, name = found
+    said = str(error).splitlines()[0][:200]
+    return Observation("function-backward", f"{file}:{line}", name, "", (), {"what": name, "error": said})
 
 
 def _address(tensor: Tensor) -> int:

@@ -40,6 +40,7 @@ class Loop:
         weights: storages of weights alone.
         scaler: the line that scaled the loss with a GradScaler that is on; empty where none did.
         stale: the line of an update inside an autocast whose casts the next forward goes on to use; empty for none.
+        stepping: first and last call of each optimizer's step in that record.
         reduced: tensors that ranks reduced in 16 bits: line or hook, and dtype.
     """
 
@@ -51,6 +52,7 @@ class Loop:
     weights: frozenset[int] = frozenset()
     scaler: str = ""
     stale: str = ""
+    stepping: tuple[tuple[int, int], ...] = ()
     reduced: tuple[tuple[str, str], ...] = ()
 
     def cast(self, dtype: str) -> str:
@@ -79,6 +81,7 @@ def _updates(loop: Loop) -> Iterator[Observation]:
             "optimizer": type(optimizer).__name__,
             "to": one.dtype,
             "compensated": one.compensated,
+            "rising": one.peak > one.rate * 1.01,
         }
         low = one.dtype in LOW
         cast = loop.cast(one.dtype)
@@ -134,7 +137,9 @@ def _copies(loop: Loop) -> Iterator[Observation]:
         low = next((value.dtype for value in values if value.dtype in LOW), "")
         mine = bool(values) and values[0].storage in loop.trained
         kept = measure.figures.get("kept", 0.0)
-        if not low or mine or not call.where or (measure.unchanged is None and not kept):
+        kept_there = bool(values) and values[0].storage in recorder.outside
+        inside = any(first <= index < last for first, last in loop.stepping)
+        if not low or mine or inside or not kept_there or not call.where or (measure.unchanged is None and not kept):
             continue
         lines.setdefault(call.where, []).append((call.op, max(measure.unchanged or 0.0, kept), measure.error, low))
     for where, several in lines.items():

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.places import caller
@@ -31,7 +30,7 @@ LOW = (torch.bfloat16, torch.float16)
 _ENDS = frozenset({"gemm", "conv", "attention", "random", "collective", "opaque", "scalar", "router"})
 #: Operators that make or reinterpret memory, of which a twin says nothing.
 _PLAIN = ("empty", "zeros", "ones", "new_", "full", "set", "resize", "view_dtype", "lift", "zero", "_sparse", "fill")
-#: Elements at which an error is looked at, most of a tensor that has a twin, and outputs of a product that may be scores.
+#: Elements at which an error is looked at, most of a tensor with a twin, and outputs of a product that may be scores.
 _SAMPLE, _MOST, _MOST_EXPERTS = 1 << 18, 1 << 26, 512
 #: Calls after which twins of tensors that are gone are dropped.
 _PRUNED = 256
@@ -74,6 +73,25 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments, which nest no deeper than in lists."""
+    out: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            out.append(value)
+        elif isinstance(value, (list, tuple)):
+            out += (one for one in value if isinstance(one, Tensor))
+    return out
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments with each changed."""
+    if isinstance(value, (list, tuple)):
+        made = [_mapped(change, one) for one in value]
+        return made if isinstance(value, list) else tuple(made)
+    return change(value)
+
+
 def sampled(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
     """Return up to ``most`` elements of a tensor, evenly spread, flat."""
     flat = tensor.detach().reshape(-1)
@@ -102,6 +120,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         measures: what was measured, by the index of the call.
+        outside: storages that were there before the recording.
         failures: operators that have no FP32 form.
         recurrent: recurrent modules that ran under autocast: their class, the line that called them, its dtype.
     """
@@ -114,7 +133,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._errors: dict[int, float] = {}
         self._made: list[tuple[Tensor, Tensor, dict[int, tuple[Tensor, int]], float]] = []
         self._measure: Measure | None = None
-        self._outside: set[int] = {value.storage for value in self.trace.values}
+        self.outside: set[int] = {value.storage for value in self.trace.values}
         self._rules = builtin_rules()
         self.failures = 0
         self.recurrent: dict[str, tuple[str, str, str]] = {}
@@ -153,13 +172,13 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                         table[value] = table[before]
                 self._errors[value] = self._errors.get(before, 0.0)
             else:
-                self._outside.add(self.trace.values[value].storage)
+                self.outside.add(self.trace.values[value].storage)
         return value
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._made, self._measure = [], None
         name = bare_name(func._schema.name) if hasattr(func, "_schema") else ""
-        floats = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
+        floats = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
         asked = kwargs.get("dtype")
         low = any(t.dtype in LOW for t in floats) or asked in LOW
         twinned = any(self.value_of(t) in self._twins or self.value_of(t) in self._scores for t in floats)
@@ -172,7 +191,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Run an operator, and beside it its twins."""
         cls = self._rules.class_of(func._schema.name) or ""
         measure = self._measure = Measure()
-        written = [t for t in self._arguments(func, args, kwargs)]
+        written = list(self._arguments(func, args, kwargs))
         before = [(t, sampled(t).clone()) for t in written if t.dtype in LOW]
         wide = scores = None
         try:
@@ -209,26 +228,25 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _beside(
         self, table: dict[int, tuple[Tensor, int]], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return an operator's outputs in more bits, computed from the twins of its inputs; None where that says nothing."""
+        """Return an operator's outputs from the twins of its inputs; None where that says nothing."""
         name = bare_name(func._schema.name)
         view = getattr(func, "is_view", False)
-        flat = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        known = [t for t in flat if self._twin(table, t) is not None]
+        known = [t for t in _tensors(args, kwargs) if self._twin(table, t) is not None]
         scores = table is self._scores
         if (view or scores) and not known:
             return None
         if name == "copy" and len(args) > 1 and not known:
             # master weights in FP32 that live on lose nothing where they are rounded
-            kept = self.trace.values[self.value_of(args[1])].storage in self._outside
+            kept = self.trace.values[self.value_of(args[1])].storage in self.outside
             if kept or args[1].dtype == args[0].dtype or args[0].dtype not in LOW:
                 return None
         written = {id(t) for t in self._arguments(func, args, kwargs)}
 
         def lift(value: Any) -> Any:
-            if value in LOW:
-                return torch.float32
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                return value.clone() if isinstance(value, Tensor) and id(value) in written else value
+            if not isinstance(value, Tensor):
+                return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+            if not value.is_floating_point():
+                return value.clone() if id(value) in written else value
             twin = self._twin(table, value)
             if twin is None:
                 wide = value.detach().to(wider(value.dtype))
@@ -237,7 +255,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 self._made.append((value, twin, table, 0.0))
             return twin
 
-        wide_args, wide_kwargs = tree_map(lift, args), tree_map(lift, kwargs)
+        wide_args, wide_kwargs = _mapped(lift, args), {key: _mapped(lift, value) for key, value in kwargs.items()}
         if name == "_to_copy" and args[0].dtype is wide_args[0].dtype and kwargs.get("dtype") in LOW:
             return wide_args[0]  # a cast of FP32 itself
         return func(*wide_args, **wide_kwargs)
@@ -257,7 +275,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             twin = self.twin_of(value)
             return (value if twin is None else twin).float()
 
-        return func(*tree_map(lift, args), **kwargs)
+        return func(*_mapped(lift, args), **kwargs)
 
     # ---------------------------------------------------------------- what is measured
     def _compare(
@@ -273,9 +291,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         before: list[tuple[Tensor, Tensor]],
         low: bool,
     ) -> None:
-        measure = self._measure
-        assert measure is not None  # noqa: S101  set by the caller
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        measure = self._measure or Measure()
+        tensors = _tensors(args, kwargs)
         measure.before = max((self._errors.get(self.value_of(t), 0.0) for t in tensors), default=0.0)
         outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
         wides = [t for t in (wide if isinstance(wide, (list, tuple)) else (wide,)) if isinstance(t, Tensor)]
@@ -300,7 +317,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 measure.overflowed += int((~sampled(real).isfinite() & sampled(twin).isfinite()).sum())
         if before:
             self._unchanged(measure, before)
-        self._positions(measure, name, outs)
+        self._positions(measure, name)
         if name in _CHOOSES and outs:
             self._chosen(measure, name, args, outs)
         if name in ("sin", "cos") and tensors and tensors[0].numel():
@@ -321,7 +338,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             and small
             and func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
         ):
-            wide = func(*tree_map(lambda v: v.float() if isinstance(v, Tensor) else v, args), **kwargs)
+            wide = func(*_mapped(lambda v: v.float() if isinstance(v, Tensor) else v, args), **kwargs)
             there = wide != 0
             measure.figures["flushed"] = float(((out == 0) & there).sum()) / max(int(there.sum()), 1)
 
@@ -347,7 +364,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 stayed += int((moves & (sampled(real) == old)).sum())
         measure.unchanged = stayed / moved if moved else None
 
-    def _positions(self, measure: Measure, name: str, outs: list[Tensor]) -> None:
+    def _positions(self, measure: Measure, name: str) -> None:
         """Look at positions that are rounded: a row that increases, and of which several are the same afterwards."""
         if name not in ("_to_copy", "arange", "copy", "linspace", "mul", "div") or not self._made:
             return
@@ -358,7 +375,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if table is not self._twins or real.dtype not in LOW or not 16 <= row.numel() <= 1 << 20:
             return
         if bool((wide[1:] > wide[:-1]).all()):
-            measure.figures |= {"distinct": int(row.unique().numel()), "positions": int(row.numel())}
+            measure.figures |= {"distinct": int(torch.unique(row).numel()), "positions": int(row.numel())}
 
     def _chosen(self, measure: Measure, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> None:
         """Compare what was chosen by rounded scores with what FP32 would have chosen, row by row."""
@@ -366,7 +383,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         wide = self._twin(self._scores, source)
         if wide is None:
             wide = self.twin_of(source)
-        if wide is None or source.dim() < 2 or source.shape[-1] > _MOST_EXPERTS or len(args) < 2 and name != "argmax":
+        if wide is None or source.dim() < 2 or source.shape[-1] > _MOST_EXPERTS or (len(args) < 2 and name != "argmax"):
             return
         count = int(args[1]) if name == "topk" else 1
         if count >= source.shape[-1]:
@@ -431,8 +448,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
 
 def _without_autocast(args: Any, kwargs: Any) -> Any:
-    """Return a context in which an operator runs in the dtype of what it is given, whatever the script's autocast says."""
-    return _Autocast(next((t.device.type for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)), "cpu"))
+    """Return a context in which operators run in the dtype of what they are given, whatever the script says."""
+    return _Autocast(next((t.device.type for t in _tensors(args, kwargs)), "cpu"))
 
 
 class _Autocast:

@@ -2,8 +2,8 @@
 
 Patched: ``Optimizer.__init__`` and the global optimizer step hooks, ``torch.autograd.backward`` and ``grad`` (where it
 differentiates by parameters), ``functional_call``, ``GradScaler.scale``
-and ``step``, ``clip_grad_norm_``, casts of modules and ``load_state_dict`` (:mod:`.sources`), and, only until the first training forward, ``nn.Module.__call__``. Nothing is a
-module hook, so Dynamo sees an ordinary model.
+and ``step``, ``clip_grad_norm_``, casts of modules and ``load_state_dict`` (:mod:`.sources`), and, only until the first
+training forward, ``nn.Module.__call__``. Nothing is a module hook, so Dynamo sees an ordinary model.
 """
 
 from __future__ import annotations

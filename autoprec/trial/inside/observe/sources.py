@@ -1,4 +1,4 @@
-"""Which lines of a script chose a precision before it trains: casts of modules, optimizers, weights that were loaded."""
+"""Which lines of a script chose a precision before it trains: casts of modules, optimizers, loaded weights."""
 
 from __future__ import annotations
 

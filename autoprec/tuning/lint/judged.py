@@ -1,0 +1,166 @@
+"""Whether what was seen of a script's own precision is a fault: thresholds, and figures as people read them.
+
+An ``error`` is training that is not what the script says: updates that do not arrive, positions that are one, a
+sum that is a hundredth off. Where a figure is that of ordinary 16-bit rounding nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoprec.graph.census import Observation
+
+#: A severity, empty for no finding, and the words that figures are told in.
+Assessed = tuple[str, dict[str, Any]]
+
+#: Share of an update that has to arrive, and of weights that may stay.
+_ARRIVES, _STAYS = 0.5, 0.25
+#: Relative errors of a sum and of a loss from which on they are wrong, and from which on they are worth a word.
+_SUM, _SUM_SEEN, _LOSS, _LOSS_SEEN, _GRADIENT = 0.01, 0.003, 0.005, 0.001, 0.02
+_HAND, _REDUCTION = 0.05, 0.1
+#: Share of tokens that go elsewhere.
+_ROUTED, _ROUTED_SEEN, _FEWEST_TOKENS = 0.05, 0.0, 16
+
+
+def assess(seen: Observation) -> Assessed:
+    """Return how bad an observation is, and the words of its figures; an empty severity where it is not a fault."""
+    judge = _JUDGES.get(seen.code)
+    if judge is None:
+        return "", {}
+    severity = judge(seen.figures)
+    words = {name: _word(name, value) for name, value in seen.figures.items()}
+    words |= {
+        "operator": bare(seen.operator),
+        "module": seen.module or "the script",
+        "table": seen.figures.get("table", ""),
+    }
+    return severity, words | _more(seen)
+
+
+def bare(operator: str) -> str:
+    """Return an operator's name as a script says it: ``log_softmax`` of ``aten::_log_softmax``."""
+    return operator.rpartition("::")[2].strip("_")
+
+
+def _word(name: str, value: Any) -> Any:
+    if value is None:
+        return "an unknown part"
+    if name in _SHARES and isinstance(value, (int, float)):
+        return _percent(float(value))
+    if isinstance(value, float):
+        return f"{value:g}" if name in ("scale", "beta", "rate", "eps") else f"{value:.2g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+_SHARES = frozenset(
+    ("unchanged", "arrives", "kept", "error", "gradient", "changed", "ties", "flushed", "share", "wave_error")
+)
+
+
+def _percent(value: float) -> str:
+    if not math.isfinite(value):
+        return "an unknown part"
+    return f"{value:.0%}" if value >= 0.9995 or value == 0 else f"{100 * value:.3g} %"
+
+
+def _more(seen: Observation) -> dict[str, Any]:
+    figures = seen.figures
+    if seen.code == "positions-16bit":
+        error = figures.get("wave_error", 0.0)
+        return {"wave": f"; the sines made of them are {_percent(error)} off" if error > 0.01 else ""}
+    if seen.code == "angles-16bit":
+        source = (
+            f"the frequencies ({figures['table']}) are {figures['to']}"
+            if figures.get("table")
+            else "they are computed in 16 bits"
+        )
+        return {"source": source}
+    if seen.code == "loss-16bit":
+        return {"over": f" over {figures['classes']:,} classes" if figures.get("classes", 1) > 1 else ""}
+    if seen.code == "fp16-unscaled":
+        flushed = figures.get("flushed", 0.0)
+        return {"measured": f" (up to {_percent(flushed)} of a gradient here)" if flushed else ""}
+    return {}
+
+
+def _updates(figures: Mapping[str, Any]) -> str:
+    arrives = figures.get("arrives")
+    if figures.get("compensated") or arrives is None or not math.isfinite(arrives):
+        return ""
+    stays = float(figures["at_peak"] if _is_early(figures) else figures["unchanged"])
+    if stays > 0.5 and (arrives < _ARRIVES or _is_early(figures)):
+        return "error"
+    return "warning" if stays > _STAYS else ""
+
+
+def _is_early(figures: Mapping[str, Any]) -> bool:
+    """Say whether the schedule will raise the learning rate: then what it loses at its largest counts."""
+    return bool(figures.get("rising"))
+
+
+def _rate(figures: Mapping[str, Any]) -> str:
+    if figures.get("rising"):
+        return ""
+    return "error" if figures["unchanged"] > 0.95 else "warning" if figures["unchanged"] > 0.5 else ""
+
+
+def _sum(figures: Mapping[str, Any]) -> str:
+    return "error" if figures["error"] >= _SUM else "warning" if figures["error"] >= _SUM_SEEN else ""
+
+
+def _loss(figures: Mapping[str, Any]) -> str:
+    if figures["error"] < _LOSS_SEEN and figures["gradient"] < _LOSS_SEEN:
+        return ""
+    wrong = figures["error"] >= _LOSS or figures["gradient"] >= _GRADIENT
+    return "error" if wrong and not figures.get("autocast") else "warning"
+
+
+def _router(figures: Mapping[str, Any]) -> str:
+    if figures["changed"] >= _ROUTED and figures["tokens"] >= _FEWEST_TOKENS and not figures.get("autocast"):
+        return "error"
+    return "warning" if figures["changed"] > _ROUTED_SEEN else ""
+
+
+def _by(name: str, error: float, warning: float) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figures: "error" if figures[name] >= error else "warning" if figures[name] >= warning else ""
+
+
+def _always(severity: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda _: severity
+
+
+def _kept_module(figures: Mapping[str, Any]) -> str:
+    """transformers keeps ``_keep_in_fp32_modules`` in FP32 under fp16 alone, the strict ones always."""
+    return "error" if figures["to"] == "fp16" or figures["asked"].endswith("_strict") else "note"
+
+
+_JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "updates-lost": _updates,
+    "rate-below-half-ulp": _rate,
+    "moment-16bit": _by("kept", 0.5, 0.1),
+    "ema-16bit": _by("unchanged", 0.5, 0.05),
+    "accumulator-16bit": _sum,
+    "statistics-16bit": _by("unchanged", 0.5, 0.0),
+    "positions-16bit": _always("error"),
+    "angles-16bit": _always("warning"),
+    "loss-16bit": _loss,
+    "router-16bit": _router,
+    "norm-16bit": _by("error", _HAND, 0.0),
+    "softmax-16bit": _by("error", _HAND, 0.0),
+    "reduction-16bit": _by("error", _REDUCTION, 0.0),
+    "eps-zero": _always("error"),
+    "overflow-16bit": _always("error"),
+    "fp16-unscaled": _always("error"),
+    "clip-before-unscale": _always("error"),
+    "scaler-bf16": _always("warning"),
+    "stale-casts": _always("error"),
+    "function-backward": _always("error"),
+    "recurrent-fp32": _always("note"),
+    "wide-part": lambda figures: "warning" if figures["to"] == "fp64" and figures["share"] > 0.0 else "note",
+    "gradients-reduced-16bit": _always("warning"),
+    "kept-module-cast": _kept_module,
+}
+#: Codes of what a step shows of the script's own precision.
+CODES = tuple(_JUDGES)

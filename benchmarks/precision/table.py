@@ -1,0 +1,83 @@
+"""Faulty scripts of which the right line and kind are named, and clean ones on which an error is found.
+
+``python -m benchmarks.precision.table`` prints a row for each script; ``--cures`` runs the mended ones as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks.precision.running import corpus, found_in, found_in_text
+
+ROOT = Path(__file__).resolve().parents[2]
+CLEAN = (
+    *sorted((ROOT / "benchmarks" / "scripts" / "by_hand").glob("*.py")),
+    *sorted((ROOT / "examples").glob("*.py")),
+    *sorted((ROOT / "benchmarks" / "scripts" / "odd_loops").glob("*.py")),
+)
+
+
+def faulty(names: list[str], *, cures: bool) -> tuple[int, int]:
+    """Print what is found in each faulty script; return how many are right, of how many."""
+    right, rows = 0, [one for one in corpus() if not names or one.path.stem in names]
+    for fault in rows:
+        began = time.process_time()
+        try:
+            found = found_in(fault.path)
+        except Exception:
+            traceback.print_exc()
+            found = []
+        seen = [(one.code, int(one.place.rpartition(":")[2] or 0), one.severity) for one in found]
+        ok = any(code == fault.code and line in fault.lines for code, line, _ in seen)
+        right += ok
+        others = ", ".join(f"{code}:{line} {severity}" for code, line, severity in seen)
+        mended = ""
+        if cures and fault.cures:
+            again = [one.code for one in found_in_text(fault.cured())]
+            mended = "cured " if fault.code not in again else "NOT CURED "
+        took = time.process_time() - began
+        head = f"{'ok ' if ok else 'NO '} {mended}{fault.path.stem}"
+        print(f"{head}: {fault.code} at {fault.lines}; found {others} ({took:.1f} s)", flush=True)
+    return right, len(rows)
+
+
+def clean(names: list[str]) -> tuple[int, int]:
+    """Print what is found in each clean script; return how many have an error, of how many that could be judged."""
+    wrong, judged = 0, 0
+    for path in CLEAN:
+        if names and path.stem not in names:
+            continue
+        try:
+            found = found_in(path)
+        except BaseException as error:
+            print(f"--  {path.stem}: not judged: {type(error).__name__}: {str(error)[:100]}", flush=True)
+            continue
+        judged += 1
+        errors = [one for one in found if one.severity == "error"]
+        wrong += bool(errors)
+        print(
+            f"{'NO ' if errors else 'ok '} {path.stem}: {[(one.code, one.place, one.severity) for one in found]}",
+            flush=True,
+        )
+    return wrong, judged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="scripts, without .py; default: all")
+    parser.add_argument("--cures", action="store_true", help="run the mended scripts as well")
+    parser.add_argument("--clean", action="store_true", help="the clean scripts alone")
+    options = parser.parse_args()
+    if not options.clean:
+        right, count = faulty(options.names, cures=options.cures)
+        print(f"right line and kind: {right} of {count}")
+    if options.clean:
+        wrong, count = clean(options.names)
+        print(f"clean scripts with an error: {wrong} of {count}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""``autoprec check`` without a policy."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.precision.running import FAULTY
+from tests.cli.helpers import autoprec
+
+pytestmark = pytest.mark.usefixtures("warm")
+SOUND = """
+import torch
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for _ in range(4):
+    loss = net(torch.randn(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_sound_script_is_said_to_be_and_what_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SOUND)
+    found = autoprec("check", "train.py")
+    assert (found.code, found.out.startswith("the script's own precision is sound")) == (0, True), found.err
+    assert "operators" in found.out
+    census = autoprec("inspect", "train.py")
+    assert "optimizer state" in census.out
+    assert "exp_avg_sq of" in autoprec("inspect", "--json", "train.py").out
+
+
+def test_a_fault_is_named_by_line_and_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text((FAULTY / "adamw_on_bfloat16_weights.py").read_text())
+    found = autoprec("check", "--json", "train.py")
+    document = found.json()
+    assert (found.code, document["ok"], document["sound"]) == (1, False, False)
+    first = document["findings"][0]
+    assert (first["code"], first["file"], first["line"]) == ("updates-lost", "train.py", 11)
+    assert first["figures"]["unchanged"] > 0.9
+    assert document["judged"]["census"]
+    text = autoprec("lint", "--", "train.py")
+    assert (text.code, text.out.startswith("train.py:11: error: 9")) == (1, True)
+
+
+def test_what_is_about_a_policy_needs_one() -> None:
+    found = autoprec("check", "--numerics", "train.py")
+    assert (found.code, "--policy FILE" in found.err) == (2, True)

@@ -1,0 +1,104 @@
+"""Lines of forward and backward: what is seen in a recorded step, and what is not taken for a fault."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoprec.trial.inside.judging.forward import Step, seen
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
+
+BF16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    def __init__(self, middle: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.middle = nn.Linear(32, 64), nn.Linear(64, 8), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self.up(x)).to(self.down.weight.dtype))
+
+
+def codes(
+    middle: Callable[[Tensor], Tensor], *, dtype: torch.dtype = BF16, autocast: bool = False, wide: bool = True
+) -> set[str]:
+    """Return the codes of what a step of a small network shows, whose middle is ``middle``."""
+    torch.manual_seed(0)
+    model = Net(middle).to(torch.float32 if autocast else dtype)
+    x, y = torch.randn(64, 32), torch.randint(0, 8, (64,))
+    with ShadowRecorder(model) as recorder:
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            logits = model(x if autocast else x.to(dtype))
+        F.cross_entropy(logits.float() if wide else logits, y).backward()
+    return {one.code for one in seen(Step(recorder, recorder.report(), scaled=True))}
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        F.gelu,
+        lambda x: F.layer_norm(x, x.shape[-1:]),
+        lambda x: F.rms_norm(x, x.shape[-1:]),
+        lambda x: x - x.mean(-1, keepdim=True),
+        lambda x: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype),
+        lambda x: F.softmax(x, -1, dtype=torch.float32),
+        lambda x: F.dropout(x, 0.5) + x,
+        lambda x: x.masked_fill(x > 1, -torch.inf).softmax(-1),
+        lambda x: torch.where(x > 0, x, x.exp()),
+    ],
+)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_ordinary_rounding_is_not_a_fault(middle: Callable[[Tensor], Tensor], autocast: bool) -> None:
+    assert codes(middle, autocast=autocast) == set()
+
+
+@pytest.mark.parametrize(
+    ("middle", "code"),
+    [
+        (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), "norm-16bit"),
+        (lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(), "norm-16bit"),
+        (lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(), "norm-16bit"),
+        (lambda x: (lambda e: e / e.sum(-1, keepdim=True))(x.exp()), "softmax-16bit"),
+        (lambda x: ((x + 50) - 50) * 2, "reduction-16bit"),
+        (
+            lambda x: (x + 30).square().mean(-1, keepdim=True) - (x + 30).mean(-1, keepdim=True).square() + x,
+            "reduction-16bit",
+        ),
+        (lambda x: x.double().sin(), "wide-part"),
+        (lambda x: torch.fft.rfft(x.float(), 126).abs(), "wide-part"),
+    ],
+)
+def test_what_is_written_by_hand_in_bfloat16_is_seen(middle: Callable[[Tensor], Tensor], code: str) -> None:
+    assert code in codes(middle)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "middle"), [(torch.float16, lambda x: (x * 500).square() / 1e6), (torch.float16, lambda x: x * 7e4)]
+)
+def test_overflow_is_seen_where_it_begins(dtype: torch.dtype, middle: Callable[[Tensor], Tensor]) -> None:
+    assert "overflow-16bit" in codes(middle, dtype=dtype)
+
+
+def test_a_loss_of_rounded_logits_is_seen_and_autocast_is_told_from_a_cast() -> None:
+    assert codes(F.gelu, wide=False) == {"loss-16bit"}
+    assert codes(F.gelu, autocast=True, wide=False) == {"loss-16bit"}
+    assert codes(F.gelu, dtype=torch.float32, wide=False) == set()
+
+
+def test_a_table_of_angles_in_16_bits_is_seen_by_the_angle_it_is_off() -> None:
+    class Turned(nn.Module):
+        def __init__(self, length: int) -> None:
+            super().__init__()
+            self.length = length
+            self.register_buffer("inv_freq", 0.1 * torch.exp(-torch.arange(32.0) / 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            angle = torch.outer(torch.arange(self.length).float(), self.inv_freq.float())
+            return x + torch.cat([angle.cos(), angle.sin()], -1)[: x.shape[0]].to(x.dtype)
+
+    assert codes(Turned(2048)) == {"angles-16bit"}
+    assert codes(Turned(2048), dtype=torch.float32) == set()
+    assert codes(Turned(64)) == set()

@@ -1,0 +1,143 @@
+"""Updates that arrive or do not, states that never decay, and what a model says of its own dtypes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.graph.analysis.modules import ModelNames
+from autoprec.trial.inside.judging.held import (
+    Update,
+    Weights,
+    collapsed_tables,
+    compensation,
+    kept_in_fp32,
+    lost_epsilon,
+    moments,
+    saved_dtypes,
+)
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
+
+BF16 = torch.bfloat16
+
+
+def update_of(dtype: torch.dtype, make: Any, steps: int = 1) -> Update:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = make(model.parameters())
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        weights = Weights([optimizer], ModelNames(model))
+        weights.hold()
+        with ShadowRecorder(model) as recorder:
+            optimizer.step()
+            with torch.utils._python_dispatch._disable_current_modes():
+                (update,) = weights.updates(recorder)
+    return update
+
+
+@pytest.mark.parametrize(
+    ("make", "arrives"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=1e-5), False),
+        (lambda p: torch.optim.AdamW(p, lr=1e-5, foreach=True), False),
+        (lambda p: torch.optim.AdamW(p, lr=1e-5, fused=True), False),
+        (lambda p: torch.optim.SGD(p, lr=1e-6), False),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-6), False),
+        (lambda p: torch.optim.Adam(p, lr=1e-1), True),
+        (lambda p: torch.optim.SGD(p, lr=1e-1), True),
+        (lambda p: torch.optim.Adagrad(p, lr=1e-1), True),
+    ],
+)
+def test_how_much_of_an_update_bfloat16_weights_take(make: Any, arrives: bool) -> None:
+    update = update_of(BF16, make)
+    assert update.dtype == "bf16"
+    assert update.arrives is not None
+    assert (update.arrives > 0.9) == arrives
+    assert (update.unchanged < 0.2) == arrives
+    assert (update.update > update.half_ulp) == arrives
+
+
+def test_a_later_rate_decides_where_a_schedule_rises_and_fp32_loses_nothing() -> None:
+    def rising(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-4)
+        return optimizer
+
+    update = update_of(BF16, rising)
+    assert (update.rate, update.peak) == (pytest.approx(1e-6), 1e-2)
+    assert update.unchanged > 0.9 > 0.1 > update.at_peak
+    assert update_of(torch.float32, lambda p: torch.optim.AdamW(p, lr=1e-5)).unchanged < 0.01
+
+
+@pytest.mark.parametrize(
+    ("dtype", "beta", "kept"),
+    [
+        (BF16, 0.999, 1.0),
+        (BF16, 0.95, 0.0),
+        (BF16, 0.9975, 0.5),
+        (torch.float16, 0.999, 0.0),
+        (torch.float32, 0.999, None),
+    ],
+)
+def test_a_second_moment_that_never_decays(dtype: torch.dtype, beta: float, kept: float | None) -> None:
+    parameter = nn.Parameter(torch.ones(500, dtype=dtype))
+    optimizer = torch.optim.Adam([parameter], betas=(0.9, beta))
+    optimizer.state[parameter] = {"step": torch.ones(1), "exp_avg_sq": (torch.rand(500) + 0.5).to(dtype)}
+    found = [row["kept"] for row in moments(optimizer)]
+    assert found == ([] if kept is None else [pytest.approx(kept, abs=0.3)])
+
+
+def test_an_unknown_state_of_the_weight_s_shape_may_hold_what_is_lost() -> None:
+    parameter = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {"exp_avg": torch.ones(4), "step": torch.ones(())}
+    assert compensation(optimizer, [parameter]) == ""
+    optimizer.state[parameter]["kahan_comp"] = torch.zeros(4, dtype=BF16)
+    assert compensation(optimizer, [parameter]) == "kahan_comp"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eps", "found"),
+    [(torch.float16, 1e-8, "fp16"), (torch.float16, 1e-4, ""), (BF16, 1e-8, ""), (torch.float32, 1e-8, "")],
+)
+def test_an_epsilon_that_is_zero(dtype: torch.dtype, eps: float, found: str) -> None:
+    assert lost_epsilon(torch.optim.Adam([nn.Parameter(torch.ones(2, dtype=dtype))], eps=eps))[1] == found
+
+
+def test_modules_that_a_model_keeps_in_fp32_and_the_dtypes_of_its_checkpoint(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        _keep_in_fp32_modules = ("wo",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wi, self.wo, self.wow = nn.Linear(2, 2, False), nn.Linear(2, 2, False), nn.Linear(2, 2, False)
+
+    model = nn.Sequential(Block(), Block())
+    assert kept_in_fp32(model) == dict.fromkeys(("0.wo.weight", "1.wo.weight"), "_keep_in_fp32_modules")
+    assert saved_dtypes(model) == {}
+    header = json.dumps({"__metadata__": {}, "a.weight": {"dtype": "BF16"}, "b": {"dtype": "F8_E4M3"}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "broken.safetensors").write_bytes(b"12345678nonsense")
+    model.config = type("Config", (), {"_name_or_path": str(tmp_path)})()  # type: ignore[assignment]
+    assert saved_dtypes(model) == {"a.weight": "bf16", "b": "f8_e4m3"}
+
+
+def test_positional_tables_whose_neighbours_are_the_same() -> None:
+    def table(dtype: torch.dtype) -> torch.Tensor:
+        angle = torch.arange(1024).to(dtype)[:, None] * torch.exp(-torch.arange(8.0)).to(dtype)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+    model = nn.Module()
+    model.register_buffer("pe", table(torch.float32))
+    model.register_buffer("rope", table(torch.float32).to(BF16))  # rounded, and all different
+    model.register_buffer("emb_mask", torch.ones(1024, 8).tril())
+    assert list(collapsed_tables(ModelNames(model))) == []
+    model.register_buffer("pe", table(BF16).float())
+    ((name, _, distinct, rows),) = collapsed_tables(ModelNames(model))
+    assert (name, rows) == ("pe", 1024)
+    assert distinct < 600

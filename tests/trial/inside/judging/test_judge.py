@@ -1,0 +1,123 @@
+"""The course of judging: faulty scripts are named by line and kind, and what the finding says cures them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autoprec.trial.inside.judging.judge import broken_backward
+from autoprec.tuning.lint.judged import CODES
+from benchmarks.precision.running import Fault, corpus, found_in_text, judged
+
+FAULTS = {fault.path.stem: fault for fault in corpus()}
+#: One script of each kind; the others are judged by ``python -m benchmarks.precision.table``.
+QUICK = (
+    "a_backward_that_autocast_breaks",
+    "a_fourier_layer",
+    "a_module_that_asks_for_float32",
+    "a_scaler_with_bfloat16",
+    "adam_s_epsilon_in_float16",
+    "autocast_around_the_loop",
+    "batch_norm_in_bfloat16",
+    "clipping_by_hand_before_unscaling",
+    "float16_autocast_without_a_scaler",
+    "foreach_and_warmup_on_bfloat16_weights",
+    "gradients_reduced_in_bfloat16",
+    "gradients_summed_in_bfloat16",
+    "learning_rate_below_half_an_ulp",
+    "loss_over_bfloat16_logits",
+    "moving_average_in_bfloat16",
+    "rms_norm_by_hand_in_bfloat16",
+    "rotary_frequencies_cast_with_the_model",
+    "rotary_positions_of_the_model_s_dtype",
+    "second_moment_in_bfloat16",
+    "softmax_by_hand_in_bfloat16",
+    "sum_of_squares_in_float16",
+    "switch_router_in_bfloat16",
+    "variance_by_difference_in_bfloat16",
+)
+
+
+def test_the_quick_ones_are_of_every_kind_that_this_device_can_show() -> None:
+    assert len(FAULTS) >= 40
+    assert {FAULTS[name].code for name in QUICK} == set(CODES) - {"recurrent-fp32"}
+
+
+@pytest.mark.filterwarnings("ignore")  # the scripts' own
+@pytest.mark.parametrize("name", QUICK)
+def test_line_and_kind_are_named_and_the_fix_cures_it(name: str) -> None:
+    fault: Fault = FAULTS[name]
+    found = found_in_text(fault.path.read_text())
+    named = [(one.code, int(one.place.rpartition(":")[2])) for one in found]
+    assert any(code == fault.code and line in fault.lines for code, line in named), named
+    assert all(one.message and one.fix and "{" not in one.message for one in found)
+    if fault.cures:
+        assert fault.code not in {one.code for one in found_in_text(fault.cured())}
+
+
+PLAIN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for step in range({steps}):
+    loss = net(torch.randn(8, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_census_of_a_sound_script(tmp_path: Path, steps: int) -> None:
+    (tmp_path / "script.py").write_text(PLAIN.format(steps=steps))
+    seen = judged(tmp_path / "script.py").judged
+    assert seen is not None
+    assert [one.code for one in seen.observations] == ["rate-below-half-ulp"]  # of which nothing is said
+    assert seen.observations[0].figures["unchanged"] < 0.1
+    kinds = {kind: sorted(dtypes) for kind, dtypes in seen.by_kind().items()}
+    assert kinds == {
+        "parameter": ["fp32"],
+        "buffer": ["fp32", "int64"],
+        "optimizer state": ["fp32"],
+        "gradient": ["fp32"],
+        "loss": ["fp32"],
+        "clipping norm": ["fp32"],
+    }
+    assert seen.looked_at["updates"] == sum(p.numel() for p in torch.nn.Linear(8, 16).parameters()) + 32 + 68
+
+
+def test_a_warm_up_that_begins_with_no_rate_is_waited_for(tmp_path: Path) -> None:
+    text = PLAIN.format(steps=6).replace("lr=1e-3", "lr=0.0")
+    (tmp_path / "script.py").write_text(text)
+    seen = judged(tmp_path / "script.py").judged
+    assert seen is not None
+    assert "learning rate was 0" in seen.unseen[0]
+    assert not seen.observations
+
+
+def test_only_a_backward_of_an_own_function_that_met_two_dtypes_is_broken_by_autocast() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError(message)
+
+    def failed_by(text: str) -> BaseException:
+        nonlocal message
+        message = text
+        with pytest.raises(RuntimeError) as caught:
+            Own.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        return caught.value
+
+    message = ""
+    seen = broken_backward(failed_by("expected m1 and m2 to have the same dtype"))
+    assert seen is not None
+    assert (seen.operator, seen.where.rpartition(":")[0]) == ("Own", __file__)
+    assert broken_backward(failed_by("out of memory")) is None
+    assert broken_backward(RuntimeError("dtype")) is None

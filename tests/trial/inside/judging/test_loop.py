@@ -1,0 +1,64 @@
+"""What is seen around forward and backward."""
+
+import torch
+from torch import nn
+
+from autoprec.graph.census import Held
+from autoprec.trial.inside.judging.forward import Step
+from autoprec.trial.inside.judging.held import Update
+from autoprec.trial.inside.judging.loop import Loop, seen
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
+
+
+def step(*, clip: bool = False, scale: float = 1.0) -> Step:
+    model = nn.Linear(4, 4).bfloat16()
+    with ShadowRecorder(model) as recorder:
+        model(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        if clip:
+            torch.stack([g.float().norm() for g in grads]).norm()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.ones(1))
+    return Step(recorder, recorder.report(), scaled=scale != 1.0, scale=scale)
+
+
+UPDATE = Update("bf16", 0, 0, 20, ("weight",), 0.9, 0.1, 0.9, 1e-4, 1e-5, 1e-5, 1e-5)
+
+
+def test_a_norm_before_unscaling_is_seen_where_the_loss_is_scaled() -> None:
+    assert [one.code for one in seen(Loop(), step(clip=True, scale=1024.0), [])] == ["clip-before-unscale"]
+    assert seen(Loop(), step(clip=True), []) == []
+    assert seen(Loop(), step(scale=1024.0), []) == []
+
+
+def test_each_part_of_the_loop_has_its_line() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1e-5)
+    loop = Loop(
+        [(optimizer, "train.py:7")],
+        (("train.py:4", "bf16"),),
+        updates=[UPDATE],
+        scaler="train.py:12",
+        stale="train.py:14",
+        reduced=(("train.py:9", "bf16"), ("train.py:9", "bf16"), ("fully_shard", "bf16")),
+    )
+    kept = [Held("parameter", "wo.weight", "bf16", asked="fp32 by _keep_in_fp32_modules")]
+    found = {(one.code, one.where): one for one in seen(loop, step(scale=2.0), kept)}
+    assert found.keys() == {
+        ("updates-lost", "train.py:4"),
+        ("scaler-bf16", "train.py:12"),
+        ("stale-casts", "train.py:14"),
+        ("gradients-reduced-16bit", "train.py:9"),
+        ("gradients-reduced-16bit", ""),
+        ("kept-module-cast", "train.py:4"),
+    }
+    lost = found["updates-lost", "train.py:4"]
+    assert (lost.also, lost.operator, lost.figures["rising"]) == (("train.py:7",), "SGD", False)
+
+
+def test_a_moving_average_is_what_is_kept_and_not_the_optimizer_s_own() -> None:
+    weights, average = torch.ones(8), torch.ones(8, dtype=torch.bfloat16)
+    with ShadowRecorder(nn.Linear(2, 2)) as update:
+        average.lerp_(weights.bfloat16() + 1, 1e-4)
+    assert [one.code for one in seen(Loop(update=update), step(), [])] == ["ema-16bit"]
+    assert seen(Loop(update=update, stepping=((0, 99),)), step(), []) == []
+    storage = frozenset((average.untyped_storage()._cdata,))
+    assert seen(Loop(update=update, trained=storage), step(), []) == []
