@@ -20,6 +20,11 @@ from autoprec.tuning.lint.source import settings_of
 def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
     """Print what is wrong with a script's own precision, by source line, the worst first.
 
+    Args:
+        script: its command line.
+        strict: a warning fails as well.
+        as_json: the findings, the census and what was looked at as JSON on stdout.
+
     Raises:
         AuditError: something of severity error was found; where that is to be ``strict``, a warning.
         ScriptError: the script failed before or in its first training step.
