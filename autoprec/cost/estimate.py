@@ -36,6 +36,7 @@ class StepEstimate:
         return replace(self, time_ms=ms[0], low_ms=ms[1], high_ms=ms[2], memory_bytes=round(self.memory_bytes * memory))
 
     def to_json(self) -> dict[str, Any]:
+        """Return every field: milliseconds, bytes and shares."""
         return asdict(self)
 
 

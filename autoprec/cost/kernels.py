@@ -46,6 +46,15 @@ def gemm_seconds(
     """Return the time of one GEMM ``[m, k] x [k, n]``; inf where none exists.
 
     The result has 16 bits, or 32 where the operands have or it is ``wide``.
+
+    Args:
+        target: the device.
+        rates: what kernels reach of its peaks.
+        family: of recipes, e.g. ``bf16``, ``fp8_row``.
+        m, k, n: sizes.
+        batch: products of that size in one call.
+        backward: dgrad or wgrad: scales are not applied apart.
+        wide: whether the result has 32 bits.
     """
     peak, capability = target.peak(family), target.recipes.get(family)
     if not peak or (capability is not None and not capability.ok):
@@ -123,6 +132,13 @@ def grouped_traffic(
     Along its rows as any operand with row scales. For the sum over an expert's rows by one kernel that reads them twice
     and pads them; in a compiled graph weights, whose groups are known, are left to the compiler. MXFP8 has no
     kernels of its own.
+
+    Args:
+        family: of recipes, e.g. ``fp8_row``.
+        uses: axes along which the operand is summed: 0, 1 or both.
+        source: bytes per value that are read.
+        weight: whether the operand is the weights.
+        eager: whether no compiler fuses casts.
     """
     along_row, along_column = int(0 in uses), int(1 in uses)
     if family == "mxfp8":
@@ -143,6 +159,11 @@ def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[fl
     FP8 goes through ``backends.casts``: once over the operand for its magnitudes (not for blocks), once per layout.
     Delayed scales and other formats are cast operator by operator: a cast reads and writes float32
     for widening, scaling and rounding, and its magnitudes are written as well.
+
+    Args:
+        family: of recipes, e.g. ``fp8_row``.
+        uses: axes along which the operand is summed: 0, 1 or both.
+        source: bytes per value that are read.
     """
     count = len(uses)
     if family in ("fp8_tensor", "fp8_row"):
@@ -164,6 +185,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the layer's GEMMs and casts in one step."""
         return self.gemm + self.cast
 
 

@@ -114,6 +114,7 @@ class StepMemory:
         return zip(*([self.grown.get(kind, 1.0) * x for x in self.alive[kind]] for kind in KINDS), strict=True)
 
     def at_peak(self) -> MemoryEstimate:
+        """Return the bytes by purpose at the moment of the step when they are most."""
         held = dict(zip(KINDS, max(self._moments(), key=sum), strict=True))
         if sum(held.values()) < self.gradients + self.update:
             held = {"saved": 0.0, "weight_casts": 0.0, "gradients": self.gradients, "backward": self.update}

@@ -24,7 +24,7 @@ from autoprec.cost.rest import (
     scaled_newton_schulz,
     second_moments,
 )
-from autoprec.cost.saved import NOT_LISTED, WIDE, Setting, Walk, walked
+from autoprec.cost.saved import FP32_OPERATORS, NOT_LISTED, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy, Policy
@@ -134,6 +134,7 @@ class CostModel:
 
     @property
     def label(self) -> str:
+        """What times are called: modelled, how calibrated, compiled or not, and at which scale."""
         scaled, compiled = self.scale.describe(), "compiled" if self.compiled else "not compiled"
         how = "" if self.target.is_cpu else f", {compiled}"
         return (
@@ -164,10 +165,20 @@ class CostModel:
         return self._layers[name]
 
     def works(self, name: str) -> tuple[GemmWork, ...]:
+        """Return the products of a layer's step at the scaled shapes.
+
+        Raises:
+            KeyError: the report has no such layer.
+        """
         return self._works[name]
 
     def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost:
         """Return seconds of one layer's GEMMs and casts in one step (all calls, all repeats of scaled depth).
+
+        Args:
+            name: of the layer.
+            plan: a recipe per GEMM.
+            activations: dtype of autocast around the model; ``keep`` is the script's.
 
         Raises:
             KeyError: the report has no such layer.
@@ -210,7 +221,13 @@ class CostModel:
         return tuple(replace(work, roles=("fprop", "recompute", *work.roles[1:])) for work in works)
 
     def layer_time_ms(self, name: str, plan: LayerPlan, activations: str = "keep") -> float:
-        """Return milliseconds of one layer's GEMMs and casts: the additive part of a step's time."""
+        """Return milliseconds of one layer's GEMMs and casts: the additive part of a step's time.
+
+        Args:
+            name: of the layer.
+            plan: a recipe per GEMM.
+            activations: dtype of autocast around the model; ``keep`` is the script's.
+        """
         return self.layer_cost(name, plan, activations).seconds * 1e3
 
     def rest(self, activations: str = "keep", attention: str = "keep") -> RestCost:
@@ -250,10 +267,17 @@ class CostModel:
         softmax: str = "fp32",
         optimizer: OptimizerPolicy | None = None,
     ) -> StepEstimate:
-        """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype."""
+        """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype.
+
+        Args:
+            plans: layer -> a recipe per GEMM.
+            activations: dtype of autocast around the model; ``keep`` is the script's.
+            attention, norm, softmax: dtype that a policy gives these operators: ``keep``, ``bf16`` or ``fp32``.
+            optimizer: how its state is stored; None keeps the script's.
+        """
         gemm = cast = kernels = error = 0.0
         kept = {"attention": attention, "norm": norm, "softmax": softmax}
-        wide = tuple(name for name, dtype in kept.items() if dtype == "fp32")
+        fp32_operators = tuple(name for name, dtype in kept.items() if dtype == "fp32")
         for name in self._layers:
             cost = self.layer_cost(name, plans.get(name, _KEEP), activations)
             gemm += cost.gemm
@@ -275,7 +299,7 @@ class CostModel:
             time_ms=total * 1e3,
             low_ms=total * (1.0 - min(0.9, width)) * 1e3,
             high_ms=total * (1.0 + width) * 1e3,
-            memory_bytes=self._memory_bytes(plans, activations, state, wide),
+            memory_bytes=self._memory_bytes(plans, activations, state, fp32_operators),
             breakdown={key: value * 1e3 for key, value in breakdown.items()},
             label=self.label,
         )
@@ -286,13 +310,17 @@ class CostModel:
         *,
         activations: str = "keep",
         optimizer: OptimizerPolicy | None = None,
-        wide: Collection[str] = WIDE,
+        fp32_operators: Collection[str] = FP32_OPERATORS,
     ) -> MemoryEstimate | None:
         """Return the modelled bytes of one step by purpose; None when the report counted no memory.
 
-        ``wide``: what stays in float32 under autocast; see :class:`autoprec.cost.saved.Setting`.
+        Args:
+            plans: layer -> a recipe per GEMM.
+            activations: dtype of autocast around the model; ``keep`` is the script's.
+            optimizer: how its state is stored; None keeps the script's.
+            fp32_operators: what stays in float32 under autocast; see :class:`autoprec.cost.saved.Setting`.
         """
-        found = self._step_memory(plans, activations, optimizer, wide)
+        found = self._step_memory(plans, activations, optimizer, fp32_operators)
         return found.at_peak() if found else None
 
     def most_samples(
@@ -301,10 +329,18 @@ class CostModel:
         limit: float,
         *,
         activations: str = "keep",
-        wide: Collection[str] = WIDE,
+        fp32_operators: Collection[str] = FP32_OPERATORS,
     ) -> int | None:
-        """Return how many samples a step may have within a limit of bytes; None where batch or memory are unknown."""
-        found, samples = self._step_memory(plans, activations, wide=wide), self.report.batch.get("samples", 0)
+        """Return how many samples a step may have within a limit of bytes; None where batch or memory are unknown.
+
+        Args:
+            plans: layer -> a recipe per GEMM.
+            limit: bytes.
+            activations: dtype of autocast around the model; ``keep`` is the script's.
+            fp32_operators: what stays in float32 under autocast.
+        """
+        samples = self.report.batch.get("samples", 0)
+        found = self._step_memory(plans, activations, fp32_operators=fp32_operators)
         return int(samples * self.scale.tokens / self.scale.seq * found.most(limit)) if found and samples else None
 
     def _step_memory(
@@ -312,13 +348,13 @@ class CostModel:
         plans: Mapping[str, LayerPlan],
         activations: str,
         optimizer: OptimizerPolicy | None = None,
-        wide: Collection[str] = WIDE,
+        fp32_operators: Collection[str] = FP32_OPERATORS,
     ) -> StepMemory | None:
         gpu, written = not self.target.is_cpu, self.report.source == "analytic"
         activations = "keep" if written else activations  # in 16 bits as it is: autocast changes no dtype there
         return step_memory(
             self.report,
-            Setting(plans, activations, gpu, wide, shared=gpu and self.compiled),
+            Setting(plans, activations, gpu, fp32_operators, shared=gpu and self.compiled),
             optimizer or OptimizerPolicy(),
             self.scale,
             self.parameters,
@@ -328,12 +364,12 @@ class CostModel:
         )
 
     def _memory_bytes(
-        self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy, wide: tuple[str, ...]
+        self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy, fp32_operators: tuple[str, ...]
     ) -> int:
-        key = (*(plans.get(name, _KEEP) for name in self._layers), activations, state, wide)
+        key = (*(plans.get(name, _KEEP) for name in self._layers), activations, state, fp32_operators)
         found = self._memory.get(key)
         if found is None:
-            modelled = self.memory(plans, activations=activations, optimizer=state, wide=wide)
+            modelled = self.memory(plans, activations=activations, optimizer=state, fp32_operators=fp32_operators)
             found = self._memory[key] = modelled.total if modelled else 0
         return found
 

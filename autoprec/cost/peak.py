@@ -63,6 +63,7 @@ class Lifetimes:
 
     @classmethod
     def of(cls, report: GraphReport) -> Lifetimes:
+        """Follow every tensor of a recorded step from the operator that makes it to the last one that reads it."""
         rows = report.operators
         base: list[Place] = [(index, 0) for index in range(len(rows))]
         direct, unpacked, lasting, last_of = {}, defaultdict(list), set(), {}
@@ -102,6 +103,7 @@ class Lifetimes:
 
     @property
     def end(self) -> int:
+        """The number of operators: what lives to the end of the step dies there."""
         return len(self.report.operators)
 
     @cached_property
@@ -244,7 +246,14 @@ def timeline(
 
 
 def gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Value:
-    """Return what an operator of the backward pass makes: as wide as what it reads, unless it says otherwise."""
+    """Return what an operator of the backward pass makes: as wide as what it reads, unless it says otherwise.
+
+    Args:
+        walk: what the forward pass made.
+        lifetimes: of the step's tensors.
+        index: of the operator in the report.
+        row: the operator.
+    """
     script = _BYTES.get(row.out_dtypes[0], 8.0)
     if lifetimes.base[index] != (index, 0) and row.sources and (made := walk.made.get(row.sources[0])) is not None:
         return made

@@ -38,7 +38,13 @@ class Rival:
 
 
 def blocked_reason(model: CostModel, name: str, refused: Mapping[str, str]) -> str:
-    """Return why a layer has no quantised choice: the device, its sizes, or the space (which drops what cannot run)."""
+    """Return why a layer has no quantised choice: the device, its sizes, or the space (which drops what cannot run).
+
+    Args:
+        model: of the step.
+        name: of the layer.
+        refused: choice -> why the target cannot run it.
+    """
     if refused:
         return next(iter(refused.values()))
     ok, reason = model.can_run(name, BUILTIN_RECIPES["fp8_tensorwise"])
@@ -50,7 +56,13 @@ def _time(seconds: float) -> str:
 
 
 def layer_reason(base: LayerCost, rivals: list[Rival], *, cpu: bool) -> str:
-    """Return why no choice gains on one layer, by the rival that comes nearest (a quantised one on a GPU)."""
+    """Return why no choice gains on one layer, by the rival that comes nearest (a quantised one on a GPU).
+
+    Args:
+        base: the layer in the baseline.
+        rivals: the layer under each choice.
+        cpu: whether the target is a CPU, whose 16-bit choices count.
+    """
     quantised = [] if cpu else [rival for rival in rivals if rival.quantised]
     nearest = min(quantised or rivals, key=lambda rival: rival.cost.seconds, default=None)
     ratio = nearest.cost.seconds / base.seconds if nearest is not None and base.seconds else 1.0

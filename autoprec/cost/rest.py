@@ -121,7 +121,17 @@ def rest_cost(
     attention: str = "keep",
     compiled: bool = True,
 ) -> RestCost:
-    """Return the time of what is not a layer's GEMM, on a GPU."""
+    """Return the time of what is not a layer's GEMM, on a GPU.
+
+    Args:
+        target: the device.
+        rates: what kernels reach of its peaks.
+        operators: of the step, those that are no layer's product.
+        scale: of a larger model.
+        activations: dtype of autocast around the model; ``keep`` is the script's.
+        attention: dtype that a policy gives attention; ``keep`` follows the others.
+        compiled: whether the step's operators are fused.
+    """
     seconds = dict.fromkeys(OTHER, 0.0)
     kernels = count = 0.0
     speed = target.bandwidth * rates.bandwidth

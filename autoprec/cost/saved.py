@@ -26,7 +26,7 @@ _SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", 
 _SAVES_BOTH = ("mul", "div")
 _NORMS = ("layer_norm", "batch_norm", "group_norm")
 #: What a policy keeps in float32 under autocast unless it says otherwise.
-WIDE = ("norm", "softmax")
+FP32_OPERATORS = ("norm", "softmax")
 #: Results that stay wide under autocast whatever a policy says: its float32 list on a GPU, and on a CPU.
 _WIDE_ON_GPU = ("norm", "softmax", "loss", "embedding", "transcendental", "reduction", "router", "pow")
 _WIDE_ON_CPU = ("loss", "embedding", "router")
@@ -65,6 +65,7 @@ class Value:
     cast: set[Recipe] = field(default_factory=set)
 
     def keep(self) -> None:
+        """Note that the backward pass reads the tensor itself: it is kept."""
         self.asked = self.kept = True
 
     def bytes(self) -> float:
@@ -112,14 +113,14 @@ class Setting:
         activations: autocast dtype around the model, or keep.
         gpu: a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
             emulation quantises the weight again where its scales lie along the contraction. Autocast keeps more wide.
-        wide: what a policy keeps in float32 under autocast (attention, norm, softmax).
+        fp32_operators: what a policy keeps in float32 under autocast (attention, norm, softmax).
         shared: layers that read one input (q, k and v in a compiled step) save its codes once.
     """
 
     plans: Mapping[str, LayerPlan] = field(default_factory=dict)
     activations: str = "keep"
     gpu: bool = False
-    wide: Collection[str] = WIDE
+    fp32_operators: Collection[str] = FP32_OPERATORS
     shared: bool = False
 
 
@@ -131,7 +132,7 @@ class Walk:
     """
 
     def __init__(self, report: GraphReport, setting: Setting) -> None:
-        rows, wide = report.operators, setting.wide
+        rows, kept = report.operators, setting.fp32_operators
         self.setting, self.plans, self.gpu = setting, setting.plans, setting.gpu
         self.low = _BYTES.get(setting.activations, 0.0)
         self.made: dict[int, Value] = {}
@@ -142,15 +143,16 @@ class Walk:
         self.at = 0
         self.layers = {layer.name: layer for layer in report.layers} | {layer.weight: layer for layer in report.layers}
         # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
-        self.wide_products = {row.module for row in rows if row.op.endswith("::_safe_softmax")}
+        self.fp32_products = {row.module for row in rows if row.op.endswith("::_safe_softmax")}
         others = _WIDE_ON_GPU if setting.gpu else _WIDE_ON_CPU
-        self.wide = frozenset((*wide, *(_WITH_NORMS if "norm" in wide else ()), *others))
+        self.fp32_operators = frozenset((*kept, *(_WITH_NORMS if "norm" in kept else ()), *others))
         self.layer_modules = {row.module for row in rows if row.cls == "gemm"}
         # checkpointing runs these modules again in the backward pass: their forward saves nothing
         self.again = {row.module for row in rows if row.phase == "recompute"}
         self.counted = any(any(row.out_saved) for row in rows)
 
     def reads(self, operator: Operator) -> list[_Read]:
+        """Return what an operator reads, input by input: its values, their number and dtype, and who made them."""
         out = []
         for shape, dtype, maker in zip(operator.shapes, operator.dtypes, operator.sources, strict=False):
             out.append(_Read(self.made.get(maker), prod(shape or (1,)), dtype, maker))
@@ -176,10 +178,24 @@ class Walk:
         return 0.0 < self.recurrent(operator) < _BYTES.get(operator.dtypes[0], 4.0)
 
     def copy(self, size: float, read: _Read | None = None, weight: str = "", *, cast: bool = False) -> None:
+        """Note a converted copy that is kept for the backward pass.
+
+        Args:
+            size: bytes.
+            read: the input that it is of; None for the batch or a weight.
+            weight: name of the layer's weight; empty for none.
+            cast: whether it is a cast weight, which autocast keeps once a step.
+        """
         self.copies.append(Copy(size, self.at, -1 if read is None else read.maker, weight, cast))
 
     def save(self, read: _Read, width: float, weight: str = "") -> None:
-        """An operator saves an input in a width: the tensor itself, or a converted copy of its own."""
+        """An operator saves an input in a width: the tensor itself, or a converted copy of its own.
+
+        Args:
+            read: the input.
+            width: bytes per value.
+            weight: name of the layer's weight; empty for none.
+        """
         if read.value is None:
             return
         if read.value.width == width:
@@ -201,15 +217,23 @@ class Walk:
 
     @property
     def weights(self) -> float:
+        """Return the bytes of cast weights."""
         return sum(copy.size for copy in self.copies if copy.cast)
 
     @property
     def total(self) -> float:
+        """Return the bytes that are kept for the backward pass, cast weights left out."""
         return sum(copy.size for copy in self.copies if not copy.cast) + sum(value.bytes() for value in self.values)
 
 
 def codes_bytes(recipe: Recipe, size: float, other: float) -> float:
-    """Return bytes of the codes and scales of an operand of ``size`` values with ``other`` values per scale."""
+    """Return bytes of the codes and scales of an operand of ``size`` values with ``other`` values per scale.
+
+    Args:
+        recipe: how the operand is quantised.
+        size: its number of values.
+        other: values per scale, where scales are by row.
+    """
     if recipe.format == "nvfp4":
         return size * (0.5 + 1.0 / 16)
     if recipe.format == "mxfp8":
@@ -221,7 +245,13 @@ def codes_bytes(recipe: Recipe, size: float, other: float) -> float:
 
 
 def linear(walk: Walk, operator: Operator, layer: Layer) -> None:
-    """Note what a layer's forward product saves of its input and of its weight."""
+    """Note what a layer's forward product saves of its input and of its weight.
+
+    Args:
+        walk: receives it.
+        operator: the forward product.
+        layer: whose product it is.
+    """
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
     weight_size = gemm.k * gemm.n if layer.kind != "conv" else layer.parameters
     reads = walk.reads(operator)
@@ -278,15 +308,22 @@ def _planned(walk: Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size:
 
 
 def operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> float:
-    """Return the width in which a product that belongs to no layer reads an operand."""
+    """Return the width in which a product that belongs to no layer reads an operand.
+
+    Args:
+        walk: the step so far.
+        operator: the product.
+        name: of the operator, without its namespace.
+        value: the operand.
+    """
     if width := walk.recurrent(operator):
         return width
     if not walk.low:
         return value.script
     if name in _NOT_AUTOCAST:
         return value.width
-    wide = operator.module in walk.wide_products or ("attention" in walk.wide and operator.attends)
-    return 4.0 if wide else walk.low
+    in_fp32 = operator.module in walk.fp32_products or ("attention" in walk.fp32_operators and operator.attends)
+    return 4.0 if in_fp32 else walk.low
 
 
 def _other(walk: Walk, operator: Operator, name: str) -> None:
@@ -301,14 +338,14 @@ def _other(walk: Walk, operator: Operator, name: str) -> None:
             walk.copy(size * walk.recurrent(operator), None, operator.weight, cast=True)
     elif operator.cls == "norm" and any(part in name for part in _NORMS):
         for read in reads[:1]:
-            if "norm" in walk.wide:
+            if "norm" in walk.fp32_operators:
                 walk.save_wide(read)
             elif read.value is not None:
                 read.value.keep()
     elif name in _SAVES_INPUT or (name in _SAVES_BOTH and len(reads) > 1):
         for read in reads:
             # outside the model, whose output a policy returns in fp32
-            if operator.module == _SCRIPT or not walk.wide.isdisjoint({operator.cls, name} & {"norm", "pow"}):
+            if operator.module == _SCRIPT or not walk.fp32_operators.isdisjoint({operator.cls, name} & {"norm", "pow"}):
                 walk.save_wide(read)
             elif read.value is not None:
                 read.value.keep()
@@ -320,7 +357,7 @@ def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Laye
         return width
     if not walk.low:
         return script
-    if "attention" in walk.wide and operator.attends:
+    if "attention" in walk.fp32_operators and operator.attends:
         return max(4.0, script)
     if (layer is not None or operator.cls in _PRODUCTS) and name not in _NOT_AUTOCAST:
         recipe = None if layer is None else walk.plans.get(layer.name, _KEEP).fprop
@@ -328,11 +365,11 @@ def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Laye
     if name == "_to_copy":  # the script asks for this dtype
         return script
     reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
-    if operator.cls == "norm" and "norm" not in walk.wide and reads and reads[0].value is not None:
+    if operator.cls == "norm" and "norm" not in walk.fp32_operators and reads and reads[0].value is not None:
         return reads[0].value.width
     if (
         operator.module == _SCRIPT
-        or not walk.wide.isdisjoint((operator.cls, name))
+        or not walk.fp32_operators.isdisjoint((operator.cls, name))
         or name == "_log_softmax"  # of a loss
         or not any(read.value is not None for read in reads)
     ):
@@ -376,7 +413,13 @@ def _result(walk: Walk, index: int, operator: Operator, layer: Layer | None, nam
 
 
 def forward(walk: Walk, index: int, operator: Operator) -> None:
-    """Note what a forward operator makes, and what is saved because of it."""
+    """Note what a forward operator makes, and what is saved because of it.
+
+    Args:
+        walk: receives it.
+        index: of the operator in the report.
+        operator: the operator.
+    """
     walk.at, name, layer = index, operator.op.rpartition("::")[2].rstrip("_"), walk.layer(operator)
     if layer is not None and (name not in _NOT_AUTOCAST or layer.name in walk.plans):
         linear(walk, operator, layer)

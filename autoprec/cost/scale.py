@@ -102,6 +102,7 @@ class GemmWork:
 
     @property
     def flops(self) -> float:
+        """Floating-point operations of all three products in one step: 2 M K N each, for every copy."""
         return 2.0 * self.tokens * self.inp * self.out * self.batch * self.copies * len(self.roles)
 
     def elements(self, operand: str) -> float:

@@ -80,6 +80,7 @@ class Verdict:
 
     @property
     def baseline_run(self) -> str:
+        """What gains are over, in words: the script as written, or the baseline's name."""
         return self.written if self.baseline == KEEP else self.baseline
 
     @property
@@ -88,6 +89,7 @@ class Verdict:
         return self.memory_bytes <= FITS * self.device_bytes
 
     def to_json(self) -> dict[str, Any]:
+        """Return every field, and whether the step fits the device."""
         return asdict(self) | {"fits": self.fits}
 
 
@@ -306,7 +308,13 @@ def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script:
 
 
 def too_large(memory_bytes: float, target: Target, run: str) -> str:
-    """Return what to add to a reason when one device cannot hold the step (modelled) of ``run``; empty when it can."""
+    """Return what to add to a reason when one device cannot hold the step (modelled) of ``run``; empty when it can.
+
+    Args:
+        memory_bytes: modelled, of the step.
+        target: the device.
+        run: what needs them, in words.
+    """
     if memory_bytes <= target.usable_bytes:
         return ""
     needs, has, usable = map(memory_text, (memory_bytes, target.memory_bytes, target.usable_bytes))

@@ -49,6 +49,13 @@ def trial_environment(
     A host that will be forked must be given one thread: a child of a process that has run a parallel region with
     more hangs in its own first one. ``threads`` 0 leaves the user's own settings: a script that feeds a GPU from the
     CPU would look slower than it is, and is never forked.
+
+    Args:
+        config: file that the hooks read.
+        mark: by which the trial's processes are found.
+        private: folder of the trial.
+        threads: of OpenMP and MKL; 0 leaves the user's own.
+        base: variables to begin with; default: those of this process.
     """
     own = run_environment(config, base)
     env = own | _QUIET | {MARK_VARIABLE: mark}

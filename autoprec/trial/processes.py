@@ -242,7 +242,13 @@ def marked_processes(mark: str, sessions: Iterable[int] = ()) -> list[int]:
 
 
 def sweep(mark: str, sessions: Iterable[int] = (), *, patience_s: float = 5.0) -> list[int]:
-    """Kill every marked process and wait until none is left; returns what could not be ended."""
+    """Kill every marked process and wait until none is left; returns what could not be ended.
+
+    Args:
+        mark: in the environment of the processes.
+        sessions: ids of sessions whose processes count as well.
+        patience_s: seconds to wait at most.
+    """
     chosen = list(sessions)
     end = time.monotonic() + patience_s
     left = marked_processes(mark, chosen)

@@ -83,7 +83,11 @@ class Session:
                 self._phases = phases_of(model)  # no optimizer counts its steps
 
     def step(self, loss: torch.Tensor) -> None:
-        """Run backward, update the weights, and clear the gradients."""
+        """Run backward, update the weights, and clear the gradients.
+
+        Args:
+            loss: of shape ``[]``.
+        """
         loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
             self.optimizer.step()
@@ -91,7 +95,11 @@ class Session:
         self._boundary()
 
     def observe(self, loss: torch.Tensor) -> None:
-        """Tell that a step has ended which the loop did by itself (an engine, ``torch.autograd.grad``, ...)."""
+        """Tell that a step has ended which the loop did by itself (an engine, ``torch.autograd.grad``, ...).
+
+        Args:
+            loss: of shape ``[]``.
+        """
         agent = _agent()
         if agent is not None:
             events = agent.hooks.events

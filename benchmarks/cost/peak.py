@@ -354,7 +354,7 @@ def batches(names: Sequence[str]) -> Iterator[Row]:
                 if document and getattr(document.operators, kind) == "fp32"
             ]
             most, usable = (
-                cost.most_samples(plans, share * limit, activations=activations, wide=wide) or 0
+                cost.most_samples(plans, share * limit, activations=activations, fp32_operators=wide) or 0
                 for share in (1.0, FITS)
             )
             fits = Fits(name, document, limit)

@@ -143,7 +143,7 @@ def test_what_a_policy_keeps_in_float32_is_saved_so(attention: str, norm: str) -
     remove_policy(model)
     wide = [name for name, dtype in (("attention", attention), ("norm", norm)) if dtype == "fp32"]
     plans = resolve(policy, [layer.name for layer in before.tunable])
-    assert saved_bytes(before, Setting(plans, "bf16", wide=wide))[0] == pytest.approx(measured, rel=0.03)
+    assert saved_bytes(before, Setting(plans, "bf16", fp32_operators=wide))[0] == pytest.approx(measured, rel=0.03)
 
 
 def test_the_script_as_written_is_what_was_counted() -> None:

@@ -63,10 +63,12 @@ class Measured(Frozen):
 
     @property
     def rows(self) -> tuple[Linear, ...]:
+        """The timed linears, one row each."""
         return tuple(Linear(recipe, by, how, self.shape, 1e-6 * us) for recipe, by, how, us in self.linears)
 
     @property
     def label(self) -> str:
+        """What times are called that rest on these rows."""
         return f"modelled, calibrated on {self.device} ({self.date})"
 
     def over(self, rates: Rates) -> Rates:
@@ -78,6 +80,12 @@ class Measured(Frozen):
         """Return family -> measured over modelled time of a linear by one backend; ``auto`` is native.
 
         Empty where bf16 was not timed, with which every family is compared.
+
+        Args:
+            target: the device.
+            rates: what kernels reach of its peaks.
+            how: ``eager`` or ``compiled``.
+            backend: who multiplies; ``auto`` is native.
         """
         by = "native" if backend == "auto" else backend
         ratios: dict[str, list[float]] = {}
@@ -107,7 +115,13 @@ def measured_on(target: Target) -> Measured | None:
 
 
 def modelled(target: Target, rates: Rates, row: Linear) -> LayerCost:
-    """Return what the model says of a timed linear: alone, with FP32 weights under bf16 autocast."""
+    """Return what the model says of a timed linear: alone, with FP32 weights under bf16 autocast.
+
+    Args:
+        target: the device.
+        rates: what kernels reach of its peaks.
+        row: the timed linear.
+    """
     work = GemmWork(*row.shape, batch=1, copies=1.0, roles=GEMMS)
     plan = LayerPlan.uniform(BUILTIN_RECIPES[row.recipe])
     eager = row.how == "eager" and not rates.library

@@ -43,7 +43,14 @@ def command_from_json(document: Mapping[str, Any]) -> ScriptCommand:
 
 
 def request(command: ScriptCommand, spec: TrialSpec, *, seed_offset: int = 0, launch: str = "auto") -> dict[str, Any]:
-    """Return the request document of one trial."""
+    """Return the request document of one trial.
+
+    Args:
+        command: the script.
+        spec: what the trial is.
+        seed_offset: added to every seed of the script: which paired seed it is.
+        launch: ``auto``, ``fork``, ``zygote`` or ``process``.
+    """
     return {"command": command_to_json(command), "spec": spec.to_json(), "seed_offset": seed_offset, "launch": launch}
 
 

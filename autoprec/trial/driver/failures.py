@@ -47,7 +47,13 @@ _ADVICE = {
 
 
 def script_failed(command: ScriptCommand, code: int, tail: str) -> ScriptError:
-    """Return the error of a script that ended before its first training step."""
+    """Return the error of a script that ended before its first training step.
+
+    Args:
+        command: the script.
+        code: its exit code; negative for a signal.
+        tail: the end of what it printed.
+    """
     shown = last_lines(tail)
     if code == 0:
         what = "the script ended without a training step that AutoPrec could see" + (f"\n{shown}" if shown else "")
@@ -87,7 +93,15 @@ def _held_back(tail: str) -> str:
 def no_host(
     command: ScriptCommand, message: dict[str, Any] | None, code: int | None, tail: str, log: Path
 ) -> ScriptError:
-    """The host ended instead of serving; ``message`` is what it said of that."""
+    """The host ended instead of serving; ``message`` is what it said of that.
+
+    Args:
+        command: the script.
+        message: its last one; None where there was none.
+        code: exit code of the process; None where that is not known.
+        tail: the end of what it printed.
+        log: file with all of it.
+    """
     if message is None and not _missing(tail):
         return ScriptError("the host process ended while saying hello", where=command.label, fix=f"see {log}")
     if message is None:
@@ -96,7 +110,13 @@ def no_host(
 
 
 def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) -> ScriptError:
-    """Return the error of a script that used torch but took no step that hooks could follow."""
+    """Return the error of a script that used torch but took no step that hooks could follow.
+
+    Args:
+        command: the script.
+        seen: what hooks counted, and ``why`` nothing could be followed.
+        tail: the end of what it printed.
+    """
     kind = str(seen.get("why") or ("no_backward" if not seen.get("backwards") else "no_training_mode"))
     what, fix = _ADVICE.get(kind, _ADVICE["no_backward"])
     counted = f"{seen.get('training_forwards', 0)} calls in training mode, {seen.get('backwards', 0)} backward passes"

@@ -93,7 +93,14 @@ class Forks:
     def fork(
         self, config: Mapping[str, Any], environment: Mapping[str, str], mark: str, log: Path | None
     ) -> ForkedProcess | None:
-        """Start a process with a configuration and further variables; None where the server has ended, or hangs."""
+        """Start a process with a configuration and further variables; None where the server has ended, or hangs.
+
+        Args:
+            config: of the trial.
+            environment: variables that it has beside the server's.
+            mark: by which its processes are found.
+            log: file for what it prints; None leaves the server's.
+        """
         reader, writer = os.pipe()
         child = ForkedProcess(reader, mark, log)
         try:

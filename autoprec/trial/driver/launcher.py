@@ -94,7 +94,14 @@ class Launcher:
     def fork(
         self, config: Mapping[str, Any], environment: Mapping[str, str], mark: str, log: Path | None
     ) -> ForkedProcess | None:
-        """Start a process from the zygote; None when there is none (any more)."""
+        """Start a process from the zygote; None when there is none (any more).
+
+        Args:
+            config: of the trial.
+            environment: variables that it has beside the server's.
+            mark: by which its processes are found.
+            log: file for what it prints; None leaves the server's.
+        """
         zygote = self._zygote
         return None if zygote is None else zygote.fork(config, environment, mark, log)
 

@@ -119,9 +119,11 @@ class NewProcess(ProcessTree):
         super().__init__(reader, mark, log)
 
     def poll(self) -> int | None:
+        """Return the exit code; None while the process runs."""
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int | None:
+        """Wait for the process so many seconds at most; return its exit code, or None where it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_s)
         return None

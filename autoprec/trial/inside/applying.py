@@ -57,6 +57,11 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
     """Watch about six steps of every optimizer from the inside, where a policy stores weights or state low.
 
     Short losses flatter a broken second moment, and gradient errors do not see it: see :mod:`autoprec.optim.monitors`.
+
+    Args:
+        policy: that was applied; None for none.
+        found: models and optimizers of the script.
+        steps: of the trial.
     """
     from autoprec.policy import OptimizerPolicy
 
@@ -86,7 +91,13 @@ class StateSeen:
 
 
 def state_seen(policy: Any, found: Found, monitors: list[Any]) -> StateSeen:
-    """Return what was seen of weights and state under a policy."""
+    """Return what was seen of weights and state under a policy.
+
+    Args:
+        policy: that was applied.
+        found: models and optimizers of the script.
+        monitors: of :func:`watch_state`.
+    """
     from autoprec.optim.audit import audit_optimizer, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps
 

@@ -171,7 +171,13 @@ class Duel:
 
 
 def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: float) -> list[str]:
-    """Return those of some policies whose speed is not known well enough, nor surely below that of another."""
+    """Return those of some policies whose speed is not known well enough, nor surely below that of another.
+
+    Args:
+        rounds: milliseconds per step by contender, round by round.
+        names: of contenders.
+        precision: half the width of an interval that is enough, relative.
+    """
     ratios = {name: ratios_of(rounds, name) for name in names if name != REFERENCE}
     known = {name: median_interval(found) for name, found in ratios.items() if found}
     best = max((low for _, low, _ in known.values()), default=0.0)
@@ -186,7 +192,13 @@ def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: f
 
 
 def is_late(spec: DuelSpec, own_s: float, began: float) -> bool:
-    """Say whether a duel's time is used up: its processes' own, or on a busy machine that on the clock."""
+    """Say whether a duel's time is used up: its processes' own, or on a busy machine that on the clock.
+
+    Args:
+        spec: of the duel.
+        own_s: seconds of its processes' own.
+        began: ``time.monotonic()`` of its begin.
+    """
     if spec.within_s is None:
         return False
     most = spec.within_s if spec.on_the_clock else _BUSY * spec.within_s

@@ -116,7 +116,14 @@ def _other_threads() -> list[str]:
 
 
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
-    """Describe the script at its first training forward."""
+    """Describe the script at its first training forward.
+
+    Args:
+        found: models and optimizers of the script.
+        launch: the launch mode in use.
+        setup_s: seconds until the first training step.
+        obstacle: why nothing is forked; empty for nothing.
+    """
     from autoprec.applying.compiling import is_compiled
     from autoprec.applying.units import tunable_units
     from autoprec.graph.analysis.modules import ModelNames

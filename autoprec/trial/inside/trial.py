@@ -115,7 +115,12 @@ class Trial:
 
     # ---------------------------------------------------------------- start
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Prepare the models as asked and start watching; a policy that cannot be applied ends the process here."""
+        """Prepare the models as asked and start watching; a policy that cannot be applied ends the process here.
+
+        Args:
+            module: the model whose forward begins the first training step.
+            args, kwargs: of that call.
+        """
         spec = self.spec
         sys.excepthook = self._on_exception
         self._note_warnings()

@@ -107,7 +107,13 @@ def _import_ahead() -> None:
 def leave_zygote_at_first_seed(
     address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]
 ) -> None:
-    """Leave a zygote (see :func:`leave_zygote`) when the script first seeds Python, numpy or torch, before it does."""
+    """Leave a zygote (see :func:`leave_zygote`) when the script first seeds Python, numpy or torch, before it does.
+
+    Args:
+        address: of the socket that asks for children.
+        configure: is given a child's configuration.
+        part: runs in a child before it goes on.
+    """
     numpy = sys.modules.get("numpy")
     places: list[tuple[Any, str]] = [(random, "seed"), (torch, "manual_seed"), (torch.random, "manual_seed")]
     if numpy is not None:

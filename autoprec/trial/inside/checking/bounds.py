@@ -72,7 +72,13 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def sum_error(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, inner: int) -> float:
-    """Return the distance that sums of ``inner`` products may have, as a share of the sum of their magnitudes."""
+    """Return the distance that sums of ``inner`` products may have, as a share of the sum of their magnitudes.
+
+    Args:
+        a, b: operands, 2-D.
+        step: how they are multiplied.
+        inner: K, the number of products in a sum.
+    """
     dtypes, device = {a.codes.dtype, b.codes.dtype}, a.codes.device
     if dtypes == {torch.int8}:
         return 0.0
@@ -101,7 +107,14 @@ def _values(operand: QuantizedOperand) -> Tensor:
 def compare(
     found: Tensor, a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, bias: Tensor | None = None
 ) -> Compared:
-    """Compare a result ``[M, N]`` with ``a @ b + bias`` in float64; ``a``, ``b`` and ``step`` are those of its GEMM."""
+    """Compare a result ``[M, N]`` with ``a @ b + bias`` in float64; ``a``, ``b`` and ``step`` are those of its GEMM.
+
+    Args:
+        found: the result.
+        a, b: its operands, 2-D.
+        step: how they were multiplied.
+        bias: ``[N]``; None for none.
+    """
     left = _values(a) if step.axes[0] == 1 else _values(a).t()
     right = _values(b) if step.axes[1] == 0 else _values(b).t()
     inner = left.shape[1]
@@ -181,7 +194,12 @@ def errors(
 
 
 def shares(x: Tensor, operand: QuantizedOperand) -> tuple[float, float]:
-    """Return which shares of an operand's values were cut off at its format's largest, and rounded to zero."""
+    """Return which shares of an operand's values were cut off at its format's largest, and rounded to zero.
+
+    Args:
+        x: the operand before it was quantised, ``[rows, columns]``, any float dtype.
+        operand: what was made of it.
+    """
     if operand.spec.hadamard or x.numel() == 0:
         return 0.0, 0.0
     kept, size = dequantize(operand).double().abs(), x.detach().double().abs()

@@ -168,6 +168,11 @@ def enter(guarded: Iterable[str], writable: Sequence[str], folder: str) -> Mount
     """Lay a layer over the user's directories for this process and those it starts; None where that cannot be.
 
     Call it before there are other threads.
+
+    Args:
+        guarded: directories of the user's that are laid over.
+        writable: directories that stay as they are.
+        folder: that takes what is written.
     """
     if sys.platform != "linux":
         return None

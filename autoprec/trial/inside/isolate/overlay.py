@@ -198,7 +198,13 @@ class Overlay:
         return self._rules[path]
 
     def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> tuple[str, bool] | None:
-        """Return a path with its links followed, and whether it is guarded; None for a descriptor."""
+        """Return a path with its links followed, and whether it is guarded; None for a descriptor.
+
+        Args:
+            path: text, bytes, a path or a descriptor, as ``open`` takes it.
+            dir_fd: descriptor of the directory that a relative path is of.
+            follow: whether a link at its end is followed.
+        """
         absolute = self.absolute(path, dir_fd)
         if absolute is None:
             return None
@@ -291,7 +297,13 @@ class Overlay:
         return {name: shown for name in names if (shown := self.shown(os.path.join(absolute, name))) is not None}
 
     def copy(self, source: str, guarded: bool, target: str) -> None:
-        """Copy what is at a path, as this trial sees it, to a place where nothing is."""
+        """Copy what is at a path, as this trial sees it, to a place where nothing is.
+
+        Args:
+            source: absolute path.
+            guarded: whether this trial may see something else there.
+            target: absolute path.
+        """
         place = self.seen(source) if guarded else source
         found = kind(place)
         if stat.S_ISLNK(found):

@@ -47,6 +47,7 @@ class OpenFile:
 
     @property
     def written(self) -> bool:
+        """Whether the file was opened for writing."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 

@@ -54,7 +54,7 @@ class Found:
 
     @property
     def root_parameters(self) -> list[torch.Tensor]:
-        """The trained parameters of the primary model."""
+        """The trained parameters of the primary model, of any shapes."""
         mine = {id(p) for p in self.root.parameters()}
         own = [p for p in self.parameters if id(p) in mine]
         # Inside functional_call other tensors stand for the parameters.
@@ -128,7 +128,7 @@ def discover(
 
     Args:
         optimizers: every living optimizer, or none in a script that updates its weights itself.
-        loss_leaves: without an optimizer, the parameters a loss reaches (:func:`loss_parameters`).
+        loss_leaves: without an optimizer, the parameters a loss reaches (:func:`loss_parameters`), of any shapes.
         called: the module whose call begins a training step, where that is known.
     """
     trained: dict[int, torch.Tensor] = {}
@@ -176,7 +176,11 @@ def _notes(
 
 
 def loss_parameters(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves a loss reaches, walking its autograd graph to the AccumulateGrad nodes."""
+    """Return the leaves a loss reaches, walking its autograd graph to the AccumulateGrad nodes.
+
+    Args:
+        tensors: what backward is called on, of any shape.
+    """
     seen: set[Any] = set()
     leaves: dict[int, torch.Tensor] = {}
     stack: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]

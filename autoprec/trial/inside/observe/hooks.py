@@ -33,10 +33,10 @@ class Events:
     """What a watcher may react to; every method does nothing unless overridden."""
 
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """A top-level backward starts from these tensors."""
+        """A top-level backward starts from these tensors: losses of shape ``[]``, or vectors with gradients."""
 
     def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """A top-level backward has ended."""
+        """A top-level backward from these tensors, of any shape, has ended."""
 
     def before_closure(self, optimizer: Optimizer, call: int) -> None:
         """An optimizer evaluates its closure for the ``call``-th time (from 1) in one step."""
@@ -57,7 +57,13 @@ class Events:
         """A top-level backward is about to be captured in a CUDA graph, whose replays nothing here sees."""
 
     def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-        """Gradients were clipped; ``norm`` is their norm before."""
+        """Gradients were clipped.
+
+        Args:
+            parameters: whose gradients they are, of any shapes.
+            norm: of the gradients before, of shape ``[]``.
+            max_norm: what they were clipped to.
+        """
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -66,12 +72,16 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the loss a GradScaler scaled, the weighted sum of a vector that backward is called on, or the tensor."""
+    """Return the loss a GradScaler scaled, the weighted sum of a vector that backward is called on, or the tensor.
+
+    Args:
+        tensor: what backward is called on, of any shape.
+    """
     return getattr(tensor, "_autoprec_raw", tensor)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer updates."""
+    """Yield the parameters that an optimizer updates, of any shapes."""
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -144,7 +154,13 @@ class Hooks:
         self._watch_optimizers(on_optimizer)
 
     def replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Let ``wrapper`` be called instead of a function, which is its first argument."""
+        """Let ``wrapper`` be called instead of a function, which is its first argument.
+
+        Args:
+            owner: module, class or object that has the function.
+            name: of the function there.
+            wrapper: is called with the function and its arguments.
+        """
         original = getattr(owner, name)
         setattr(owner, name, wrapped(original, wrapper))
         self._undo.append(lambda: setattr(owner, name, original))
@@ -225,7 +241,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def inside_backward(self, roots: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        """Tell that a backward from ``roots`` runs, which may itself call backward."""
+        """Tell that a backward from ``roots``, of any shapes, runs, which may itself call backward."""
         self.backwards += 1
         self.events.before_backward(roots)
         self._depth += 1
@@ -262,6 +278,11 @@ class Hooks:
 
         A GradScaler divides the gradients of one optimizer at a time, when it steps it: those of the ``others``, which
         share its loss, are as the scaled loss left them, and so are those of a fused one, which divides them itself.
+
+        Args:
+            factors: by the ``id`` of parameters; are changed.
+            optimizer: whose gradients are ready.
+            others: optimizers that share its loss.
         """
         scales: dict[int, float] = {}
         if self._scaler is not None and self._scaler.is_enabled():

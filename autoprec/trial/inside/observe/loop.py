@@ -29,7 +29,14 @@ def annealed(step: int, total: int) -> float:
 
 
 def early_stop(losses: Sequence[float], reference: Sequence[float], limit: float, total: int) -> bool:
-    """True when the mean absolute gap (in units of the loss) over the last quarter of the steps exceeds ``limit``."""
+    """True when the mean absolute gap (in units of the loss) over the last quarter of the steps exceeds ``limit``.
+
+    Args:
+        losses: of the trial so far, one per step.
+        reference: losses of the reference.
+        limit: of the gap.
+        total: steps of the trial.
+    """
     seen = min(len(losses), len(reference))
     if seen < max(4, total // 4):
         return False

@@ -29,7 +29,11 @@ class StepPeak:
         self._lasting, self._counts = 0, False
 
     def begin(self, lasting: Iterable[torch.Tensor]) -> None:
-        """Start counting on top of what is there already, unless the script profiles itself."""
+        """Start counting on top of what is there already, unless the script profiles itself.
+
+        Args:
+            lasting: tensors of any shapes that are there before a step (:func:`lasting`).
+        """
         self._lasting, self._counts = _unique_bytes(lasting), not _TORCH._profiler_enabled()
         if self._counts:
             no_more = torch._C._profiler._ExperimentalConfig()
@@ -39,6 +43,7 @@ class StepPeak:
             _TORCH._enable_profiler(config, kind, scope)
 
     def second_step(self) -> None:
+        """Mark where the second step begins, the first whose peak counts."""
         with record_function(_SECOND_STEP):
             pass
 
@@ -59,7 +64,7 @@ class StepPeak:
 
 
 def lasting(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield what is there before a step: parameters, buffers, gradients, and what the optimizers keep."""
+    """Yield what is there before a step, of any shapes: parameters, buffers, gradients, and optimizer state."""
     for parameter in model.parameters():
         yield parameter
         if parameter.grad is not None:

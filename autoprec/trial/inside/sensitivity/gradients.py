@@ -54,7 +54,12 @@ class Gradients:
                 yield part, unclip.get(id(parameter), 1.0) * root, target[start : start + PIECE]
 
     def store(self, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Keep the gradients of now (or ``grads``), each times its factor; a missing one counts as zero."""
+        """Keep the gradients of now (or ``grads``), each times its factor; a missing one counts as zero.
+
+        Args:
+            unclip: factor of each parameter's gradient, by its ``id``.
+            grads: gradients of the parameters' shapes, in their order; default: those of now.
+        """
         for grad, factor, target in self._pieces(unclip, grads):
             if grad is None:
                 target.zero_()
@@ -66,7 +71,12 @@ class Gradients:
     def compare(
         self, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[float, float]:
-        """Return ``(||g - g_ref||^2, ||g_ref||^2)``; g are the gradients of now times their factors."""
+        """Return ``(||g - g_ref||^2, ||g_ref||^2)``; g are the gradients of now times their factors.
+
+        Args:
+            unclip: factor of each parameter's gradient, by its ``id``.
+            grads: gradients of the parameters' shapes, in their order; default: those of now.
+        """
         error = norm = 0.0
         for grad, factor, target in self._pieces(unclip, grads):
             size = float(torch.dot(target, target))
@@ -89,6 +99,11 @@ class Gradients:
         """Take one more gradient into the mean of ``seen`` others, which is kept (at first: the reference).
 
         Returns what it adds to the sum of squared deviations from the mean (Welford): one copy serves all batches.
+
+        Args:
+            seen: how many there were before.
+            unclip: factor of each parameter's gradient, by its ``id``.
+            grads: gradients of the parameters' shapes, in their order; default: those of now.
         """
         added = 0.0
         for grad, factor, mean in self._pieces(unclip, grads):
@@ -99,7 +114,11 @@ class Gradients:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, summed over ranks where that is still to be done; others as they are."""
+    """Return this rank's shard of a DTensor, summed over ranks where that is still to be done; others as they are.
+
+    Args:
+        tensor: of any shape and dtype.
+    """
     if not is_dtensor(tensor):
         return tensor
     sharded: Any = tensor

@@ -283,7 +283,15 @@ class RecordedStep:
         random: Any = None,
         sync: Any = None,
     ) -> None:
-        """Put one call on the tape: of the model where ``random`` is its random state, else of a torch function."""
+        """Put one call on the tape: of the model where ``random`` is its random state, else of a torch function.
+
+        Args:
+            run: what was called.
+            args, kwargs: of the call.
+            outputs: what it returned.
+            random: state of random streams before it, of a call of the model.
+            sync: whether ranks exchange gradients in its backward pass (DDP); None where that is not said.
+        """
         kind = self._device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         differentiable = torch.is_grad_enabled()
@@ -312,7 +320,7 @@ class RecordedStep:
         return self._count
 
     def before_backward(self, tensors: tuple[Tensor, ...]) -> None:
-        """End the forward of one micro-batch: backward begins on these tensors."""
+        """End the forward of one micro-batch: backward begins on these tensors, losses of shape ``[]`` or vectors."""
         if self.failed:
             return
         # a loss that reaches no parameter is of another model, which is trained in turns with this one (a

@@ -70,7 +70,13 @@ def hardly_moved(found: Found, squares: Sequence[float]) -> list[str]:
 
 
 def answered(probe: Probe, value: float, loss: float) -> ProbeResult:
-    """Return what a probe found: a relative gradient error and a loss; None for what is not finite."""
+    """Return what a probe found: a relative gradient error and a loss; None for what is not finite.
+
+    Args:
+        probe: what was asked.
+        value: the relative gradient error.
+        loss: of the probe's forward.
+    """
     finite = math.isfinite(value) and math.isfinite(loss)
     return ProbeResult(probe.id, value if finite else None, finite_or_none(loss), nonfinite=not finite)
 
