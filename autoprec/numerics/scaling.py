@@ -17,7 +17,15 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
-    """Return the largest magnitude as float32: 0-d, or along ``axis`` with that dimension kept; NaN propagates."""
+    """Return the largest magnitude of a tensor; NaN propagates.
+
+    Args:
+        x: of any shape and float dtype; an empty one has 0.
+        axis: along which; None for the whole tensor.
+
+    Returns:
+        0-d float32 (shape ``[]``), or float32 with the size of ``axis`` 1.
+    """
     if x.numel() == 0:
         shape = [] if axis is None else [1 if d == axis % x.ndim else n for d, n in enumerate(x.shape)]
         return x.new_zeros(shape, dtype=torch.float32)
@@ -34,7 +42,7 @@ def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
 
 
 def power_of_2_floor(scale: Tensor) -> Tensor:
-    """Round positive normal float32 values down to a power of two, exactly."""
+    """Round positive normal float32 values of any shape down to a power of two, exactly."""
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
@@ -44,6 +52,15 @@ def scale_of(amax: Tensor, limit: float, *, power_of_2: bool = False, epsilon: f
     The quotient is rounded once, as torchao's division in float64 rounds it: on a CPU float32 division does that by
     itself (and a compiler that computes the scale anew for every value does it eight times faster), Triton's does not.
     A scale beyond float32 becomes its largest value.
+
+    Args:
+        amax: largest magnitudes, float32 of any shape.
+        limit: the largest value of the format.
+        power_of_2: round the scale down to a power of two.
+        epsilon: the least magnitude that counts.
+
+    Returns:
+        Scales of the shape of ``amax``: a tensor is multiplied by them.
     """
     if epsilon:
         amax = amax.clamp(min=epsilon)
@@ -64,7 +81,7 @@ def _countable(amax: Tensor) -> Tensor:
 
 
 def inverse_of(scale: Tensor, amax: Tensor) -> Tensor:
-    """Return ``1 / scale``, or NaN where ``amax`` is not finite."""
+    """Return ``1 / scale``, or NaN where ``amax`` is not finite: float32 of the shape of both."""
     return torch.where(amax < torch.inf, scale.reciprocal(), torch.nan)
 
 
@@ -118,6 +135,13 @@ class DelayedScale:
         """Return the scale inside a graph, as :meth:`step` does; the amax is noted, see :func:`learn_together`.
 
         One difference: an operand first seen when other layers have a history starts at scale 1.
+
+        Args:
+            amax: of the tensor at hand, float32 of shape ``[]``.
+            update: whether it is noted.
+
+        Returns:
+            Float32 of shape ``[]``.
         """
         if self.scale is None or self.seen is None:
             raise RuntimeError("DelayedScale.traced needs tensors made before the trace: call prepare first")
@@ -127,7 +151,7 @@ class DelayedScale:
         return scale
 
     def step(self, amax: Tensor, *, update: bool) -> Tensor:
-        """Return the scale to use for a tensor whose amax is ``amax``; if ``update``, the amax is noted."""
+        """Return the scale of a tensor with this amax, both float32 of shape ``[]``; if ``update``, it is noted."""
         if not self.started and self.scale is not None:
             self.started = bool(self.scale > 0)  # waits for the device, in the first steps only
         scale = self.scale if self.started and self.scale is not None else self._of(amax, 1.0)
@@ -136,7 +160,7 @@ class DelayedScale:
         return scale
 
     def note(self, amax: Tensor) -> None:
-        """Keep an amax in ``seen`` until the step is over."""
+        """Keep an amax, float32 of shape ``[]``, in ``seen`` until the step is over."""
         found = _countable(amax)
         self.seen = found if self.seen is None else torch.maximum(self.seen, found)
 
@@ -152,7 +176,12 @@ class DelayedScale:
         return {name: empty[name] if part is None else part.clone() for name, part in parts.items()}
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Continue from :meth:`state`; a history of another length keeps its latest entries."""
+        """Continue from :meth:`state`; a history of another length keeps its latest entries.
+
+        Args:
+            state: ``history`` ``[length]``, ``scale`` ``[]`` and ``seen`` ``[]``, float32.
+            device: on which the layer runs.
+        """
         held = state["history"].to(device)[: self.length]
         self.history = torch.cat([held, held.new_zeros(self.length - held.numel())])
         self.scale, self.started = state["scale"].to(device, copy=True), False
@@ -165,7 +194,11 @@ class DelayedScale:
             self.scale, self.given = torch.where(self.scale > 0, self.scale, 1.0), True
 
     def learn(self, amax: Tensor) -> None:
-        """Take an amax into the history and compute the next scale; zero and non-finite ones teach nothing."""
+        """Take an amax into the history and compute the next scale; zero and non-finite ones teach nothing.
+
+        Args:
+            amax: the largest magnitude of a step, float32 of shape ``[]``.
+        """
         self.seen = None if self.seen is None else torch.zeros_like(self.seen)
         if self.history is None or self.scale is None:
             self.history, self.scale = amax.new_zeros(self.length), amax.new_zeros(())

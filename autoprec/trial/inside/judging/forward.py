@@ -53,10 +53,12 @@ class Step:
 
     @property
     def calls(self) -> list[Call]:
+        """The operator calls of the step, in the order they ran."""
         return self.recorder.trace.calls
 
     @property
     def measures(self) -> dict[int, Measure]:
+        """What was measured of calls, by their index."""
         return self.recorder.measures
 
     @cached_property
@@ -75,6 +77,7 @@ class Step:
         return out
 
     def values(self, call: Call) -> list[Value]:
+        """Return the tensors that a call reads."""
         return self.recorder.trace.inputs(call)
 
     def cast(self, dtype: str) -> str:
@@ -93,7 +96,15 @@ def seen(step: Step) -> list[Observation]:
 def observed(
     code: str, operator: Operator, *, also: tuple[str, ...] = (), where: str = "", **figures: Any
 ) -> Observation:
-    """Return an observation about an operator."""
+    """Return an observation about an operator.
+
+    Args:
+        code: of the finding.
+        operator: that it is about.
+        also: further places that it is seen at.
+        where: ``file:line``; default: the operator's.
+        figures: what its sentence is made of.
+    """
     dtypes = tuple(dict.fromkeys(operator.dtypes))
     return Observation(
         code, where or operator.where, operator.op, operator.module, dtypes, figures, tuple(a for a in also if a)

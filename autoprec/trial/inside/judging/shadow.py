@@ -93,13 +93,13 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def sampled(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return up to ``most`` elements of a tensor, evenly spread, flat."""
+    """Return up to ``most`` elements of a tensor of any shape, evenly spread, as ``[elements]``."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))] if flat.numel() else flat
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return ``|found - wanted| / |wanted|`` over what is finite in both; 0 where nothing is."""
+    """Return ``|found - wanted| / |wanted|`` of tensors of one shape, over what is finite in both; else 0."""
     a, b = sampled(found).double(), sampled(wanted).double()
     both = a.isfinite() & b.isfinite()
     a, b = a[both], b[both]
@@ -148,11 +148,11 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- twins
     def value_of(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's value in the trace, -1 where it was not seen."""
+        """Return the index of a tensor's value, whatever its shape, in the trace; -1 where it was not seen."""
         return self._known.get(self._storages.key(tensor), -1)
 
     def twin_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor's twin; None where it has none."""
+        """Return a tensor's twin, of its shape; None where it has none."""
         return self._twin(self._twins, tensor)
 
     def _twin(self, table: dict[int, tuple[Tensor, int]], tensor: Tensor) -> Tensor | None:
@@ -467,7 +467,14 @@ class _Autocast:
 
 
 def half_ulp(tensor: Tensor) -> Tensor:
-    """Return half a unit in the last place of each element: what is smaller is lost when it is added."""
+    """Return half a unit in the last place of each element: what is smaller is lost when it is added.
+
+    Args:
+        tensor: of any shape and float dtype.
+
+    Returns:
+        Float64 of the same shape.
+    """
     info = torch.finfo(tensor.dtype)
     size = tensor.detach().abs().double().clamp_min(info.tiny)
     return torch.exp2(torch.floor(torch.log2(size))) * info.eps / 2
