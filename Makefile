@@ -1,6 +1,6 @@
 # make demo   install into .venv and run `autoprec demo`: a search on this machine
 # make test   the whole test suite           make lint   ruff and mypy
-# make check ROOM=optim   that room's tests, and its part of the behaviour dump beside the one in BASE=FILE, if given
+# make check ROOM=optim   that room's tests, and those of the architecture
 # make durations   the whole suite, and how long each of its files took written down: the order of the next run
 # make docs   write docs/cli.md, then test every page      make site   build the pages as a site, in site/
 # make gpu    two commands of five minutes on a GPU; make gpu-bundle collects the wheels a GPU machine may lack
@@ -56,11 +56,10 @@ PYTEST ?= -n 2 --dist loadscope --no-loadscope-reorder
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST) $(RECORD)
 
-# One room of autoprec/: its own tests but those of real processes (tests/e2e), and what it does, as hashes.
+# One room of autoprec/: its own tests but those of real processes (tests/e2e).
 check: $(STAMP)
 	@test -d "autoprec/$(ROOM)" -a -n "$(ROOM)" || { echo "make check ROOM=one of: $$(ls -d autoprec/*/ | xargs -n1 basename | tr '\n' ' ')"; exit 2; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/$(ROOM) tests/test_architecture.py
-	$(BIN)/python benchmarks/behaviour.py --room $(ROOM) $(if $(BASE),--against $(BASE))
 
 durations: RECORD := --record-durations
 durations: test
