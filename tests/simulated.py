@@ -210,7 +210,10 @@ class SimulatedRunner(Runner):
     def _duel(self, spec: DuelSpec) -> TrialResult:
         """Time policies beside each other: rounds without noise."""
         asked = {REFERENCE: spec.policy} | {probe.id: probe.policy for probe in spec.probes}
-        ms = {name: self._train(TrainSpec(policy=p), in_duel=True).step_ms[-1] for name, p in asked.items()}
+        ms = {
+            name: self._train(TrainSpec(policy=p, by_block=spec.by_block), in_duel=True).step_ms[-1]
+            for name, p in asked.items()
+        }
         return TrialResult("ok", answer=DuelRounds((ms,) * 8, steps=8, block=1))
 
     def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:

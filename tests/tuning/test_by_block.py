@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autoprec.trial.protocol import TrainSpec, TrialResult
+from autoprec.policy import load_policy
+from autoprec.trial.protocol import DuelRounds, DuelSpec, TrainSpec, TrialResult
 from autoprec.tuning.by_block import ByBlock, is_whole
 from autoprec.tuning.decide.metrics import Reference
-from autoprec.tuning.study.run import BY_BLOCK
+from autoprec.tuning.sixteen_bit import NAMES
+from autoprec.tuning.study.run import BY_BLOCK, DUEL
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+from tests.tuning.test_engine import H100, here, options, search  # noqa: F401
 
 LAYERS = tuple(f"h.{k}.mlp" for k in range(12))
 REFERENCE, TRIAL = TrainSpec(), TrainSpec(policy={"default": "bf16"}, by_block=True)
@@ -139,3 +145,121 @@ def test_a_record_says_how_it_was_compiled() -> None:
     assert is_whole(record)
     record.tags = ("preset", BY_BLOCK)
     assert not is_whole(record)
+
+
+def compiled_script(**changes: Any) -> SimulatedScript:
+    """A script of four blocks that compiles its model for a minute."""
+    graph = simulated_graph(4, width=4096, tokens=16384)
+    return SimulatedScript(graph=graph, device=H100, compile_s=60.0, **changes)
+
+
+def whole_runs(simulated: SimulatedScript) -> list[tuple[int, bool]]:
+    """(seed, whether under a policy) of the runs that compiled the whole model."""
+    return [(s, c.policy is not None) for s, c in simulated.calls if c.kind == "train" and not c.by_block]
+
+
+def test_only_what_is_adopted_and_what_it_is_told_against_are_compiled_as_the_script_compiles(
+    here: Path,  # noqa: F811
+) -> None:
+    simulated = compiled_script()
+    made, result = search(simulated, options(trials=8))
+    assert result.verdict == "adopt"
+    assert made.ledger is not None
+    whole = [r for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
+    adopted = whole[-1]
+    assert adopted.name == result.best["name"]
+    assert {r.name for r in whole[:-1]} == {"all bf16"}  # what 16 bit would gain, told beside it
+    assert whole_runs(simulated) == [(0, False), (0, True), (0, True)]  # the script as written, first of all
+    written = made.ledger.whole[0]
+    assert adopted.reference_losses == written.losses != made.ledger.reference.losses
+    assert adopted["speedup"] == pytest.approx(written.step_ms / adopted["step_time_ms"])
+    assert result.best["speedup"] == adopted["speedup"]
+    assert result.best["step_time_ms"] == pytest.approx(adopted["step_time_ms"])
+    others = [r for r in made.records if r.kind in ("preset", "search", "finalist") and BY_BLOCK in r.tags]
+    assert others
+    # compared with what rounds as they do: the difference of 1e-4 to the whole model's losses is not theirs
+    assert all(r.reference_losses != written.losses for r in others)
+    assert {r.seed for r in others} == {0, 1}
+    assert any("one of its 4 blocks" in note and "0.010%" in note for note in result.notes)
+
+
+def test_a_policy_that_gains_by_block_alone_is_not_adopted(here: Path) -> None:  # noqa: F811
+    slow = compiled_script(whole_factor=lambda policy: 10.0 if "fp8" in repr(policy.get("recipes")) else 1.0)
+    made, result = search(slow, options(trials=8))
+    assert result.verdict == "adopt"
+    assert "fp8" not in load_policy(here / result.policy).to_dict().get("recipes", {})
+    tried = [r.name for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
+    assert len(tried) == len(set(tried))
+    assert result.best["name"] in tried
+
+
+def test_no_more_than_two_acceptable_policies_are_compiled_as_a_whole(here: Path) -> None:  # noqa: F811
+    script_ = compiled_script(whole_factor=lambda _policy: 1.3)  # every estimate by block is too high
+    made, result = search(script_, options(trials=8))
+    assert result.verdict == "adopt"
+    tried = {r.name for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags}
+    assert result.best["name"] in tried
+    assert len(tried - {*NAMES}) <= 2
+
+
+def test_without_time_for_it_nothing_is_adopted_by_the_times_of_blocks(here: Path) -> None:  # noqa: F811
+    simulated = compiled_script()
+    made, result = search(simulated, options(trials=8, budget_s=60.0))  # one compilation takes six times as long
+    assert result.verdict == "undecided"
+    assert "as the script compiles it" in result.cut_short
+    assert "by the times of compiled blocks" in result.reason
+    assert whole_runs(simulated) == [(0, False)]
+    assert not (here / "policy.yaml").exists()
+    assert made.ledger is not None
+
+
+def duels_of(simulated: SimulatedScript) -> list[tuple[bool, set[str]]]:
+    """(whether it compiled blocks, contenders) of each duel."""
+    return [(c.by_block, {p.id for p in c.probes}) for _, c in simulated.calls if isinstance(c, DuelSpec)]
+
+
+def test_duels_of_blocks_rank_and_one_of_whole_models_decides(here: Path) -> None:  # noqa: F811
+    """The whole model gains a tenth less under FP8 than its blocks do, and every row that is told says so."""
+    simulated = compiled_script(whole_factor=lambda policy: 1.1 if "fp8" in repr(policy.get("recipes")) else 1.0)
+    made, result = search(simulated, options(trials=8))
+    assert result.verdict == "adopt"
+    ranked, whole = ([names for blocks, names in duels_of(simulated) if blocks is how] for how in (True, False))
+    assert ranked
+    assert result.best["name"] in set.union(*whole)
+    assert "all bf16" in set.union(*whole), "the best by hand is in it"
+    low, high = result.best["intervals"]["speedup"]
+    assert low <= result.best["speedup"] <= high
+    duel = next(run for run in reversed(made.records) if run.kind == DUEL and run.name == result.best["name"])
+    assert BY_BLOCK not in duel.tags
+    assert result.best["speedup"] == pytest.approx(duel["speedup"])
+    assert "not timed beside" not in result.reason
+    by_hand = next(row for row in result.presets if row["name"] == "all bf16")
+    assert "speedup" in by_hand["intervals"]
+    evidence = load_policy(here / result.policy).evidence
+    assert {"speedup_low", "speedup_high"} <= evidence.keys()
+
+
+def test_where_the_duel_of_whole_models_fails_nothing_is_adopted(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = SimulatedRunner._duel
+    crashed = TrialResult("crashed", "RuntimeError: no space left")
+    monkeypatch.setattr(SimulatedRunner, "_duel", lambda runner, spec: real(runner, spec) if spec.by_block else crashed)
+    _, result = search(compiled_script(), options(trials=8))
+    assert result.verdict == "undecided"
+    assert any("a duel failed (crashed: RuntimeError: no space left)" in note for note in result.notes)
+
+
+def test_a_duel_of_too_few_rounds_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    real = SimulatedRunner._duel
+
+    def short(runner: SimulatedRunner, spec: DuelSpec) -> TrialResult:
+        found = real(runner, spec).answer
+        assert isinstance(found, DuelRounds)
+        return TrialResult("ok", answer=replace(found, rounds=found.rounds[:1]))
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", short)
+    monkeypatch.setattr("autoprec.tuning.phases.duels._PROCESSES", 1)
+    _, result = search(compiled_script(), options(trials=8))
+    assert any("a duel took" in note and "an interval takes 6" in note for note in result.notes)

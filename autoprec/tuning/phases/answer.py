@@ -45,7 +45,7 @@ def settled(decision: Decision, ledger: Ledger) -> Decision:
     if not ledger.cut_short:
         return decision
     cut = Reason("cut_short", {"what": list(ledger.cut_short)})
-    if decision.verdict == "stay":
+    if decision.verdict != "adopt":
         return replace(decision, verdict="undecided", reasons=(*decision.reasons, cut), explanation={})
     adopted, *others = decision.reasons
     so_far = replace(adopted, data=adopted.data | {"so_far": True})

@@ -5,6 +5,9 @@ that people write by hand, what would be adopted, and what is tied with it) is t
 turns, each in a process of its own (:mod:`autoprec.trial.inside.lanes`) or, where the script cannot be
 forked, all in one (:mod:`autoprec.trial.inside.duel`); its speed-up has a 95 % interval from then on. A duel is a run
 of its own in the study; its losses mean nothing, and what the loss says of a policy comes from paired trials.
+
+Where the runs of a search compile blocks (:mod:`autoprec.tuning.by_block`), so do its duels, which then only rank; what
+would be the answer, and what people write by hand, is in a last one of whole models, whose speeds stand.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import replace
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
 from autoprec.support.plain import Document
-from autoprec.support.units import speed_text
+from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrialResult
 from autoprec.tuning.decide.decision import Standing
@@ -28,8 +31,9 @@ from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import OVERRUN, PairedRunner
+from autoprec.tuning.schedule import CACHED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run
+from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
 
 #: Half the width of an interval that is enough, relative to the speed-up.
 PRECISE = 0.02
@@ -55,60 +59,68 @@ class Duels:
 
     def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
         self._setup, self._runner, self._ledger = setup, runner, ledger
-        self._tried: set[str] = set()
+        self._tried: set[tuple[str, bool]] = set()
         self._again: Counter[str] = Counter()
-        self._rounds: list[dict[str, float]] = []
+        #: Of whole models, and of blocks.
+        self._rounds: dict[bool, list[dict[str, float]]] = {False: [], True: []}
 
     def between(self, one: Standing, other: Standing) -> tuple[float, float, float] | None:
         """Return how many times as fast one policy is as another, with its 95 % interval; None if not both were timed.
 
         Of two that were timed apart the interval is that of their intervals, which is wider.
         """
-        ratios = [ms[other.name] / ms[one.name] for ms in self._rounds if one.name in ms and other.name in ms]
-        if len(ratios) >= FEWEST:
-            return median_interval(ratios)
+        for rounds in self._rounds.values():  # those of whole models first
+            ratios = [ms[other.name] / ms[one.name] for ms in rounds if one.name in ms and other.name in ms]
+            if len(ratios) >= FEWEST:
+                return median_interval(ratios)
         if None in (bounds := (one.low, one.high, other.low, other.high)):
             return None
         own_low, own_high, low, high = (float(bound or 0.0) for bound in bounds)
         return one.speedup / other.speedup, own_low / high, own_high / low
 
-    def _are_timed(self) -> bool:
-        return self._setup.measured and not self._runner.by_block.active  # those compile blocks for the model's time
+    def known(self, *, whole: bool = False) -> dict[str, Run]:
+        """Return what is known of each policy's speed, by name; ``whole``: only by duels of whole models."""
+        records = self._ledger.store.records
+        return last_duels([run for run in records if BY_BLOCK not in run.tags] if whole else records)
 
-    def known(self) -> dict[str, Run]:
-        """Return the last duel of each policy, by name."""
-        return {run.name: run for run in self._ledger.store.records if run.kind == DUEL and run.ok}
-
-    def wanted(self, runs: Sequence[Run]) -> list[Run]:
-        """Return those of some runs that can be timed in a duel and were not yet."""
-        if not self._are_timed():
+    def wanted(self, runs: Sequence[Run], *, whole: bool = False) -> list[Run]:
+        """Return those of some runs that can be timed in a duel, one of whole models if asked, and were not yet."""
+        if not self._setup.measured:
             return []
-        known = self.known()
+        known = self.known(whole=whole)
         asked = {run.name: run for run in runs if run.ok and run.policy and run.name not in known}
-        return [run for name, run in asked.items() if name not in self._tried]
+        return [run for name, run in asked.items() if (name, self._by_block(whole)) not in self._tried]
 
-    def least_s(self, runs: Sequence[Run]) -> float:
+    def _by_block(self, whole: bool) -> bool:
+        return self._runner.by_block.active and not whole
+
+    def least_s(self, runs: Sequence[Run], *, whole: bool = False) -> float:
         """Return the seconds on the clock of the shortest duel with an interval of some runs; 0 for none."""
-        wanted = self.wanted(runs)[:MOST_AT_ONCE]
-        return self._least_s(len(wanted)) if wanted else 0.0
+        count = len(self.wanted(runs, whole=whole)[:MOST_AT_ONCE])
+        return self._least_s(count) + self._compile_s(count, self._by_block(whole)) if count else 0.0
 
-    def time(self, runs: Sequence[Run], rivals: Sequence[Run] = ()) -> bool:
+    def time(self, runs: Sequence[Run], rivals: Sequence[Run] = (), *, whole: bool = False) -> bool:
         """Time policies that were not yet, a few at once; returns whether anything was learnt.
 
         Args:
             runs: of a policy each, what an answer rests on first; a time budget that is short leaves out the last.
             rivals: are timed beside them where there is room, whether they were before or not.
+            whole: as the script compiles its model, also where runs compile blocks.
         """
-        wanted = _beside(self.wanted(runs), rivals, MOST_AT_ONCE)
+        wanted, by_block = _beside(self.wanted(runs, whole=whole), rivals, MOST_AT_ONCE), self._by_block(whole)
         if not wanted:
             return False
-        while wanted and self._seconds(len(wanted), may_overrun=True) <= 0:
+
+        def seconds() -> float:
+            return self._seconds(len(wanted), may_overrun=True, compile_s=self._compile_s(len(wanted), by_block))
+
+        while wanted and seconds() <= 0:
             wanted.pop()
         if not wanted:
             self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
             return False
-        self._tried |= {run.name for run in wanted}
-        return self._time(wanted, self._seconds(len(wanted), may_overrun=True))
+        self._tried |= {(run.name, by_block) for run in wanted}
+        return self._time(wanted, seconds(), by_block=by_block)
 
     def time_again(self, picked: Sequence[Run], rivals: Sequence[Run]) -> bool:
         """Time once more what is not known well yet, where a time budget leaves the time; says whether that was done.
@@ -127,13 +139,13 @@ class Duels:
 
         unsure = [run for run in picked if may(run) and known[run.name] > PRECISE]
         wanted = _beside(unsure, list(filter(may, rivals)), AGAIN)
-        if not self._are_timed() or not wanted or not self._can_fork(wanted):
+        if not self._setup.measured or not wanted or not self._can_fork(wanted):
             return False
         within = min(AGAIN_S, self._seconds(len(wanted), usual_s=AGAIN_S))
         self._again.update(run.name for run in wanted)
         return within > 0 and self._time(wanted, within)
 
-    def _time(self, wanted: Sequence[Run], within: float) -> bool:
+    def _time(self, wanted: Sequence[Run], within: float, *, by_block: bool = False) -> bool:
         began = time.time(), time.monotonic()
         self._ledger.listener.phase("duel", ", ".join(run.name for run in wanted))
         forks = self._can_fork(wanted)
@@ -145,26 +157,34 @@ class Duels:
                 self._runner.duel_spec(self._setup.reference_policy()),
                 side_by_side=2 if forks else 1,
                 on_the_clock=self._setup.options.budget_s is not None,
+                by_block=by_block,
             ),
             {run.name: run.policy for run in together},
             within,
         )
-        self._rounds += rounds
+        known = self._rounds[by_block]
+        known += rounds
         if failure:
             self._ledger.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]
-        times = {run.name: times_of(self._rounds, run.name) for run in together}
-        times |= {run.name: self._apart(run, within) for run in apart}
-        found = [self._record(run, times[run.name], began) for run in wanted if len(times[run.name]) >= FEWEST]
+        times = {run.name: times_of(known, run.name) for run in together}
+        times |= {run.name: self._apart(run, within, by_block=by_block) for run in apart}
+        tags = (BY_BLOCK,) if by_block else ()
+        timed = [run for run in wanted if len(times[run.name]) >= FEWEST]
+        found = [self._record(replace(run, tags=tags), times[run.name], began) for run in timed]
         for one in found:
             self._ledger.store.add(replace(one, number=self._ledger.store.next_number()))
-        short = any(len(times[run.name]) < FEWEST for run in together)
+        short = [run.name for run in together if len(times[run.name]) < FEWEST]
         if short and not failure and self._setup.options.budget_s is not None:
             self._ledger.cut("the time budget ended a duel before it had an interval")
+        elif short and not failure:
+            took = f"{counted(min(len(times[name]) for name in short), 'round')} in {within:.0f} s"
+            self._ledger.note(f"a duel took {took}, and an interval takes {FEWEST}: no speed of {', '.join(short)}")
         if found:
             speeds = {one.name: one.metrics["speedup"] for one in found}
             told = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
-            self._ledger.listener.note(f"timed beside the script, block by block: {', '.join(told)}")
+            how = "by block, to rank them" if by_block else "block by block"  # of a model, and of steps
+            self._ledger.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
         self._ledger.add_seconds("duels_s", time.monotonic() - began[1])
         return bool(found)
 
@@ -173,9 +193,10 @@ class Duels:
         eager = all(run.policy.get("execution", "keep") == "keep" for run in runs)
         needed = self._ledger.reference.memory_bytes
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return self._setup.host.launch == "fork" and eager and needed < _OF_FREE_MEMORY * free
+        host = self._setup.host
+        return host.launch == "fork" and eager and not host.compiled and needed < _OF_FREE_MEMORY * free
 
-    def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False) -> float:
+    def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False, compile_s: float = 0.0) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
 
         Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
@@ -183,10 +204,10 @@ class Duels:
         """
         ledger, budget = self._ledger, self._setup.options.budget_s
         least = self._least_s(count)
-        most = max(least, usual_s or usual_seconds(count), _RUNS * ledger.timings.get("reference_run_s", 0.0))
+        most = max(least, usual_s or usual_seconds(count), _RUNS * self._run_s())
         if budget is None:
             return most
-        used = ledger.elapsed() + ledger.seconds_to_close()
+        used = ledger.elapsed() + ledger.seconds_to_close() + compile_s
         if budget - used >= least:
             return min(most, budget - used)
         return least if may_overrun and OVERRUN * budget - used >= least else 0.0
@@ -194,14 +215,32 @@ class Duels:
     def _least_s(self, count: int) -> float:
         """Return the seconds on the clock of the fewest rounds of so many policies, the start of the process included.
 
-        A round has a block of each contender, in a process that starts, and steps before it that are not timed.
+        A round has a block of each contender, in a process that starts, and steps before it that are not timed; a
+        script that compiles its model has one process, which compiles before the first round.
         """
         options, timings = self._setup.options, self._ledger.timings
-        step_s = timings.get("reference_run_s", 0.0) / (options.steps + options.warmup)
+        step_s = self._run_s() / (options.steps + options.warmup)
         start_s = timings.get("start_s_sum", 0.0) / max(1.0, timings.get("starts", 1.0))
-        return start_s + (count + 1) * FEWEST * (start_s + max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
+        each_s = 0.0 if self._setup.host.compiled else start_s
+        return start_s + (count + 1) * FEWEST * (each_s + max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
 
-    def _apart(self, run: Run, within_s: float) -> list[tuple[float, float]]:
+    def _run_s(self) -> float:
+        """Return the seconds of a run of the reference, without what it compiles."""
+        options, timings = self._setup.options, self._ledger.timings
+        step_s = timings.get("step_s")
+        return timings.get("reference_run_s", 0.0) if step_s is None else (options.steps + options.warmup) * step_s
+
+    def _compile_s(self, count: int, by_block: bool) -> float:
+        """Return the seconds in which so many contenders of a duel and the reference compile; 0 for an eager script.
+
+        Graphs of blocks, of the reference and of one policy, which is run before, are in torch's cache.
+        """
+        compile_s = self._ledger.timings.get("compile_s", 0.0)
+        if by_block:
+            return CACHED_COMPILE * (count + 1) * compile_s / repeated_blocks(self._setup.host.layers)
+        return (2 * CACHED_COMPILE + count - 1) * compile_s
+
+    def _apart(self, run: Run, within_s: float, *, by_block: bool) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
         found: list[tuple[float, float]] = []
         began = time.monotonic()
@@ -209,7 +248,7 @@ class Duels:
             contest = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
             if len(found) % 2:
                 contest.reverse()
-            specs = [self._runner.train_spec(*one, steps=_STEPS, warmup=_WARMUP) for one in contest]
+            specs = [self._runner.train_spec(*one, steps=_STEPS, warmup=_WARMUP, by_block=by_block) for one in contest]
             results = [self._runner.duel(spec) for spec in specs]
             if not all(result.ok for result in results):
                 break
@@ -222,7 +261,8 @@ class Duels:
 
     def _record(self, run: Run, times: Sequence[tuple[float, float]], began: tuple[float, float]) -> Run:
         done = duel_run(run.name, run.policy, times, self._ledger.reference.step_ms)
-        return replace(done, params=run.params, started=began[0], seconds=time.monotonic() - began[1])
+        took = time.monotonic() - began[1]
+        return replace(done, params=run.params, tags=run.tags, started=began[0], seconds=took)
 
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:
@@ -253,7 +293,8 @@ def timed_together(
         run: runs one trial.
         spec: of the reference.
         policies: name -> document; each :func:`can_be_exchanged`.
-        within_s: a process's own seconds, or where the spec says so those on the clock, which a time budget counts.
+        within_s: a process's own seconds, or where the spec says so those on the clock, which a time budget counts;
+            those in which it compiles are not among them.
 
     Returns:
         Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; and why a
@@ -266,8 +307,10 @@ def timed_together(
         result = run(replace(spec, probes=probes, within_s=left, precision=PRECISE))
         if not isinstance(result.answer, DuelRounds):
             return rounds, f"{result.status}: {result.reason}"
-        found = result.answer.rounds
+        found, refused = result.answer.rounds, result.answer.refused
         rounds += found
+        if refused:
+            return rounds, "; ".join(f"{name}: {why}" for name, why in refused.items())
         if not found or len(rounds) >= FEWEST or time.monotonic() - began > within_s:
             break
     return rounds, ""

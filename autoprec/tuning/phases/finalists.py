@@ -15,16 +15,16 @@ from typing import Any
 
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
-from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones
+from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.ledger import rank as rank_of
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
 from autoprec.tuning.phases.preset_gain import best_preset, over_preset
+from autoprec.tuning.phases.reasons import why_nothing, with_faster
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
@@ -168,7 +168,9 @@ class Race:
     def duel_s(self) -> float:
         """Seconds kept for a duel of the best acceptable policy and the best by hand; 0 where they had one."""
         best = min((self._ok[i] for i in self.now.accepted), key=self._ledger.rank, default=None)
-        return 0.0 if best is None else self.duels.least_s([best, *self._by_hand()[:1]])
+        rests = [] if best is None else [best, *self._by_hand()[:1]]
+        whole = self.duels.least_s(rests, whole=True) if self._runner.by_block.active else 0.0
+        return self.duels.least_s(rests) + whole
 
     def _is_late(self) -> bool:
         """Whether the time budget leaves no room for one more paired seed."""
@@ -271,7 +273,8 @@ class Race:
         fit = {one.name for one in self.now.standings if not one.rejection}
         compiled = [one for one in final if one.name in fit and one.speedup > 1.0 and self._is_known(_run(one))]
         if len(compiled) >= CONTENDERS:  # no further whole model is compiled for an estimate
-            final = [one for one in final if self._is_known(_run(one)) or one.name not in fit]
+            timed = self.duels.known(whole=True)
+            final = [one for one in final if self._is_known(_run(one)) or one.name in timed or one.name not in fit]
         noise = timing_noise(setup.measured, [self._comparable(_run(one)) for one in final])
         ledger.timings["timing_noise"] = noise
         return choose(
@@ -299,31 +302,51 @@ class Race:
         return whole if len(whole) > len(blocks) else blocks
 
     def measured_whole(self) -> bool:
-        """Run what would be adopted, and the 16-bit run that its gain is given over, as the script compiles them.
+        """Run what would be adopted as the script compiles it, and time it so, beside what people run instead.
+
+        On a GPU the 16-bit run that its gain is given over is run, too.
 
         Returns:
             Whether anything was learnt: the search then looks again at which run pays.
         """
         decision = self._decide()
-        if decision is None or decision.verdict != "adopt" or decision.run is None:
+        if decision is None or not self._runner.by_block.active:
             return False
-        adopted = decision.run
+        adopted = decision.run if decision.verdict == "adopt" else None
         plain = None if self._setup.target.is_cpu else fastest_plain(self._ledger.store.records)
-        asked = {record.name: record for record in (plain, adopted) if record is not None}
+        asked = {} if adopted is None else {one.name: one for one in (plain, adopted) if one is not None}
         wanted = [record for record in asked.values() if not self._is_known(record)]
-        if wanted and self._measure_error(adopted):
+        if wanted and adopted is not None and self._measure_error(adopted):
             return True  # of those that are tied the safest is adopted: that may be another one now
-        budget = self._setup.options.budget_s
-        needed = whole_seconds(self._setup, self._ledger) + self._ledger.seconds_to_close()
-        if wanted and budget is not None and self._ledger.elapsed() + needed > budget:
+        budget, rests = self._setup.options.budget_s, self._timed_whole(decision)
+        needed = self.duels.least_s(rests, whole=True) + self._ledger.seconds_to_close()
+        needed += whole_seconds(self._setup, self._ledger) if wanted else 0.0
+        if wanted and budget is not None and self._ledger.elapsed() + needed > OVERRUN * budget:
             self._ledger.cut(
-                "the time budget left no time to run what is adopted as the script compiles it: its time and its "
-                "losses are those of compiled blocks"
+                "the time budget left no time to run what would be adopted as the script compiles it, and to time it so"
             )
             return False
         for record in wanted:
             self._measure(record, record.seed, by_block=False)
+        if self.duels.time(rests, [*rests, *self._in_a_duel(decision)], whole=True):
+            self.update()
+            return True
         return bool(wanted)
+
+    def _timed_whole(self, decision: Decision) -> list[Run]:
+        """Return what is timed as the script compiles it: the answer, the best by hand, and the best preset."""
+        hand = self._by_hand()
+        if (
+            decision.run is None or decision.chosen is None
+        ):  # to stay is an answer that all by hand must have lost against
+            return [*hand, *(_run(one) for one in self._fit()[:1])]
+        best = self._best_preset(decision.chosen)
+        return [decision.run, *hand[:1], *([best.run] if best is not None and best.run is not None else [])]
+
+    def _in_a_duel(self, decision: Decision) -> list[Run]:
+        """Return policies of a ranking that were in a duel of whole models."""
+        known = self.duels.known(whole=True)
+        return [one.run for one in decision.ranking if one.run is not None and one.name in known]
 
     def answer(self) -> Decision:
         """Return the decision, after the runs that it still takes to be sure of it."""
@@ -331,7 +354,8 @@ class Race:
         while True:
             decision = self._decide()
             if decision is None:
-                return Decision("stay", (self._why_nothing(),))
+                ranks = {one.name: ledger.rank(self._corrected(_run(one))) for one in self.now.standings}
+                return Decision("stay", (why_nothing(ledger, self.now.standings, ranks, self._rules(), self.fewest),))
             if not (self.measured_whole() or self._made_surer(decision)):
                 break
         for name, why in decision.rejected.items():
@@ -339,9 +363,14 @@ class Race:
         chosen = decision.chosen
         if chosen is None:
             return decision
+        if self._runner.by_block.active and setup.measured and chosen.name not in self.duels.known(whole=True):
+            bounds = {"low": chosen.low, "high": chosen.high} if chosen.timed else {}
+            only = Reason("only_blocks", {"name": chosen.name, "speedup": chosen.speedup} | bounds)
+            return replace(decision, verdict="undecided", reasons=(only,))
         over = over_preset(chosen, self._best_preset(chosen), self.duels, ledger.timings["timing_noise"])
         over += what_was_taken_back(setup, self.expectation, chosen, self._tried)
-        return self._with_faster(decision, chosen).with_reasons(*over)
+        found = with_faster(ledger, decision, chosen, self.now.standings, self._rules(), self.fewest)
+        return found.with_reasons(*over)
 
     def _made_surer(self, decision: Decision) -> bool:
         """Make the next run that a decision still takes; false where it takes none.
@@ -353,38 +382,6 @@ class Race:
             return True
         steps = (self._take_back, self._time_what_decides, self._seed_of_what_is_faster, self._time_again)
         return any(step(decision) for step in steps)
-
-    def _why_nothing(self) -> Reason:
-        """Say why nothing is acceptable where no policy was measured under enough seeds."""
-        if not self._ok:
-            return Reason("none_measured")
-        rules, script, objective = self._rules(), self._ledger.reference, self._setup.options.objective
-        fine = [one for one in self.now.standings if not rules.breaks(one)]
-        ranks = {one.name: self._ledger.rank(self._corrected(_run(one))) for one in self.now.standings}
-        first = min(fine or self.now.standings, key=lambda one: ranks[one.name])
-        figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
-        merit, timed = rank_of(figures, objective) / ranks[first.name], first.timed and objective == "throughput"
-        if fine and (merit <= 1.0 or (timed and not first.is_surely_above(1.0))):
-            bounds = {"low": first.low, "high": first.high} if timed else {}
-            return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0} | bounds)
-        few = Reason("few_seeds", {"seeds": first.seeds, "needed": self.fewest})
-        why = few if fine else first.rejection
-        return Reason("none_acceptable", {"first": first.name, "why": why, "more": len(self.now.standings) - 1})
-
-    def _with_faster(self, decision: Decision, chosen: Standing) -> Decision:
-        """Return the decision with why policies that were measured to be faster are not adopted."""
-        if self._setup.options.objective != "throughput":
-            return decision
-        noise, tried = self._ledger.timings["timing_noise"], self.now.standings
-        found = faster_ones(chosen, tried, self._rules(), decision.rejected, fewest=self.fewest, timing_noise=noise)
-        others = {name: why for name, why in found.items() if name not in decision.rejected}
-        for name, why in others.items():
-            self._ledger.note(f"{name} came out faster, but was not taken: {why}")
-        for name, why in list(found.items())[:1]:
-            speedup = next(one.speedup for one in tried if one.name == name)
-            first = Reason("faster_not_taken", {"name": name, "speedup": speedup, "why": why, "more": len(found) - 1})
-            decision = decision.with_reasons(first)
-        return replace(decision, not_taken=others)
 
     def timed_first(self) -> bool:
         """Time what would be the answer, and what people write by hand, once no trial pays; false if that was done.

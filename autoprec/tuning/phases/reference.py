@@ -112,7 +112,6 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     compile_s = timings.get("compile_s", 0.0) if setup.measured else max(0.0, training_s - steps * step_s)
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
     pace = Pace(start_s, step_s, compile_s, blocks)
-    are_timed = setup.measured and not runner.by_block.active
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(
@@ -124,7 +123,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             workers=runner.workers,
             final_workers=runner.final_workers,
             usual=usual,
-            duels_s=usual_seconds(AGAIN) + AGAIN_S if are_timed else 0.0,
+            duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
             closing_s=ledger.seconds_to_close(),
         )
 

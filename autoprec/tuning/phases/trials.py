@@ -234,7 +234,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
         _drive(loop)
         ledger.listener.phase("finalists")
         race.run(loop.expected)
-        if (loop.expected() <= 0 or race.seedless) and not race.measured_whole() and not race.timed_first():
+        if (loop.expected() <= 0 or race.seedless) and not race.timed_first() and not race.measured_whole():
             break
         ledger.listener.phase("search")
     loop.conclude()

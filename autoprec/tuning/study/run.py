@@ -8,6 +8,7 @@ where that is known. :data:`METRICS` says once what each figure is: label, unit,
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -252,14 +253,46 @@ def pooled(runs: Iterable[Run]) -> dict[str, Run]:
     the mean over paired seeds, and ``metrics["seeds"]`` says over how many.
     """
     by_name: dict[str, list[Run]] = {}
+    runs = list(runs)
+    duels = last_duels(runs)
     for run in sorted(runs, key=lambda r: (r.kind == "finalist", r.seed)):
         if run.ok and run.kind not in ("reference", "noise"):
             by_name.setdefault(run.name, []).append(run)
-    return {name: _pool(of_one) for name, of_one in by_name.items()}
+    return {name: _pool(of_one, duels.get(name)) for name, of_one in by_name.items()}
 
 
-def _pool(runs: Sequence[Run]) -> Run:
-    duel = next((run for run in reversed(runs) if run.kind == DUEL), None)
+def last_duels(runs: Iterable[Run]) -> dict[str, Run]:
+    """Return what is known of each policy's speed, by name: its last duel, of whole models where it was in one.
+
+    Speeds in duels of blocks are those of whole models as far as what was in both says.
+    """
+    blocks: dict[str, Run] = {}
+    whole: dict[str, Run] = {}
+    for run in (run for run in runs if run.kind == DUEL and run.ok):
+        (blocks if BY_BLOCK in run.tags else whole)[run.name] = run
+    logs = [math.log(whole[name]["speedup"] / blocks[name]["speedup"]) for name in whole if name in blocks]
+    off = math.exp(statistics.fmean(logs)) if logs else 1.0
+    return {name: _times_as_fast(run, off) for name, run in blocks.items()} | whole
+
+
+def _times_as_fast(duel: Run, factor: float) -> Run:
+    """Return a duel whose policy is so many times as fast."""
+    factors = {"speedup": factor, "step_time_ms": 1.0 / factor}
+    metrics = {name: duel.metrics[name] for name in factors if name in duel.metrics and factor != 1.0}
+    return duel.with_metrics(
+        {
+            name: replace(
+                metric,
+                value=metric.value * factors[name],
+                low=None if metric.low is None else metric.low * factors[name],
+                high=None if metric.high is None else metric.high * factors[name],
+            )
+            for name, metric in metrics.items()
+        }
+    )
+
+
+def _pool(runs: Sequence[Run], duel: Run | None) -> Run:
     runs = [run for run in runs if run.kind != DUEL] or runs
     first = runs[0]
     if not {"speedup", "divergence"} <= first.metrics.keys() or (len(runs) == 1 and duel is None):

@@ -11,19 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import GradientErrors, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.phases import finalists
+from autoprec.tuning.phases import finalists, reasons
 from autoprec.tuning.phases.duels import MODEL_RESOLUTION, MOST_AT_ONCE, drift, timing_noise
 from autoprec.tuning.phases.finalists import Race
-from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.study.run import BY_BLOCK, LEAST_NOISE, MOST_NOISE, Run, metrics_of
-from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import H100, here, options, plain_search, script, search  # noqa: F401
 
 
@@ -129,7 +127,7 @@ def test_what_the_verdict_says_was_not_taken_is_in_the_document_too(
 ) -> None:
     """A faster policy with too few seeds was named in the reason alone: neither ``rejected`` nor its row told of it."""
     why = "it was measured under 1 of the 2 paired seeds that it takes"
-    monkeypatch.setattr(finalists, "faster_ones", lambda *_, **__: {"all bf16": why})
+    monkeypatch.setattr(reasons, "faster_ones", lambda *_, **__: {"all bf16": why})
     _, result = search(script(), options(trials=6))
     assert f"over the script), but is not taken: {why}" in result.reason
     assert result.to_json()["not_taken"] == {"all bf16": why}
@@ -346,7 +344,9 @@ def test_a_run_by_block_that_died_early_does_not_pass_for_one_of_the_whole_model
     assert race._is_known(first), "what failed as a whole is not run again and again"
 
 
-def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script_compiles_it() -> None:
+def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script_compiles_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The error of A makes way for B, whose error is not measured yet either: that alone is not B's whole run."""
     race: Any = object.__new__(Race)
     asked: list[str] = []
@@ -374,7 +374,10 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
         return Decision("adopt", (), candidates, index, run=tags[index])
 
     race._measure_error, race.measured_whole, race._decide = measure_error, measured_whole, decide
-    race._with_faster = lambda decision, _chosen: decision
+    monkeypatch.setattr("autoprec.tuning.phases.finalists.with_faster", lambda _ledger, decision, *_: decision)
+    race._rules, race._runner = lambda: None, SimpleNamespace(by_block=SimpleNamespace(active=False))
+    race.now = SimpleNamespace(standings=())
+    monkeypatch.setattr(Race, "fewest", 2)
     race._time_what_decides = race._take_back = race._seed_of_what_is_faster = race._time_again = lambda _decision: (
         False
     )
@@ -382,70 +385,6 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
     race.duels, race.expectation, race._tried = None, None, []
     assert race.answer().run is tags[2]
     assert asked == ["B"]
-
-
-def compiled_script(**changes: Any) -> SimulatedScript:
-    """A script of four blocks that compiles its model for a minute."""
-    graph = simulated_graph(4, width=4096, tokens=16384)
-    return SimulatedScript(graph=graph, device=H100, compile_s=60.0, **changes)
-
-
-def whole_runs(simulated: SimulatedScript) -> list[tuple[int, bool]]:
-    """(seed, whether under a policy) of the runs that compiled the whole model."""
-    return [(s, c.policy is not None) for s, c in simulated.calls if c.kind == "train" and not c.by_block]
-
-
-def test_only_what_is_adopted_and_what_it_is_told_against_are_compiled_as_the_script_compiles(
-    here: Path,  # noqa: F811
-) -> None:
-    simulated = compiled_script()
-    made, result = search(simulated, options(trials=8))
-    assert result.verdict == "adopt"
-    assert made.ledger is not None
-    whole = [r for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
-    adopted = whole[-1]
-    assert adopted.name == result.best["name"]
-    assert {r.name for r in whole[:-1]} == {"all bf16"}  # what 16 bit would gain, told beside it
-    assert whole_runs(simulated) == [(0, False), (0, True), (0, True)]  # the script as written, first of all
-    written = made.ledger.whole[0]
-    assert adopted.reference_losses == written.losses != made.ledger.reference.losses
-    assert adopted["speedup"] == pytest.approx(written.step_ms / adopted["step_time_ms"])
-    assert result.best["speedup"] == adopted["speedup"]
-    assert result.best["step_time_ms"] == pytest.approx(adopted["step_time_ms"])
-    others = [r for r in made.records if r.kind in ("preset", "search", "finalist") and BY_BLOCK in r.tags]
-    assert others
-    # compared with what rounds as they do: the difference of 1e-4 to the whole model's losses is not theirs
-    assert all(r.reference_losses != written.losses for r in others)
-    assert {r.seed for r in others} == {0, 1}
-    assert any("one of its 4 blocks" in note and "0.010%" in note for note in result.notes)
-
-
-def test_a_policy_that_gains_by_block_alone_is_not_adopted(here: Path) -> None:  # noqa: F811
-    slow = compiled_script(whole_factor=lambda policy: 10.0 if "fp8" in repr(policy.get("recipes")) else 1.0)
-    made, result = search(slow, options(trials=8))
-    assert result.verdict == "adopt"
-    assert "fp8" not in load_policy(here / result.policy).to_dict().get("recipes", {})
-    tried = [r.name for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
-    assert len(tried) == len(set(tried))
-    assert result.best["name"] in tried
-
-
-def test_no_more_than_two_acceptable_policies_are_compiled_as_a_whole(here: Path) -> None:  # noqa: F811
-    script_ = compiled_script(whole_factor=lambda _policy: 1.3)  # every estimate by block is too high
-    made, result = search(script_, options(trials=8))
-    assert result.verdict == "adopt"
-    tried = {r.name for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags}
-    assert result.best["name"] in tried
-    assert len(tried - {*NAMES}) <= 2
-
-
-def test_without_time_for_it_the_answer_says_that_it_is_of_blocks(here: Path) -> None:  # noqa: F811
-    simulated = compiled_script()
-    made, result = search(simulated, options(trials=8, budget_s=60.0))  # one compilation takes six times as long
-    assert result.verdict == "adopt"
-    assert "as the script compiles it" in result.cut_short
-    assert whole_runs(simulated) == [(0, False)]
-    assert made.ledger is not None
 
 
 def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_predicted(

@@ -19,7 +19,7 @@ POLICY, PRESET = Standing("mixed", 2.33, (0.0, 0.0)), Standing("int8", 2.18, (0.
 
 def duels(*rounds: dict[str, float]) -> Duels:
     made: Any = object.__new__(Duels)
-    made._rounds = list(rounds)
+    made._rounds = {False: list(rounds), True: []}
     return made  # type: ignore[no-any-return]
 
 

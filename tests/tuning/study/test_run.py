@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import StudyError
-from autoprec.tuning.study.run import BY_BLOCK, METRICS, Metric, Run, metrics_of, pooled
+from autoprec.tuning.study.run import BY_BLOCK, DUEL, METRICS, Metric, Run, last_duels, metrics_of, pooled
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 METRIC = st.builds(Metric, NUMBERS, st.sampled_from(["measured", "modelled"]), st.none() | NUMBERS, st.none() | NUMBERS)
@@ -66,6 +66,28 @@ def test_times_of_runs_that_compiled_blocks_give_way_to_those_of_the_whole_model
     found = pooled([trial, replace(trial, kind="finalist", seed=1), again])["fp8"]
     assert (found["speedup"], found["seeds"]) == (1.5, 2.0)
     assert found["divergence"] == pytest.approx((0.001 + 0.003) / 2)
+
+
+def _duel(name: str, speed: float, *tags: str) -> Run:
+    metrics = {
+        "speedup": Metric(speed, low=speed - 0.1, high=speed + 0.1),
+        "step_time_ms": Metric(100 / speed, low=90 / speed, high=110 / speed),
+    }
+    return Run(0, DUEL, name, {}, {}, "ok", metrics=metrics, tags=tags)
+
+
+def test_duels_of_whole_models_stand_and_say_how_far_those_of_blocks_are_off() -> None:
+    blocks = [_duel("a", 2.0, BY_BLOCK), _duel("b", 1.5, BY_BLOCK)]
+    assert [run["speedup"] for run in last_duels(blocks).values()] == [2.0, 1.5]
+    found = last_duels([*blocks, _duel("a", 1.8)])
+    assert found["a"]["speedup"] == 1.8
+    assert found["b"].metrics["speedup"].value == pytest.approx(1.35)
+    assert found["b"].metrics["speedup"].low == pytest.approx(1.26)
+    assert found["b"]["step_time_ms"] == pytest.approx(100 / 1.35)
+    later = last_duels([*blocks, _duel("a", 1.8), _duel("a", 2.2, BY_BLOCK)])
+    assert later["a"]["speedup"] == 1.8, "blocks that are timed later change nothing of it"
+    trial = replace(_run("search", 0, 1.6, 0.001, tags=(BY_BLOCK,)), name="b")
+    assert pooled([trial, *blocks, _duel("a", 1.8)])["b"]["speedup"] == pytest.approx(1.35)
 
 
 def test_a_stored_record_is_refused_when_it_is_not_what_was_stored() -> None:

@@ -1,0 +1,67 @@
+"""The benchmark of scripts that compile their model: what counts as a right claim, and how contenders are timed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.search import compiled
+from benchmarks.search.compiled import ADOPTED, AUTOCAST, BF16, FOLDER, WRITTEN, Row, claims, interleaved
+
+
+@pytest.mark.parametrize(
+    ("claimed", "apart", "overlaps"),
+    [
+        ((1.50, 1.45, 1.55), 0.0, True),
+        ((1.60, 1.52, 1.68), 0.0667, True),
+        ((1.60, 1.58, 1.62), 0.0667, False),
+        (None, 0.0, False),
+    ],
+)
+def test_a_claim_is_right_where_intervals_overlap(
+    claimed: tuple[float, float, float] | None, apart: float, overlaps: bool
+) -> None:
+    row = Row("gpt6", ADOPTED, claimed, (1.5, 1.46, 1.54))
+    assert row.apart == pytest.approx(apart, abs=1e-3)
+    assert row.overlaps is overlaps
+
+
+def test_claims_are_those_of_the_answer_and_of_what_is_done_by_hand() -> None:
+    result: dict[str, Any] = {
+        "best": {"name": "trial 3", "speedup": 2.0, "intervals": {"speedup": [1.9, 2.1]}},
+        "presets": [
+            {"name": "bf16 autocast", "speedup": 1.5, "intervals": {"speedup": [1.4, 1.6]}},
+            {"name": "all int8", "speedup": 1.7},
+        ],
+    }
+    times = {WRITTEN: [10.0] * 8, AUTOCAST: [7.0] * 8, BF16: [6.0] * 8, ADOPTED: [5.0] * 8}
+    found = claims("gpt6", result, times)
+    assert [(row.what, row.claimed) for row in found] == [(AUTOCAST, (1.5, 1.4, 1.6)), (ADOPTED, (2.0, 1.9, 2.1))]
+    assert [row.truth[0] for row in found] == pytest.approx([10 / 7, 2.0])
+    assert len(claims("gpt6", result, {who: ms for who, ms in times.items() if who != ADOPTED})) == 1
+
+
+def test_contenders_settle_and_then_take_turns() -> None:
+    asked: list[str] = []
+    times = interleaved({who: lambda who=who: asked.append(who) for who in "ab"}, rounds=3)  # type: ignore[misc]
+    assert {who: len(ms) for who, ms in times.items()} == {"a": 3, "b": 3}
+    each = compiled.SETTLING + 3 * (compiled.AGAIN + compiled.STEPS)
+    assert [asked.count(who) for who in "ab"] == [each, each]
+
+
+def test_the_script_of_six_blocks_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gpt6  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(gpt6, "WIDTH", 24)
+    monkeypatch.setattr(gpt6, "BLOCKS", 2)
+    torch.manual_seed(0)
+    task = gpt6.make()
+    first = task.loss_of(task.model, task.batch())
+    first.backward()
+    task.optimizer.step()
+    assert 4.0 < float(first.detach()) < 8.0
+    assert "gpt6" in sys.modules
