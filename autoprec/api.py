@@ -44,7 +44,7 @@ def search(
     resume: bool = False,
     workers: int = 0,
     engine: str = "local",
-    sampler: str = "ours",
+    sampler: str = "knapsack",
     cost_scale: str = "",
     force: bool = False,
     seeds: int = 2,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,6 +16,11 @@ from autoprec.support import amounts
 from autoprec.tuning.options import OPTIONS, PRINTED, Option
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    _Choice = click.Choice[str]
+else:
+    _Choice = click.Choice  # which is generic from click 8.2 on
 
 
 def _reader(about: Option) -> Callable[[click.Context, click.Parameter, Any], Any] | None:
@@ -36,6 +41,18 @@ def _reader(about: Option) -> Callable[[click.Context, click.Parameter, Any], An
     return parsed
 
 
+class _Words(_Choice):
+    """A choice of words that takes further ones, which stand for one of them and are not shown."""
+
+    def __init__(self, about: Option) -> None:
+        super().__init__(about.choices)
+        self._also = about.also
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the word that was meant."""
+        return super().convert(self._also.get(value, value), param, ctx)
+
+
 def _shown(about: Option) -> Any:
     """Return the default as a person writes it."""
     return f"{100 * about.default:g}%" if about.parse == "parse_share" and about.default else about.default
@@ -50,7 +67,7 @@ def of_search(name: str, **changes: Any) -> Callable[[F], F]:
     elif isinstance(about.default, tuple):
         kind = {"multiple": True}
     elif about.choices:
-        kind["type"] = click.Choice(about.choices)
+        kind["type"] = _Words(about)
     elif not about.parse and about.default is not None:
         kind["type"] = type(about.default)
     if about.metavar:

@@ -44,6 +44,7 @@ class Option:
         python: what a call from Python gives instead, where that is in another unit.
         least: the smallest number that it may be.
         choices: the words that it may be.
+        also: further words that are taken, and what each stands for.
         envvar: the environment variable that it is taken from where it is not given.
         hidden: not shown by ``--help``: for plans of a whole run, and for the command lines that AutoPrec prints.
         name: the field.
@@ -59,6 +60,7 @@ class Option:
     python: str = ""
     least: int | None = None
     choices: tuple[str, ...] = ()
+    also: Mapping[str, str] = field(default_factory=dict)
     envvar: str = ""
     hidden: bool = False
     name: str = ""
@@ -148,7 +150,11 @@ class SearchOptions:
     workers: int = option(0, "Parallel trials; default: by target, on one GPU 1.", TRIALS, metavar="N", least=0)
     engine: str = option("local", "Where trials run.", TRIALS, choices=("local", "ray"))
     sampler: str = option(
-        "ours", "What proposes trials; all but ours are for comparison.", TRIALS, choices=("ours", "tpe", "random")
+        "knapsack",
+        "What proposes trials; all but knapsack are for comparison.",
+        TRIALS,
+        choices=("knapsack", "tpe", "random"),
+        also={"ours": "knapsack"},
     )
     seed: int = option(0, "The first paired seed, and the seed of the sampler.", TRIALS, metavar="N")
     seeds: int = option(
@@ -163,6 +169,9 @@ class SearchOptions:
     def __post_init__(self) -> None:
         for name, about in OPTIONS.items():
             value = getattr(self, name)
+            if about.also and value in about.also:
+                value = about.also[value]
+                object.__setattr__(self, name, value)
             if about.choices and value not in about.choices:
                 raise UnknownNameError(name, str(value), about.choices)
             if about.least is not None and isinstance(value, int) and value < about.least:

@@ -161,7 +161,7 @@ def schedule(
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
-    if usual and options.sampler == "ours":
+    if usual and options.sampler == "knapsack":
         trials, seeds = min(trials, TIMED_TRIALS if duels_s else USUAL_TRIALS), min(seeds, USUAL_SEEDS)
     by_block = bool(reference.compile_s) and reference.blocks > 1
     again = reference.trial_s(steps, cached=True)

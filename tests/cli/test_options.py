@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from autoprec.cli import COMMANDS, cli, options
+from tests.cli.helpers import autoprec
 
 
 def found(name: str) -> dict[str, tuple[object, str | None]]:
@@ -44,3 +45,9 @@ def test_a_value_that_cannot_be_parsed_names_its_option_and_the_fix() -> None:
     assert bad.exit_code == 2
     assert "--max-divergence" in bad.output
     assert "0.25%" in bad.output
+
+
+def test_a_word_that_stands_for_another_is_taken_and_not_shown() -> None:
+    taken, refused = (autoprec("search", "--sampler", word, "nowhere.py") for word in ("ours", "our"))
+    assert "no such script" in taken.err
+    assert "'knapsack', 'tpe', 'random'" in refused.err

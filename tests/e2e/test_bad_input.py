@@ -60,7 +60,7 @@ def started() -> bool:
         (["--max-divergence", "-1%"], "max-divergence"),
         (["--budget", "soon"], "budget"),
         (["--max-memory", "big"], "max-memory"),
-        (["--sampler", "our"], "ours"),
+        (["--sampler", "knapsac"], "knapsack"),
         (["--backend", "nativ"], "did you mean 'native'"),
         (["--cost-scale", "widht=16"], "width"),
         (["--cost-scale", "width=16"], "--target h100"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autoprec.cli.scripts.search import search
-from autoprec.errors import StudyError, UsageError
+from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.tuning.options import OPTIONS, SearchOptions, check_signature, fewer_steps
 
 
@@ -111,3 +111,10 @@ def test_a_budget_that_was_too_short_is_replaced_by_one_that_is_enough() -> None
     assert "--budget 240s" in asked.with_budget_for(150.0).resume_command()
     assert asked.with_budget_for(0.0) == asked
     assert SearchOptions(command=("train.py",)).with_budget_for(150.0).budget_s is None
+
+
+def test_a_word_that_stands_for_another_is_taken_and_not_shown() -> None:
+    assert SearchOptions(command=("train.py",), sampler="ours").sampler == "knapsack"
+    with pytest.raises(UnknownNameError) as refused:
+        SearchOptions(command=("train.py",), sampler="our")
+    assert "ours" not in refused.value.fix

@@ -241,7 +241,7 @@ def _params_of(trial: FrozenTrial) -> dict[str, Any] | None:
 def make_sampler(
     name: str, problem: Problem, prior: Prior, goals: Goals, *, presets: Presets = (), seed: int = 0
 ) -> optuna.samplers.BaseSampler:
-    """Return a sampler of ``--sampler``: ours, ``tpe`` or ``random``.
+    """Return a sampler of ``--sampler``: ``knapsack`` (ours), ``tpe`` or ``random``.
 
     Args:
         problem, prior, goals, presets: see :class:`PrecisionSampler`; Optuna's own samplers use none of them.
