@@ -43,7 +43,14 @@ class Listener:
         """The script reached its first training step and its operators are known."""
 
     def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:
-        """A trial ended; ``best`` is the best acceptable one so far."""
+        """A trial ended; ``best`` is the best acceptable one so far.
+
+        Args:
+            record: its run.
+            done, total: runs of its kind that ended, and those that are planned at most.
+            best: the best acceptable run so far; None where that is the script as written.
+            seconds_left: that the search takes from here on at most.
+        """
 
     def note(self, text: str) -> None:
         """Something a person should know."""

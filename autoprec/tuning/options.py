@@ -68,11 +68,19 @@ class Option:
 
     @property
     def is_flag(self) -> bool:
+        """Whether it is given without a value."""
         return isinstance(self.default, bool)
 
 
 def option(default: Any, help: str, group: str, **about: Any) -> Any:
-    """Return a dataclass field with a default that describes itself as an option."""
+    """Return a dataclass field with a default that describes itself as an option.
+
+    Args:
+        default: of the field.
+        help: one sentence.
+        group: the heading that it stands under.
+        about: further fields of :class:`Option`.
+    """
     return field(default=default, metadata={"option": Option(help, group, **about)})
 
 
@@ -231,6 +239,7 @@ class SearchOptions:
         return replace(self, budget_s=max(self.budget_s, 60.0 * math.ceil(1.5 * needed_s / 60)))
 
     def study_dir(self) -> Path:
+        """Return the folder of the study's files."""
         return Path(RUNS) / self.study
 
     @property
@@ -254,6 +263,11 @@ def versions() -> dict[str, str]:
 
 def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str) -> None:
     """Refuse to continue a study under a changed setup.
+
+    Args:
+        stored: of the study, see :meth:`SearchOptions.signature`.
+        asked: of this search.
+        where: the study, for the message.
 
     Raises:
         StudyError: naming every field that differs.

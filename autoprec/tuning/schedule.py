@@ -87,6 +87,7 @@ class Schedule:
 
     @property
     def total_s(self) -> float:
+        """Seconds of the whole search."""
         return self.reference_s + self.rest_s
 
     @property
@@ -96,6 +97,7 @@ class Schedule:
 
     @property
     def rest_s(self) -> float:
+        """Seconds of what follows the reference."""
         return self.scan_s + self.trials_s + self.finalists_s + self.whole_s + self.duels_s + self.closing_s
 
 

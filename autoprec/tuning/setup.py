@@ -48,6 +48,7 @@ class ModelledSteps:
     _known: dict[str, StepEstimate] = field(default_factory=dict, repr=False)
 
     def script(self) -> StepEstimate:
+        """Return the step of the script as written."""
         if "" not in self._known:
             self._known[""] = self.cost.estimate({}, activations="keep")
         return self._known[""]
@@ -61,6 +62,7 @@ class ModelledSteps:
         return self._known[key]
 
     def of_reference(self) -> StepEstimate:
+        """Return the step of the reference: the script as written, or all of it in float32 or bfloat16."""
         if self.reference == "script":
             return self.script()
         plan = LayerPlan.uniform(BUILTIN_RECIPES[self.reference])
@@ -143,6 +145,7 @@ class Setup:
         )
 
     def restricted(self, space: SearchSpace) -> Setup:
+        """Return the same search in another space."""
         before, can_run, variants = self.problem, self.cost.can_run, tuple(self.steps.shapes)
         problem = Problem.build(self.graph, space, can_run, steps=before.steps, variants=variants)
         return replace(self, space=space, problem=problem, steps=replace(self.steps, problem=problem, _known={}))
@@ -154,11 +157,7 @@ class Setup:
         return {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
 
     def verdict(self, *, written: str = AS_WRITTEN) -> Verdict:
-        """Return what the cost model says can be gained, before anything is measured.
-
-        Args:
-            written: what the run without a policy is called.
-        """
+        """Return what the cost model says can be gained, before anything is measured."""
         return judge(
             self.cost,
             self.plans,
@@ -169,6 +168,7 @@ class Setup:
 
     @property
     def cost(self) -> CostModel:
+        """The cost model of the step on the target."""
         return self.steps.cost
 
     @property
@@ -184,6 +184,7 @@ class Setup:
 
     @property
     def study_dir(self) -> Path:
+        """The folder of the study's files."""
         return self.options.study_dir()
 
     def reference_policy(self) -> dict[str, Any] | None:

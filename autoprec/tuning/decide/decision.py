@@ -92,6 +92,11 @@ class Standing:
         """Return a policy over its runs, one per paired seed, and its duel, if any, that was not judged yet.
 
         A seed that failed is an infinite divergence: such a policy is never accepted.
+
+        Args:
+            name: of the policy.
+            runs: its runs, one per paired seed, and its duel.
+            gradient_error: relative to the gradient's norm; None when unknown.
         """
         known, paired = pooled(runs).get(name), [run for run in runs if run.kind != DUEL]
         speedup = Metric(0.0) if known is None else known.metrics["speedup"]
@@ -186,6 +191,11 @@ def gradient_limit(
 
     Below 0.1 of the noise harmless, from 0.35 always bad (200 steps of a character GPT, 30 configurations x 3 seeds).
     None (for no limit) when the noise is unknown. Where the loss is ``uninformative`` an absolute limit holds as well.
+
+    Args:
+        noise: mini-batch gradient noise, relative to the gradient's norm; None when unknown.
+        max_gradient_error: the share of it that is allowed.
+        uninformative: whether the loss cannot judge.
     """
     known = noise is not None and math.isfinite(noise) and noise > 0
     limits = [max_gradient_error * noise] if known and noise else []

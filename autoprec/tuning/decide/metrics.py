@@ -97,6 +97,11 @@ def effective_speedup(speedup: float, losses: Sequence[float], reference: Sequen
     not fall measurably (slope within two standard errors of zero) the gap cannot be priced and the divergence itself
     is charged instead: ``speedup * (1 - divergence)``.
 
+    Args:
+        speedup: a ratio to the reference.
+        losses: of the policy's run, one per step.
+        reference: losses of the reference.
+
     Returns:
         A ratio to the reference, between 0 and ``speedup``.
     """

@@ -143,6 +143,7 @@ class Problem:
 
     @property
     def free_groups(self) -> tuple[GroupVariable, ...]:
+        """The groups that have more than one choice."""
         return tuple(group for group in self.groups if len(group.choices) > 1)
 
     def size(self) -> float:
@@ -161,6 +162,7 @@ class Problem:
         return out
 
     def distributions(self) -> dict[str, CategoricalDistribution]:
+        """Return what Optuna may draw of every parameter, by its name."""
         return dict(self._distributions)
 
     @cached_property
@@ -199,6 +201,7 @@ class Problem:
         return {name: value for name, value in out.items() if name in known}
 
     def choice_of(self, params: Params, group: GroupVariable) -> str:
+        """Return the name of what a group runs under ``params``; the baseline where they do not say it."""
         default = self.baseline if self.baseline in group.choices else group.choices[0]
         return str(params.get(layer_key(group.name), default))
 
@@ -243,6 +246,7 @@ class Problem:
         return out | {name: parameters.get(name, values[0]) for name, values in self.parameters.items()}
 
     def value(self, params: Params, name: str) -> Any:
+        """Return the value of a parameter that is no group's choice: chosen, fixed, or the first that it may have."""
         if name in params:
             return params[name]
         return self.fixed[name] if name in self.fixed else self.parameters[name][0]
@@ -310,6 +314,7 @@ class Problem:
 
     # --- policies ---------------------------------------------------------------------------------------------------
     def assignment(self, params: Params) -> dict[str, str]:
+        """Return what every layer runs under ``params``, by the layer's name."""
         return {name: self.choice_of(params, group) for group in self.groups for name in group.layers}
 
     def plans(self, params: Params) -> dict[str, LayerPlan]:

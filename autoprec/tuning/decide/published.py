@@ -63,7 +63,13 @@ def is_of(role: str, place: Place) -> bool:
 
 
 def in_blocks(blocks: Blocks, place: Place, depth: int = 0) -> bool:
-    """Say whether a layer lies in some of its model's blocks; counts are of a model of ``depth``, 0: of this one."""
+    """Say whether a layer lies in some of its model's blocks; counts are of a model of ``depth``, 0: of this one.
+
+    Args:
+        blocks: so many at the front or the back.
+        place: where the layer stands.
+        depth: blocks of the model that counts are of; 0 for this one.
+    """
     count = blocks.first or blocks.last
     if blocks.last_share:
         count = math.ceil(blocks.last_share * place.blocks)

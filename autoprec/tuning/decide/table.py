@@ -52,7 +52,13 @@ def families(problem: Problem) -> list[list[int]]:
 
 
 def group_probe(problem: Problem, groups: Sequence[int], choice: str) -> Probe:
-    """Return the probe of some groups under one choice, everything else as the script wrote it."""
+    """Return the probe of some groups under one choice, everything else as the script wrote it.
+
+    Args:
+        problem: groups, choices and parameters.
+        groups: positions of the groups.
+        choice: what they run.
+    """
     params = problem.quiet() | {layer_key(problem.groups[g].name): choice for g in groups}
     return Probe(id=f"{','.join(map(str, groups))}|{choice}", policy=problem.render(params).to_dict())
 
@@ -219,6 +225,11 @@ class SensitivityTable:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SensitivityTable:
+        """Rebuild the table from :meth:`to_json`.
+
+        Raises:
+            KeyError, ValueError, TypeError: it is not one.
+        """
         error2, measured = np.array(document["error2"], dtype=np.float64), document.get("measured")  # null becomes NaN
         parts: dict[str, Any] = {
             "error2": np.where(np.isnan(error2), np.inf, error2),

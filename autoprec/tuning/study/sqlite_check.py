@@ -37,6 +37,11 @@ def check_sqlite(url: str, *, may_be_empty: bool = True, holds_studies: bool = F
     A transaction that a crash left half-written is rolled back, as SQLite does on every opening; nothing else is
     written.
 
+    Args:
+        url: of the storage.
+        may_be_empty: see above.
+        holds_studies: see above.
+
     Raises:
         StudyError: it is truncated, damaged, or not a SQLite file.
     """

@@ -29,7 +29,13 @@ class Edges:
     back: int = 0
 
     def rank(self, rank: int, count: int, others: int) -> int:
-        """Return which of ``others`` blocks stands where block ``rank`` of ``count`` stands."""
+        """Return which of ``others`` blocks stands where block ``rank`` of ``count`` stands.
+
+        Args:
+            rank: from 0.
+            count: blocks of the series.
+            others: blocks of the other model's series.
+        """
         front, back = (self.front, self.back) if others > self.front + self.back else (0, 0)
         if rank < front:
             return rank

@@ -50,7 +50,13 @@ def choice_of_rule(policy: Policy, number: int) -> str:
 
 
 def find_study(policy: Policy, path: Path, runs_dirs: Sequence[Path]) -> Path | None:
-    """Return the folder of the study that wrote a policy file: the one it lies in, or one whose answer it is."""
+    """Return the folder of the study that wrote a policy file: the one it lies in, or one whose answer it is.
+
+    Args:
+        policy: what the file holds.
+        path: of the file.
+        runs_dirs: folders that hold studies.
+    """
     for folder in (path.parent, path.parent.parent):
         if (folder / "graph.json").is_file() and (folder / "study.db").exists():
             return folder

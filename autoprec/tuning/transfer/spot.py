@@ -97,7 +97,13 @@ def segments(policy: Policy, report: GraphReport) -> list[Segment]:
 
 
 def spot_probes(policy: Policy, report: GraphReport, passes: int) -> list[Probe]:
-    """Return the probes of ``passes`` passes: the whole policy, then its largest segments, those in 8 bits first."""
+    """Return the probes of ``passes`` passes: the whole policy, then its largest segments, those in 8 bits first.
+
+    Args:
+        policy: what is checked.
+        report: the recorded step.
+        passes: how many probes.
+    """
     whole = policy.model_copy(update={"execution": KEEP})
     plain = policy.model_copy(
         update={"activations": KEEP, "execution": KEEP, "optimizer": OptimizerPolicy(), "loss_scaling": "none"}
@@ -142,6 +148,11 @@ def corrected(policy: Policy, report: GraphReport, check: SpotCheck) -> tuple[Po
 
     Squares of errors add, so each segment takes its own square away. What the segments that were run leave of the
     whole belongs to the others, shared by their FLOPs. The phases of a policy stay as they are.
+
+    Args:
+        policy: what was checked.
+        report: the recorded step.
+        check: its outcome.
     """
     plain, every = _plain(policy), segments(policy, report)
     errors2 = {row.name: row.error**2 for row in check.rows[1:]}

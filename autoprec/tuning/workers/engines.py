@@ -28,6 +28,11 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
 def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: float = PATIENCE_S) -> RunnerFactory:
     """Return the factory of the engine that was asked for; ``start_s`` is until the first training forward, here.
 
+    Args:
+        options: of the search.
+        command: the script.
+        start_s: seconds until its first training forward.
+
     Raises:
         UsageError: a Ray cluster without room for one trial.
         MissingDependencyError: ``--engine ray`` without Ray.

@@ -174,6 +174,7 @@ class Expectation:
         )
 
     def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
+        """Return params as points that the models are fitted to and asked about."""
         return points_of(self.problem, many, self.prior.parameter_error2)
 
     def limits(self, features: Vector, base2: float) -> list[Limit]:
@@ -292,6 +293,7 @@ class Expectation:
         return table, effects * duration + held_effects * size
 
     def outlook(self, points: Points) -> Outlook:
+        """Return what is expected of each point: cost, bound of the divergence, and what a run of it is worth."""
         goals, stop = self.goals, self.goals.stop
         cost, cost_sd = self._cost(points)
         log_gap, sd = self.divergence.predict(points)

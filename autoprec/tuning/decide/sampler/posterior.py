@@ -72,6 +72,11 @@ class Points:
         """Return regressors ``[N, 1 + K + C + len(kinds) * C + G * C]`` from weights ``[N, G]``.
 
         They are 1, the features, and the weights by choice, by kind of group and choice, and by entry.
+
+        Args:
+            weight: ``[N, G]``.
+            choices: C, the number of choices.
+            kinds: groups of each kind.
         """
         entries = np.zeros((*self.index.shape, choices))
         np.put_along_axis(entries, self.index[:, :, None], weight[:, :, None], axis=2)
@@ -176,7 +181,13 @@ class DivergenceModel:
         return np.asarray(together + np.eye(len(points)) * (1 - _SEED - _OVERLAP))
 
     def fit(self, points: Points, values: Vector, seeds: IntVector) -> None:
-        """Refit to runs: their divergences ``[N]`` (NaN where there is none) and paired seeds ``[N]``."""
+        """Refit to runs: their divergences ``[N]`` (NaN where there is none) and paired seeds ``[N]``.
+
+        Args:
+            points: N runs.
+            values: ``[N]`` divergences.
+            seeds: ``[N]`` paired seeds.
+        """
         error2 = points.pick(self._error2).sum(axis=1) + points.base2  # infinite where a parameter's probe failed
         kept = np.isfinite(values) & np.isfinite(error2) & (error2 > 0)
         points = Points(points.index[kept], points.features[kept], points.base2[kept])

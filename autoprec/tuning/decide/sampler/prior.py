@@ -122,7 +122,13 @@ def features_of(problem: Problem) -> list[tuple[str, Any]]:
 
 
 def points_of(problem: Problem, many: Sequence[Params], error2: Callable[[Params], float]) -> Points:
-    """Return the points of params; ``error2`` gives the squared error of their parameters."""
+    """Return the points of params; ``error2`` gives the squared error of their parameters.
+
+    Args:
+        problem: groups, choices and parameters.
+        many: params of N points.
+        error2: squared gradient error of a point's parameters.
+    """
     features = features_of(problem)
     index = np.array([problem.indices(params) for params in many], dtype=np.int64)
     has = [[problem.value(params, name) == value for name, value in features] for params in many]
