@@ -44,6 +44,23 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Say whether any rank of the default process group says so; every rank must ask at the same step.
+
+    One rank that leaves by itself (out of time, a loss that is not finite) or goes on by itself (a graph that was
+    compiled again) leaves the others waiting in a collective.
+
+    Args:
+        flag: of this rank.
+        device: on which the group's backend reduces.
+    """
+    if world_size() == 1:
+        return flag
+    value = torch.tensor(float(flag), device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Say whether a tensor is a DTensor; imports nothing."""
     return type(tensor).__name__ == "DTensor"

@@ -241,6 +241,35 @@ def marked_processes(mark: str, sessions: Iterable[int] = ()) -> list[int]:
     return [pid for pid, fields in all_processes() if is_meant(pid, fields)]
 
 
+_SHARED = "/dev/shm/"
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Return the files of shared memory that processes have mapped (Linux; empty elsewhere).
+
+    Ranks that are killed cannot remove what they share (batches of DataLoader workers under the ``file_system``
+    strategy, segments of NCCL): it stays until the machine is started anew.
+    """
+    found: set[str] = set()
+    for pid in pids:
+        for line in read_if_there(f"/proc/{pid}/maps").splitlines():
+            path = line.split(maxsplit=5)[-1].decode("utf-8", "surrogateescape")
+            if path.startswith(_SHARED) and not path.endswith(" (deleted)"):
+                found.add(path)
+    return found
+
+
+def remove_shared_memory(paths: Iterable[str]) -> None:
+    """Remove files of shared memory of this user that no living process has mapped."""
+    left = set(paths)
+    if left:
+        left -= shared_memory_of(pid for pid, fields in all_processes() if fields[0] not in _DEAD)
+    for path in left:
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_uid == os.getuid():
+                os.unlink(path)
+
+
 def sweep(mark: str, sessions: Iterable[int] = (), *, patience_s: float = 5.0) -> list[int]:
     """Kill every marked process and wait until none is left; returns what could not be ended.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoprec import Policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import UnsupportedError
-from autoprec.numerics.sharded import is_dtensor, reduced
+from autoprec.numerics.sharded import any_rank, is_dtensor, reduced
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.warm import run_ranks
 
@@ -65,6 +65,7 @@ def measure(rank: int) -> dict[str, Any]:
     }
     found |= {f"uneven {style}": two_steps("fp8_tensorwise", style, 333) for style in (None, "ColwiseParallel")}
     largest = torch.tensor([1.0, torch.nan, 3.0])[rank]
+    found["any"] = [any_rank(rank == 1, torch.device("cpu")), any_rank(False, torch.device("cpu"))]
     found["reduced"] = reduced(largest, (dist.group.WORLD.group_name,))
     found["refused"] = refusals()
     return found
@@ -125,6 +126,13 @@ def test_parts_together_are_the_whole_layer(recipe: str, style: str, ranks: list
         assert one["ran"] == expected["ran"]
         assert one["scales"] == ranks[0][f"{recipe} {style}"]["scales"]
         assert bool(one["scales"]) is (recipe == "fp8_delayed")
+
+
+@pytest.mark.slow
+def test_what_one_rank_says_all_know(ranks: list[dict[str, Any]]) -> None:
+    assert [found["any"] for found in ranks] == [[True, False]] * 2
+    assert any_rank(True, torch.device("cpu"))
+    assert not any_rank(False, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.processes import marked_processes, private_folder, start_ticks, sweep
+from autoprec.trial.processes import (
+    marked_processes,
+    private_folder,
+    remove_shared_memory,
+    shared_memory_of,
+    start_ticks,
+    sweep,
+)
 
 
 def sleeper(mark: str) -> subprocess.Popen[bytes]:
@@ -122,3 +129,34 @@ def test_a_link_in_the_temporary_directory_leads_nobody_to_others_files(
     _, held = private_folder()
     os.close(held)
     assert theirs.is_dir()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
+def test_shared_memory_of_a_killed_process_is_removed_once_nobody_has_it_mapped() -> None:
+    code = (
+        "import mmap, sys, time; name = sys.argv[1]; file = open(name, 'w+b'); file.truncate(4096);"
+        "kept = mmap.mmap(file.fileno(), 4096); print('mapped', flush=True); time.sleep(60)"
+    )
+    name = f"/dev/shm/torch_{os.getpid()}_autoprec_test"
+    one, other = (
+        subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    try:
+        for process in (one, other):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "mapped\n"
+        shared = shared_memory_of([one.pid])
+        assert name in shared
+        one.kill()
+        one.wait()
+        remove_shared_memory(shared)
+        assert os.path.exists(name), "another process has it"
+        other.kill()
+        other.wait()
+        remove_shared_memory(shared)
+        assert not os.path.exists(name)
+    finally:
+        for process in (one, other):
+            process.kill()
+            process.communicate()
+        Path(name).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autoprec.support.redact import Redactor
-from autoprec.trial.processes import end_group, sweep
+from autoprec.trial.processes import end_group, marked_processes, remove_shared_memory, shared_memory_of, sweep
 
 _TAIL_BYTES = 32_768
 _LOG_BYTES = 4 * 1024 * 1024
@@ -75,14 +75,16 @@ class ProcessTree(ABC):
         self._pump.join(1.0)
 
     def end(self, *, grace_s: float = 0.0) -> None:
-        """End the whole tree: SIGTERM and a grace period if asked for, then SIGKILL, then everything it left behind."""
+        """End the whole tree: SIGTERM and a grace period if asked for, then SIGKILL, then all that it left."""
         if grace_s > 0 and self.poll() is None:
             end_group(self.pid, signal.SIGTERM)
             self.wait(grace_s)
+        shared = shared_memory_of(marked_processes(self._mark, [self.pid]))
         if self.pid:
             end_group(self.pid)
         self.wait(5.0)
         sweep(self._mark, [self.pid])
+        remove_shared_memory(shared)
         self._pump.join(1.0)
 
 

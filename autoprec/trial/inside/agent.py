@@ -29,6 +29,7 @@ from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate
 from autoprec.trial.inside.isolate.loaders import Loading
+from autoprec.trial.inside.isolate.ports import use_own_ports
 from autoprec.trial.inside.isolate.seeding import offset_seeds
 from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found
@@ -96,6 +97,7 @@ class Agent:
         ask_nvml_for_gpus()  # first: after a boot CUDA's first start makes device files, by a program that must be root
         self._overlay = isolate(self.config)
         stop_timers()
+        use_own_ports(Path(self.config["private"]))
         self._seed()
         atexit.register(self._at_exit)
         first = os.environ.get(MARK_VARIABLE) == self.config["launcher_mark"]  # and not something the script started

@@ -25,7 +25,7 @@ from autoprec.applying.compiling import allow_contenders, cache_graphs, is_compi
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
-from autoprec.numerics.sharded import world_size
+from autoprec.numerics.sharded import any_rank, world_size
 from autoprec.policy import policy_from_dict
 from autoprec.trial.inside.applying import by_block
 from autoprec.trial.inside.observe.discovery import Found
@@ -99,6 +99,7 @@ class Duel:
     def _stepped(self, loop: Loop) -> None:
         if self._settle:
             compiled = loop.graphs[-1] > loop.graphs[-2] and loop.steps - self._since < _MOST_SETTLING
+            compiled = any_rank(compiled, self._found.parameters[0].device)  # else one goes on settling alone
             self._settle = max(self._settle - 1, int(compiled))
             if not self._settle and self._unsettled:
                 self._settled(loop)

@@ -28,7 +28,7 @@ from autoprec.applying.compiling import (
 )
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
 from autoprec.graph.report import GraphReport
-from autoprec.numerics.sharded import rank
+from autoprec.numerics.sharded import any_rank, rank, world_size
 from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import StateSeen, apply_document, by_block, state_seen, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
@@ -227,10 +227,11 @@ class Trial:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
         self._look_at_the_time(spec, loop)
-        # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
-        if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps == loop.total:
+        # On a GPU reading a loss waits for the device, and would slow down every step that is timed; so do ranks that
+        # ask each other.
+        if (self._device.type == "cpu" and world_size() == 1) or loop.steps % 8 == 0 or loop.steps == loop.total:
             losses = loop.losses
-            if not math.isfinite(losses[-1]):
+            if any_rank(not math.isfinite(losses[-1]), self._device):  # each rank has a loss of its own
                 self.finish("diverged", f"the loss is {losses[-1]} at step {loop.steps}")
             gap = spec.stop_gap if loop.steps < loop.total else None
             if gap is not None and early_stop(losses, spec.reference_losses, gap, loop.total):
@@ -247,7 +248,9 @@ class Trial:
             self._first_step = now  # it may compile
         each_s = now - self._first_step if loop.steps == 2 else 0.0
         needed_s = now - self._asked + (loop.total - loop.steps) * each_s
-        if needed_s > within:
+        if world_size() > 1 and loop.steps > 2 and loop.steps % 8:
+            return
+        if any_rank(needed_s > within, self._device):
             took = f"a step takes {each_s:.3g} s" if each_s else f"{loop.steps} of {loop.total} steps were done"
             self._needed_s = needed_s
             self.finish(OUT_OF_TIME, f"{took}: {loop.total} steps take more than the {within:.0f} s there are")

@@ -62,3 +62,17 @@ def test_a_private_key_that_comes_in_several_reads_is_not_in_the_log() -> None:
         log += lines
     assert b"short" not in log
     assert log.endswith(b"loss 1.0\n")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
+def test_what_a_killed_tree_shared_is_removed(tmp_path: Path) -> None:
+    name = f"/dev/shm/autoprec_test_{os.getpid()}"
+    code = (
+        "import mmap, sys, time; file = open(sys.argv[1], 'w+b'); file.truncate(4096);"
+        "kept = mmap.mmap(file.fileno(), 4096); print('mapped', flush=True); time.sleep(60)"
+    )
+    tree = NewProcess([sys.executable, "-c", code, name], os.environ, tmp_path, "", None)
+    while "mapped" not in tree.tail:
+        time.sleep(0.01)
+    tree.end()
+    assert not os.path.exists(name)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import sqlite3
 import sys
 import threading
@@ -302,6 +303,20 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.M
     assert len(first) == len(second) == 3
     assert (first != second) is (tokens[-1] == "fsdp.py")  # the others train on the same data twice
     assert trial.losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_at_a_fixed_port_leave_together(host: Any) -> None:
+    """The port is taken, as by another trial of the script; one rank alone has a loss that is not finite."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with host("spawned.py", str(taken.getsockname()[1]), "nan") as runner:
+            assert runner.start().world_size == 2
+            began = time.monotonic()
+            lost = runner.run(TrainSpec(steps=12, warmup=0))
+    assert lost.status == "diverged", lost.reason + lost.tail
+    assert time.monotonic() - began < 120, "the other rank waited in a collective"
 
 
 @pytest.mark.parametrize(
