@@ -43,6 +43,7 @@ from autoprec.tuning.phases.answer import emitted_policy, save_front, search_res
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
+from autoprec.tuning.phases.soundness import faults, told, with_soundness
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
@@ -203,6 +204,7 @@ class Search:
         self.listener.phase("graph")
         graph = self.graph = tunable(record_step(pool, self.command.label), self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
+        at_fault = faults(graph, self.command, self.options.reference)
         probe.join()
         self._check_time(store, host, start_s, starts=1)
         setup = Setup.of(self.options, host, graph, shapes(self._variants))
@@ -218,6 +220,8 @@ class Search:
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
         runner = PairedRunner(setup, pool, ledger, others={n: p for n, p in self._pools.items() if p is not pool})
         self.listener.started(self._introduction(setup, store))
+        if doubt := told(at_fault, (), self.options.reference):
+            self.listener.note(str(doubt))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
         self.listener.phase("verdict", NOTHING_KNOWN if guessed else _told(verdict, measured=setup.measured))
@@ -245,6 +249,8 @@ class Search:
         if any(rows.values()):
             answer = answer.with_reasons(Reason("under_variant", rows))
             self.listener.phase("answer")
+        losses = ledger.references[0].losses if 0 in ledger.references else ()
+        answer = with_soundness(answer, told(at_fault, losses, self.options.reference))
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
     def _check_time(self, store: StudyStore, host: HostInfo, start_s: float, *, starts: int) -> None:

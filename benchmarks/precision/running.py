@@ -8,7 +8,7 @@ import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class _JudgedError(BaseException):
 
 
 @contextlib.contextmanager
-def _its_own(script: Path) -> Iterator[None]:
+def _its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
     """Leave the process as it was: arguments, folder, threads, random streams, environment, a process group."""
     argv, folder, threads, random, path = (
         sys.argv,
@@ -95,9 +95,13 @@ def _its_own(script: Path) -> Iterator[None]:
         list(sys.path),
     )
     environment = dict(os.environ)
-    sys.argv = [str(script)]
+    sys.argv = [str(script.resolve()), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
     try:
-        yield
+        with tempfile.TemporaryDirectory() as empty:  # where it may write what it likes
+            os.chdir(empty)
+            yield
+            os.chdir(folder)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -112,8 +116,12 @@ def _its_own(script: Path) -> Iterator[None]:
         torch.set_rng_state(random)
 
 
-def judged(script: Path) -> GraphReport:
-    """Return the recorded and judged step of a script, which runs until then."""
+def judged(script: Path, arguments: Sequence[str] = ()) -> GraphReport:
+    """Return the recorded and judged step of a script, which runs until then.
+
+    Raises:
+        RuntimeError: it takes no step that can be seen.
+    """
     hooks, out, judges = Hooks(), list[GraphReport](), list[Judge]()
 
     def done(report: GraphReport) -> None:
@@ -124,7 +132,8 @@ def judged(script: Path) -> GraphReport:
         judges.append(Judge(found, hooks, done))
         judges[0].start(running=False)
 
-    with _its_own(script):
+    script = script.resolve()
+    with _its_own(script, arguments):
         hooks.install()
         try:
             FirstStep(hooks, arrived, lambda _: None).watch()
@@ -136,17 +145,19 @@ def judged(script: Path) -> GraphReport:
                 with contextlib.suppress(_JudgedError):
                     if not judges or not judges[0].failed(error):
                         raise
-            if not out:
+            if not out and judges:
                 with contextlib.suppress(_JudgedError):
                     judges[0].end()
         finally:
             hooks.remove()
+    if not out:
+        raise RuntimeError("no training step was seen")
     return GraphReport.from_json(out[0].to_json())
 
 
-def found_in(script: Path) -> list[Finding]:
+def found_in(script: Path, arguments: Sequence[str] = ()) -> list[Finding]:
     """Return the findings about a script's own precision, the worst first."""
-    return findings(Facts(report=judged(script), settings=settings_of([str(script)], script.parent)))
+    return findings(Facts(report=judged(script, arguments), settings=settings_of([str(script)], script.parent)))
 
 
 def found_in_text(text: str) -> list[Finding]:

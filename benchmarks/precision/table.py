@@ -13,10 +13,18 @@ from pathlib import Path
 from benchmarks.precision.running import corpus, found_in, found_in_text
 
 ROOT = Path(__file__).resolve().parents[2]
-CLEAN = (
-    *sorted((ROOT / "benchmarks" / "scripts" / "by_hand").glob("*.py")),
-    *sorted((ROOT / "examples").glob("*.py")),
-    *sorted((ROOT / "benchmarks" / "scripts" / "odd_loops").glob("*.py")),
+BY_HAND = ROOT / "benchmarks" / "scripts" / "by_hand" / "train.py"
+MODELS = ("conv", "dlrm", "lstm", "moe", "seq2seq", "tab", "unet")
+#: Scripts and their arguments: those that are timed by hand, examples, and odd loops.
+CLEAN: tuple[tuple[Path, tuple[str, ...]], ...] = (
+    *(
+        (BY_HAND, (name, *more))
+        for name in MODELS
+        for more in ((), ("--autocast",), ("--autocast", "--micro-batches", "4"))
+    ),
+    *((path, ()) for path in sorted((ROOT / "examples").glob("train_*.py"))),
+    (ROOT / "examples" / "llama_proxy.py", ()),
+    *((path, ()) for path in sorted((ROOT / "benchmarks" / "scripts" / "odd_loops").glob("*.py"))),
 )
 
 
@@ -47,13 +55,14 @@ def faulty(names: list[str], *, cures: bool) -> tuple[int, int]:
 def clean(names: list[str]) -> tuple[int, int]:
     """Print what is found in each clean script; return how many have an error, of how many that could be judged."""
     wrong, judged = 0, 0
-    for path in CLEAN:
-        if names and path.stem not in names:
+    for path, arguments in CLEAN:
+        label = " ".join((path.stem, *arguments))
+        if names and not any(name in label for name in names):
             continue
         try:
-            found = found_in(path)
+            found = found_in(path, arguments)
         except BaseException as error:
-            print(f"--  {path.stem}: not judged: {type(error).__name__}: {str(error)[:100]}", flush=True)
+            print(f"--  {label}: not judged: {type(error).__name__}: {str(error)[:100]}", flush=True)
             continue
         judged += 1
         errors = [one for one in found if one.severity == "error"]

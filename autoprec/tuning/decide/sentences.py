@@ -232,6 +232,20 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
     return f"{speedup:.2f}x at {text}"
 
 
+def _unsound_reference(faults: Sequence[Mapping[str, str]], still: bool, reference: str) -> str:
+    """Say that what everything was compared with is at fault: first of all that, then how to go on."""
+    what = [f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ") for row in faults]
+    what += ["its loss is the same number at every step"] if still else []
+    more = f" (and {len(what) - 2} more: `autoprec check` lists them)" if len(what) > 2 else ""
+    name = "the script as written" if reference == "script" else f"the {reference} reference"
+    mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
+    out = "; or compare with a run in fp32: --reference fp32" if reference == "script" else ""
+    return (
+        f'The reference is at fault, so no comparison with {name} is evidence, neither "stay" nor a divergence of 0: '
+        f"{'; '.join(what[:2])}{more}{mend}{out}"
+    )
+
+
 def unmoved(layers: Sequence[str]) -> str:
     """Return what it means that these layers' weights have hardly any gradient yet."""
     first = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
@@ -284,6 +298,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     # why a search has no answer, or a narrower one
     "none_measured": lambda: "no trial other than the script as written could be measured",
     "cost_model": lambda text: text,
+    "unsound_reference": _unsound_reference,
     "interrupted": lambda: "interrupted before the search had ended",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",
     "only_sixteen_bit": lambda bound, cause: (

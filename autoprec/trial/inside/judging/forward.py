@@ -53,12 +53,12 @@ class Step:
 
     @property
     def calls(self) -> list[Call]:
-        """The operator calls of the step, in the order they ran."""
+        """Every operator call of the step, in order."""
         return self.recorder.trace.calls
 
     @property
     def measures(self) -> dict[int, Measure]:
-        """What was measured of calls, by their index."""
+        """What was measured, by the index of the call."""
         return self.recorder.measures
 
     @cached_property
@@ -99,11 +99,11 @@ def observed(
     """Return an observation about an operator.
 
     Args:
-        code: of the finding.
-        operator: that it is about.
-        also: further places that it is seen at.
-        where: ``file:line``; default: the operator's.
-        figures: what its sentence is made of.
+        code: of the rule table.
+        operator: what it is about.
+        also: further lines that have to do with it.
+        where: the line, where that is not the operator's own.
+        figures: what was measured.
     """
     dtypes = tuple(dict.fromkeys(operator.dtypes))
     return Observation(
@@ -264,7 +264,13 @@ def _lines(step: Step) -> Iterator[Observation]:
         given = max((step.measures[i].error for i in _other_lines(step, several, where)), default=0.0)
         quiet = call.name in _JUMPS or operator.cls in ("loss", "softmax", "view") or call.name in ("sin", "cos")
         least = _DIFFERENCE if call.name in ("sub", "rsub") else _LOST
-        if measure.error < least or measure.error < 3 * given or quiet or "distinct" in measure.figures:
+        if (
+            not (_low(operator) or measure.before)
+            or measure.error < least
+            or measure.error < 3 * given
+            or quiet
+            or "distinct" in measure.figures
+        ):
             continue
         adds = sum(c.name in _ADDS for c, _, _ in several)
         grows = any(value.grad for c, _, _ in several for value in step.recorder.trace.outputs(c))

@@ -168,11 +168,9 @@ def _median(parts: list[Tensor]) -> float:
 
 
 def compensation(optimizer: Optimizer, parameters: Iterable[Tensor]) -> str:
-    """Return the name of a state beside those of torch's own optimizers that may hold what 16-bit weights lose.
+    """Return the name of a state, of a parameter's shape, that may hold what 16-bit weights lose; empty for none.
 
-    Args:
-        optimizer: whose state is looked at.
-        parameters: of any shape; a state that may hold what they lose has their shape.
+    States of torch's own optimizers do not count.
     """
     for parameter in parameters:
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -259,12 +257,12 @@ def saved_dtypes(model: nn.Module) -> dict[str, str]:
 
 
 def tensors_of(model: nn.Module, names: ModelNames, loaded: Mapping[str, str]) -> Iterator[Held]:
-    """Yield parameters, their gradients, and buffers; ``loaded`` is the dtype in which each was saved.
+    """Yield parameters, their gradients, and buffers.
 
     Args:
-        model: of the script.
-        names: of its modules and parameters.
-        loaded: name -> dtype in which it was saved.
+        model: as the script made it, with its configuration.
+        names: of its tensors.
+        loaded: the dtype in which each was saved, as far as that was seen.
     """
     keeps, saved = kept_in_fp32(names.root), dict(loaded) | saved_dtypes(model)
 
@@ -300,9 +298,9 @@ def states_of(optimizers: Iterable[Optimizer], names: ModelNames) -> Iterator[He
 
 
 def collapsed_tables(names: ModelNames) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Yield positional tables of which neighbouring rows are the same: they were computed in too few bits.
+    """Yield positional tables of shape ``[..., rows, width]`` whose neighbouring rows are the same: too few bits.
 
-    Of each: its name, the table ``[..., rows, width]``, distinct neighbours and rows.
+    Of each: its name, the table, distinct neighbours and rows.
     """
     for name, table in names.root.named_buffers():
         words = ("sin", "cos", "pos", "pe", "rope", "rotary", "freq", "emb")

@@ -63,6 +63,7 @@ class Judge(Events):
         self._census: list[Held] = []
         self._reduced: list[tuple[str, str]] = []
         self._stepping: list[tuple[int, int]] = []
+        self._stepped: set[int] = set()
         self._over = False
         self._eager = contextlib.ExitStack()
         self._undo: Callable[[], None] = lambda: None
@@ -132,7 +133,7 @@ class Judge(Events):
             self._clears = 0
             self._update = ShadowRecorder(self._found.root, optimizers=())
             self._update.__enter__()
-            self._stepping = [(0, 1 << 60)]
+            self._stepping, self._stepped = [(0, 1 << 60)], set()
 
     def skipped_step(self, optimizer: Optimizer) -> None:
         if optimizer is self._found.optimizers[0]:
@@ -143,6 +144,8 @@ class Judge(Events):
                 self._finish()
 
     def after_step(self, optimizer: Optimizer) -> None:
+        if self._update is not None:
+            self._stepped.add(id(optimizer))
         if self._update is not None and self._stepping:
             self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
         if optimizer is self._found.optimizers[0] and self._update is not None:
@@ -196,7 +199,8 @@ class Judge(Events):
             return
         if keep and self._weights.rate:
             with _disable_current_modes():  # what is compared is not the script's
-                self._updates = self._weights.updates(update)
+                stepped = [at for at, one in enumerate(self._found.optimizers) if id(one) in self._stepped]
+                self._updates = [one for one in self._weights.updates(update) if one.optimizer in stepped]
         StepRecorder.__exit__(update, None, None, None)
         if keep:
             self._kept_update = update

@@ -64,9 +64,9 @@ def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
     """Return everything that the loop was seen to lose.
 
     Args:
-        loop: the steps of the optimizer.
-        step: the recorded step.
-        census: which tensors are in which dtype.
+        loop: what was seen around the step.
+        step: its forward and backward.
+        census: what the step holds.
     """
     found = [*_updates(loop), *_moments(loop), *_epsilons(loop), *_copies(loop)]
     return [*found, *_clipping(step), *_scaling(loop, step), *_stale(loop), *_reduced(loop), *_kept(loop, census)]

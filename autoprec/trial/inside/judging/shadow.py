@@ -13,7 +13,7 @@ A router's scores have a second twin that goes through the product: which expert
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,13 +93,13 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def sampled(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return up to ``most`` elements of a tensor of any shape, evenly spread, as ``[elements]``."""
+    """Return up to ``most`` elements of a tensor of any shape, evenly spread, as one of shape ``[count]``."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))] if flat.numel() else flat
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return ``|found - wanted| / |wanted|`` of tensors of one shape, over what is finite in both; else 0."""
+    """Return ``|found - wanted| / |wanted|`` of tensors of one shape, over what is finite in both; 0 for nothing."""
     a, b = sampled(found).double(), sampled(wanted).double()
     both = a.isfinite() & b.isfinite()
     a, b = a[both], b[both]
@@ -148,11 +148,11 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- twins
     def value_of(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's value, whatever its shape, in the trace; -1 where it was not seen."""
+        """Return the index in the trace of the value of a tensor of any shape, -1 where it was not seen."""
         return self._known.get(self._storages.key(tensor), -1)
 
     def twin_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor's twin, of its shape; None where it has none."""
+        """Return a tensor's twin, of the same shape and in FP32; None where it has none."""
         return self._twin(self._twins, tensor)
 
     def _twin(self, table: dict[int, tuple[Tensor, int]], tensor: Tensor) -> Tensor | None:
@@ -184,6 +184,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         twinned = any(self.value_of(t) in self._twins or self.value_of(t) in self._scores for t in floats)
         looked = name in ("sin", "cos")
         if not name or not (low or twinned or looked) or sum(t.numel() for t in floats) > _MOST:
+            if twinned:
+                self._forget(self._arguments(func, args, kwargs))
             return super()._run(func, args, kwargs)
         return self._both(func, name, args, kwargs, low)
 
@@ -204,6 +206,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                     scores = self._beside(self._scores, func, args, kwargs)
         except Exception:  # an operator that has no FP32 form: its twin ends here
             self.failures += 1
+        if not self._made:
+            self._forget(written)  # what is written now is not what their twins hold
         self._note_scalars(name, args, kwargs, measure)
         out = super()._run(func, args, kwargs)
         try:
@@ -212,6 +216,11 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         except Exception:
             self.failures += 1
         return out
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            for table in (self._twins, self._scores):
+                table.pop(self.value_of(tensor), None)
 
     def _is_carried(self, func: Any, name: str, cls: str) -> bool:
         reinterprets = name == "view" and any(a.name == "dtype" for a in func._schema.arguments)
@@ -467,14 +476,7 @@ class _Autocast:
 
 
 def half_ulp(tensor: Tensor) -> Tensor:
-    """Return half a unit in the last place of each element: what is smaller is lost when it is added.
-
-    Args:
-        tensor: of any shape and float dtype.
-
-    Returns:
-        Float64 of the same shape.
-    """
+    """Return half a unit in the last place of each element, float64 of the same shape: what is smaller is lost."""
     info = torch.finfo(tensor.dtype)
     size = tensor.detach().abs().double().clamp_min(info.tiny)
     return torch.exp2(torch.floor(torch.log2(size))) * info.eps / 2

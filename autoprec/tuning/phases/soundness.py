@@ -1,0 +1,66 @@
+"""Whether a comparison with the script as written says anything: a reference that does not train proves nothing.
+
+Looked at is what is there anyway: the recorded step (:mod:`autoprec.graph.census`) and the losses of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoprec.graph.report import GraphReport
+from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.decide.decision import Decision
+from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.lint.rules import Finding, findings
+from autoprec.tuning.lint.source import settings_of
+
+#: Faults that ``--reference fp32`` does not have: those of what a policy's FP32 recipes compute.
+_MENDED_BY_FP32 = frozenset(
+    ("loss-16bit", "norm-16bit", "softmax-16bit", "reduction-16bit", "router-16bit", "overflow-16bit", "fp16-unscaled")
+)
+#: Steps from which on losses that are one number mean that nothing is learnt.
+_FEWEST = 3
+
+
+def faults(graph: GraphReport, command: ScriptCommand, reference: str) -> list[Finding]:
+    """Return what is wrong with the precision of the reference, of severity error.
+
+    Args:
+        graph: the recorded step of the script as written.
+        command: the script's.
+        reference: ``script``, ``fp32`` or ``bf16``: what policies are compared with.
+    """
+    if graph.judged is None:
+        return []
+    folder = str(command.cwd.absolute())
+    known = replace(graph, judged=graph.judged.within(folder))
+    settings = settings_of([command.target, *command.args], command.cwd)
+    found = [one for one in findings(Facts(report=known, settings=settings)) if one.severity == "error"]
+    return [one for one in found if reference != "fp32" or one.code not in _MENDED_BY_FP32]
+
+
+def is_still(losses: Sequence[float]) -> bool:
+    """Say whether a run's losses are one number, step after step."""
+    return len(losses) >= _FEWEST and len(set(losses)) == 1
+
+
+def told(found: Sequence[Finding], losses: Sequence[float], reference: str) -> Reason | None:
+    """Return why comparisons with the reference are not evidence; None where nothing speaks against them.
+
+    Args:
+        found: its faults.
+        losses: of its run, as far as it has run.
+        reference: what it is: ``script``, ``fp32`` or ``bf16``.
+    """
+    rows = [{"code": one.code, "place": one.place, "message": one.message, "fix": one.fix} for one in found]
+    still = is_still(losses)
+    return (
+        Reason("unsound_reference", {"faults": rows, "still": still, "reference": reference}) if rows or still else None
+    )
+
+
+def with_soundness(answer: Decision, why: Reason | None) -> Decision:
+    """Return a decision that says first that its reference is at fault, where it is."""
+    return answer if why is None else replace(answer, reasons=(why, *answer.reasons))

@@ -1,0 +1,71 @@
+"""A reference that does not train proves nothing, and the verdict says so first."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.cost.transformer import config_report
+from autoprec.graph.census import Judged, Observation
+from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.decide.decision import Decision
+from autoprec.tuning.decide.sentences import Reason, statements
+from autoprec.tuning.phases.soundness import faults, is_still, told, with_soundness
+
+GPT = config_report("gpt2", batch=1, seq=64)
+LOST = {"unchanged": 0.96, "at_peak": 0.96, "arrives": 0.05, "half_ulp": 1e-4, "update": 1e-5, "rate": 1e-5}
+LOST |= {"elements": 19210, "tensors": 4, "optimizer": "AdamW", "to": "bf16", "compensated": "", "rising": False}
+LOSS = {"error": 0.01, "gradient": 0.001, "classes": 50257, "to": "bf16", "autocast": False}
+
+
+@pytest.mark.parametrize(
+    ("code", "figures", "reference", "count"),
+    [
+        ("updates-lost", LOST, "script", 1),
+        ("updates-lost", LOST, "fp32", 1),  # weights are stored as the script stores them
+        ("updates-lost", LOST | {"unchanged": 0.01, "at_peak": 0.01, "arrives": 1.0}, "script", 0),
+        ("stale-casts", {}, "bf16", 1),
+        ("loss-16bit", LOSS, "script", 1),
+        ("loss-16bit", LOSS, "fp32", 0),
+        ("loss-16bit", LOSS | {"autocast": True}, "script", 0),  # a warning is not a verdict
+        ("scaler-bf16", {"scale": 1.0}, "script", 0),
+    ],
+)
+def test_faults_of_severity_error_count_as_far_as_the_reference_has_them(
+    tmp_path: Path, code: str, figures: dict[str, Any], reference: str, count: int
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
+    seen = Judged(observations=(Observation(code, f"{tmp_path}/train.py:5", figures=figures),))
+    found = faults(replace(GPT, judged=seen), command, reference)
+    assert [one.place for one in found] == ["train.py:5"] * count
+    assert faults(GPT, command, reference) == []
+
+
+def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    seen = Judged(
+        observations=(Observation("updates-lost", "train.py:5", figures=LOST), Observation("stale-casts", "train.py:9"))
+    )
+    found = faults(replace(GPT, judged=seen), ScriptCommand.parse(["train.py"], cwd=tmp_path), "script")
+    stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
+    answer = with_soundness(stay, told(found, (), "script"))
+    first, second = statements([Reason.from_json(one.to_json()) for one in answer.reasons])
+    assert first.startswith(
+        'The reference is at fault, so no comparison with the script as written is evidence, neither "stay"'
+    )
+    assert "train.py:9: weights are updated inside an autocast" in first
+    assert first.endswith("--reference fp32")
+    assert (second, answer.verdict) == ("nothing gains", "stay")
+    assert with_soundness(stay, told([], (1.0, 0.9, 0.8), "script")) is stay
+
+
+def test_a_loss_that_is_one_number_is_no_training() -> None:
+    assert is_still((2.0, 2.0, 2.0))
+    assert not is_still((2.0, 2.0))
+    assert not is_still((2.0, 2.0, 1.9))
+    why = told([], (2.0, 2.0, 2.0), "fp32")
+    assert why is not None
+    assert "the same number at every step" in str(why)
+    assert "--reference" not in str(why)
