@@ -44,7 +44,7 @@ WARM = (
     "autoprec.trial.inside.agent",
     "autoprec.trial.inside.fork_server",
     "autoprec.trial.inside.isolate.isolation",
-    "autoprec.trial.inside.lanes",
+    "autoprec.trial.inside.forked_duel",
     "autoprec.trial.inside.sensitivity.replay",
     "autoprec.applying.audit",
     "autoprec.applying.policy",

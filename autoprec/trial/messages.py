@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autoprec.support.plain import Document
+
 #: Bytes that the address of a Unix socket may have (108 with the final zero on Linux, fewer elsewhere).
 _LONGEST = 100
 
@@ -54,14 +56,14 @@ class Lines:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+    def feed(self, chunk: bytes) -> Iterator[Document]:
         """Yield the objects of every line that ``chunk`` completes."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             yield json.loads(line)
 
 
-def receive_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
+def receive_messages(connection: socket.socket) -> Iterator[Document]:
     """Yield every message until the other end closes or is lost.
 
     An unfinished last line is dropped: its writer died while writing.

@@ -10,14 +10,14 @@ is told of it comes from there (:mod:`autoprec.tuning.phases.finalists`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeGuard
 
 from autoprec.trial.protocol import TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.schedule import QUANTISED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, Run
 
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
@@ -25,7 +25,6 @@ _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
 #: The same where policies quantise: they compile several times as long, and an earlier search may have left what the
 #: script compiles in torch's cache, but not what they do.
 _LEAST_QUANTISED_S = 2.0
-_Run = Callable[[TrialSpec, int], TrialResult]
 
 
 def is_whole(record: Run) -> bool:
@@ -33,61 +32,70 @@ def is_whole(record: Run) -> bool:
     return BY_BLOCK not in record.tags
 
 
-def whole_seconds(setup: Setup, ledger: Ledger) -> float:
+def whole_seconds(setup: Setup, state: SearchState) -> float:
     """Return what a run takes that compiles the whole model; 0 where runs compile as the script does."""
-    if not ledger.whole:
+    if state.whole is None:
         return 0.0
     factor = 1.0 if setup.target.is_cpu else QUANTISED_COMPILE  # a CPU has no choice below 16 bits
-    return ledger.seconds_per_run() + factor * ledger.timings.get("compile_s", 0.0)
+    return state.seconds_per_run() + factor * (state.seconds.compile_s or 0.0)
 
 
 class ByBlock:
     """Decides whether runs compile blocks, and reads those that do.
 
     Args:
-        run: runs one trial under a paired seed.
         allowed: off, none does.
 
     Attributes:
         active: runs ask for blocks, instead of the whole model that the script compiles.
     """
 
-    def __init__(self, setup: Setup, ledger: Ledger, run: _Run, *, allowed: bool = True) -> None:
-        self._setup, self._ledger, self._run, self._allowed = setup, ledger, run, allowed
+    def __init__(self, setup: Setup, state: SearchState, *, allowed: bool = True) -> None:
+        self._setup, self._state, self._allowed = setup, state, allowed
         self._speed, self._memory_bytes = 1.0, 0  # the whole model's step over that of blocks, and bytes more
         self.active = False
 
-    def run(self, spec: TrialSpec, seed: int) -> TrialResult:
-        """Run a trial; one under the script's own seed that fails by block runs again as the script compiles it."""
-        result = self._run(spec, seed)
-        if not (self.active and isinstance(spec, TrainSpec) and spec.by_block):
-            return result
-        if result.status in ("oom", "crashed") and spec.policy is not None and seed == 0:
-            return self._run(replace(spec, by_block=False), seed)
-        return self._scaled(result) if result.blocks else result
+    def instead(self, spec: TrialSpec, result: TrialResult, seed: int) -> TrainSpec | None:
+        """Return what is run after a trial that failed by block under the script's own seed: the same as a whole."""
+        if not self._is_by_block(spec) or result.status not in ("oom", "crashed") or spec.policy is None or seed:
+            return None
+        return replace(spec, by_block=False)
 
-    def begin(self, spec: TrainSpec, whole: TrialResult) -> TrialResult | None:
-        """Run the reference by block where that pays; None where all runs compile as the script does.
+    def read(self, spec: TrialSpec, result: TrialResult) -> TrialResult:
+        """Return a result with the times and the memory that the whole model would have had."""
+        return self._scaled(result) if self._is_by_block(spec) and result.blocks else result
+
+    def _is_by_block(self, spec: TrialSpec) -> TypeGuard[TrainSpec]:
+        return self.active and isinstance(spec, TrainSpec) and spec.by_block
+
+    def pays(self, whole: TrialResult) -> bool:
+        """Say whether running the reference by block pays.
 
         Args:
             whole: its run as the script compiles it, with nothing cached.
         """
         step_s = step_time(whole.step_ms, whole.warmup) / 1e3
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_s)
-        self._ledger.timings |= {"compile_s": compile_s, "step_s": step_s}
+        self._state.seconds.compile_s, self._state.seconds.step_s = compile_s, step_s
         least = _LEAST_COMPILE_S if self._setup.target.is_cpu else _LEAST_QUANTISED_S
         few = repeated_blocks(self._setup.host.layers) < _FEWEST_BLOCKS
-        if few or compile_s < least or not self._allowed:
-            return None
-        result = self._run(replace(spec, by_block=True), 0)
-        self.active = result.ok and result.blocks > 0
+        return self._allowed and not few and compile_s >= least
+
+    def begin(self, blocks: TrialResult) -> bool:
+        """Compile blocks from here on, if the reference could be run so; else say why all runs compile as the script.
+
+        Args:
+            blocks: the reference's run by block.
+        """
+        self.active = blocks.ok and blocks.blocks > 0
         if not self.active:
-            why = (result.reason or result.status) if not result.ok else "no block could be compiled by itself"
-            self._ledger.note(
-                f"compiling takes {compile_s:.0f} s: compiling one of the model's blocks instead of all of it was "
-                f"tried, and does not work here ({why}), so every run compiles as the script does"
+            why = (blocks.reason or blocks.status) if not blocks.ok else "no block could be compiled by itself"
+            self._state.note(
+                f"compiling takes {self._state.seconds.compile_s or 0.0:.0f} s: compiling one of the model's blocks "
+                f"instead of all of it was tried, and does not work here ({why}), so every run compiles as the script "
+                "does"
             )
-        return result if self.active else None
+        return self.active
 
     def calibrate(self, whole: Reference, blocks: Reference, count: int) -> None:
         """Read times and memory as those of the whole model from here on, and say so.
@@ -99,8 +107,8 @@ class ByBlock:
         self._speed, self._memory_bytes = whole.step_ms / blocks.step_ms, whole.memory_bytes - blocks.memory_bytes
         gap = divergence(blocks.losses, whole.losses)
         times = f"; their times are multiplied by {self._speed:.3f}, as for the script as written"
-        self._ledger.note(
-            f"the script compiles its model for {self._ledger.timings['compile_s']:.0f} s: runs compile one of its "
+        self._state.note(
+            f"the script compiles its model for {self._state.seconds.compile_s or 0.0:.0f} s: runs compile one of its "
             f"{count} blocks instead, the reference's, too (losses {gap:.3%} from those of the whole model)"
             f"{times if self._setup.measured else ''}; what would be adopted is run as the script compiles it"
         )

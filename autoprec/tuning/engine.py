@@ -15,28 +15,26 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.cost import Verdict
-from autoprec.cost.device.cpu import UNCALIBRATED, cpu_rates
+from autoprec.cost.device.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
-from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, read_document, write_atomic, write_json
-from autoprec.support.units import speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.protocol import PATIENCE_S, HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.events import Listener, SearchInfo
-from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.events import Listener
+from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import emitted_policy, save_front, search_result, settled, with_size
@@ -47,26 +45,50 @@ from autoprec.tuning.phases.soundness import faults, told, with_soundness
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit, slow_sixteen_bit
+from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import REPAIR, Run, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
+from autoprec.tuning.telling import introduction, notes_of_bound, typed, verdict_text
 from autoprec.tuning.workers.engines import runner_factory
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 from autoprec.tuning.workers.slots import visible_gpus
 
-ONLY_SIXTEEN_BIT = (
-    "no choice beyond 16 bit can gain at these shapes and the script is not in 16 bit yet: only 16-bit policies are "
-    "tried (--force searches the whole space)"
-)
-ONE_THREAD = (
-    "trials run on one thread each (OMP_NUM_THREADS=1), so speed-ups are those of one; with more a step, and what it "
-    "gains, may be others"
-)
-NOTHING_KNOWN = "the rates of this CPU could not be measured beforehand; the trials decide"
-STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The script at its first training forward: its hosts, its study, and how long it took to come there.
+
+    ``cpu_rates`` measures this machine's rates meanwhile.
+    """
+
+    pool: HostPool
+    store: StudyStore
+    info: HostInfo
+    start_s: float
+    cpu_rates: threading.Thread
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What could be gained at most.
+
+    Attributes:
+        setup: what is searched; where ``narrow`` of 16-bit policies alone.
+        at_fault: what in the script itself makes its training doubtful.
+        beyond: the bound is worth a search of the whole space.
+        ends: it is the answer: nothing is run.
+    """
+
+    setup: Setup
+    verdict: Verdict
+    at_fault: tuple[Finding, ...]
+    beyond: bool
+    narrow: bool
+    ends: bool
 
 
 class Search:
@@ -79,7 +101,7 @@ class Search:
     Attributes:
         study_dir: folder of the study's files.
         graph: the recorded step; None until it was recorded.
-        setup, ledger: what is searched, and what was learnt; None until the study was begun or continued.
+        setup, state: what is searched, and what was learnt; None until the study was begun or continued.
     """
 
     def __init__(
@@ -100,7 +122,7 @@ class Search:
         self.setup: Setup | None = None
         #: What became of a policy that was there before; empty where none was.
         self.set_aside = ""
-        self.ledger: Ledger | None = None
+        self.state: SearchState | None = None
         self._factory = factory
         self._started = time.monotonic() if started is None else started
         self._store: StudyStore | None = None
@@ -132,7 +154,7 @@ class Search:
         try:
             return self._locked()
         except ScriptError:
-            if self._is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
+            if self._is_new and self.state is None:  # a mistake in its arguments leaves no study behind
                 shutil.rmtree(self.study_dir, ignore_errors=True)
                 with contextlib.suppress(OSError):  # other studies may be there
                     folder = self.study_dir.parent
@@ -155,13 +177,13 @@ class Search:
             except NothingAcceptableError:
                 raise  # going on would change nothing
             except AutoPrecError as error:
-                if self.ledger is not None:  # the study was begun, and holds all that was finished
+                if self.state is not None:  # the study was begun, and holds all that was finished
                     error.fix += f"; then continue with:\n    {self.options.resume_command()}"
                 raise
 
     def go_on_command(self) -> str:
         """Return the command that continues the search, with a budget that is enough where this one was not."""
-        return self.options.with_budget_for(self.ledger.needed_s if self.ledger else 0.0).resume_command()
+        return self.options.with_budget_for(self.state.needed_s if self.state else 0.0).resume_command()
 
     def _claim(self, stack: ExitStack) -> None:
         """Hold the study's folder; a study without a name takes the next one where another search holds it."""
@@ -186,6 +208,20 @@ class Search:
             self.study_dir = self.options.study_dir()
 
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
+        """The eight steps of a search (docs/search.md)."""
+        host = self._start_script(pool, stack)
+        graph = self._record_graph(host)
+        bound = self._bound_gain(host, graph)
+        runner, state = self._begin_study(host, bound)
+        if bound.ends:
+            reason = Reason("cost_model", {"text": bound.verdict.reason})
+            return self._answer(bound, runner, state, Decision("stay", (reason,)))
+        self._measure_reference(bound.setup, runner, state)
+        table = self._measure_errors(bound.setup, runner, state)
+        return self._answer(bound, runner, state, run_study(bound.setup, runner, state, table))
+
+    def _start_script(self, pool: HostPool, stack: ExitStack) -> _Host:
+        """Start the script, and wait until it is at its first training forward."""
         if self.options.resume:
             self._open_store(stack)
         self.listener.phase("script", self.command.label)
@@ -195,81 +231,99 @@ class Search:
         began, probe = time.monotonic(), self._probe_cpu()
         store = self._store or self._open_store(stack)
         try:
-            host = pool.info(0)
+            info = pool.info(0)
         except ScriptError:
             store.discard_empty()
             raise
-        start_s = max(time.monotonic() - began, host.setup_s)  # it may have been started for its variants
-        self._check_time(store, host, start_s, starts=2)  # for the recorded step, and for the reference
+        # it may have been started for its variants
+        host = _Host(pool, store, info, max(time.monotonic() - began, info.setup_s), probe)
+        self._check_time(host, starts=2)  # for the recorded step, and for the reference
+        return host
+
+    def _record_graph(self, host: _Host) -> GraphReport:
+        """Record one step: which operators ran, on which shapes, and what of them can be tuned."""
         self.listener.phase("graph")
-        graph = self.graph = tunable(record_step(pool, self.command.label), self.command.label)
+        label = self.command.label
+        graph = self.graph = tunable(record_step(host.pool.host(), label), label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
-        at_fault = faults(graph, self.command, self.options.reference)
-        probe.join()
-        self._check_time(store, host, start_s, starts=1)
-        setup = Setup.of(self.options, host, graph, shapes(self._variants))
-        verdict = setup.verdict()
-        beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
-        guessed = setup.measured and setup.cost.label.startswith(UNCALIBRATED)
-        # where steps can be timed a model ends nothing: what people write by hand runs before a word is said
-        nothing = verdict.kind == "stay" and not (setup.measured or self.options.force or narrow)
-        setup = narrow or setup
-        self._sign(setup, store)
-        ledger = Ledger(store, self.listener, setup.options, self._started)
-        ledger.variants = self._variants
-        self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
-        runner = PairedRunner(setup, pool, ledger, others={n: p for n, p in self._pools.items() if p is not pool})
-        self.listener.started(self._introduction(setup, store))
-        if doubt := told(at_fault, (), self.options.reference):
+        return graph
+
+    def _bound_gain(self, host: _Host, graph: GraphReport) -> _Bound:
+        """Ask the cost model what could be gained at most, and in which part of the space."""
+        host.cpu_rates.join()
+        self._check_time(host, starts=1)
+        whole = Setup.of(self.options, host.info, graph, shapes(self._variants))
+        verdict = whole.verdict()
+        beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(whole, verdict)
+        # On a device that can be timed, the cost model never ends the search; hand-written baselines run first.
+        ends = verdict.kind == "stay" and not (whole.measured or self.options.force or narrow)
+        at_fault = tuple(faults(graph, self.command, self.options.reference))
+        return _Bound(narrow or whole, verdict, at_fault, beyond=beyond, narrow=narrow is not None, ends=ends)
+
+    def _begin_study(self, host: _Host, bound: _Bound) -> tuple[PairedRunner, SearchState]:
+        """Sign the study, or go on with it, and say what is searched."""
+        setup = bound.setup
+        self._sign(setup, host.store)
+        state = SearchState(
+            host.store,
+            self.listener,
+            setup.options,
+            self._started,
+            variants=self._variants,
+            only_sixteen_bit=bound.narrow,
+        )
+        self.setup, self.state = setup, state  # only now: under another setup nothing is continued
+        others = {name: pool for name, pool in self._pools.items() if pool is not host.pool}
+        runner = PairedRunner(setup, host.pool, state, others=others)
+        for note in (*host.info.notes, *setup.space.warnings()):
+            self.listener.note(note)
+        self.listener.started(introduction(setup, self.command, self.options, host.store.url, self._chosen))
+        if doubt := told(bound.at_fault, (), self.options.reference):
             self.listener.note(str(doubt))
         if not setup.measured:
-            ledger.note(f"times are {setup.cost.label}")
-        self.listener.phase("verdict", NOTHING_KNOWN if guessed else _told(verdict, measured=setup.measured))
-        if narrow is not None:
-            ledger.note(ONLY_SIXTEEN_BIT)
-        if setup.measured and setup.target.is_cpu:
-            ledger.note(ONE_THREAD)
-            if slow := slow_sixteen_bit(setup.graph):
-                ledger.note(slow)
-        if not beyond and not setup.measured and not self.options.cost_scale:
-            ledger.note(STANDS_IN)
-        ledger.timings["verdict_s"] = ledger.elapsed()
-        if (missed := [r["name"] for r in self._variants if r["status"] == NOT_TRIED]) and not self.options.resume:
-            ledger.cut(f"the time budget left no time for the script under {', '.join(missed)}")
-        if nothing:
-            answer = settled(Decision("stay", (Reason("cost_model", {"text": verdict.reason}),)), ledger)
-        else:
-            answer = self._measured(setup, runner, ledger)
-            if narrow is not None:
-                bound = {"bound": verdict.bound_speedup, "cause": verdict.cause}
-                answer = answer.with_reasons(Reason("only_sixteen_bit", bound))
-                ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
-            answer = with_size(answer, setup)
-        rows = {"chosen": self._chosen or {}, "adopted": ledger.variant(answer.run)}
+            state.note(f"times are {setup.cost.label}")
+        self.listener.phase("verdict", verdict_text(setup, bound.verdict))
+        for note in notes_of_bound(setup, narrow=bound.narrow, beyond=bound.beyond):
+            state.note(note)
+        state.seconds.verdict_s = state.elapsed()
+        missed = [row["name"] for row in self._variants if row["status"] == NOT_TRIED]
+        if missed and not self.options.resume:
+            state.cut(f"the time budget left no time for the script under {', '.join(missed)}")
+        return runner, state
+
+    def _measure_reference(self, setup: Setup, runner: PairedRunner, state: SearchState) -> None:
+        """Run the script as written, and say how long the search will take."""
+        self.listener.phase("reference")
+        measure_reference(setup, runner, state)
+        runner.doubt_load()
+        for line in expected(setup, runner, state):
+            if not self.options.resume:
+                self.listener.note(line)
+
+    def _measure_errors(self, setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:
+        """Measure the gradient error of every group of layers under every choice."""
+        self.listener.phase("sensitivity")
+        return measure_table(setup, runner, state)
+
+    def _answer(self, bound: _Bound, runner: PairedRunner, state: SearchState, decision: Decision) -> SearchResult:
+        """Write the policy, and return the result."""
+        answer = settled(decision, state)
+        if bound.narrow:
+            data = {"bound": bound.verdict.bound_speedup, "cause": bound.verdict.cause}
+            answer = answer.with_reasons(Reason("only_sixteen_bit", data))
+        answer = answer if bound.ends else with_size(answer, bound.setup)
+        rows = {"chosen": self._chosen or {}, "adopted": state.variant(answer.run)}
         if any(rows.values()):
             answer = answer.with_reasons(Reason("under_variant", rows))
             self.listener.phase("answer")
-        losses = ledger.references[0].losses if 0 in ledger.references else ()
-        answer = with_soundness(answer, told(at_fault, losses, self.options.reference))
-        return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
+        losses = state.own.losses if state.own is not None else ()
+        answer = with_soundness(answer, told(bound.at_fault, losses, self.options.reference))
+        return self._finish(bound, state, answer, runner)
 
-    def _check_time(self, store: StudyStore, host: HostInfo, start_s: float, *, starts: int) -> None:
+    def _check_time(self, host: _Host, *, starts: int) -> None:
         """End a search that cannot know anything within its time budget; one that goes on knows what it had found."""
-        if not store.records:
-            check_time(self.options, host, time.monotonic() - self._started, start_s, starts=starts)
-
-    def _measured(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> Decision:
-        """Decide by runs: the reference, the sensitivity scan, then trials and their further paired seeds."""
-        self.listener.phase("reference")
-        measure_reference(setup, runner, ledger)
-        runner.doubt_load()
-        for line in expected(setup, runner, ledger):
-            if not self.options.resume:
-                self.listener.note(line)
-        self.listener.phase("sensitivity")
-        table = measure_table(setup, runner, ledger)
-        answer = run_study(setup, runner, ledger, table)
-        return settled(answer, ledger)
+        if not host.store.records:
+            check_time(self.options, host.info, time.monotonic() - self._started, host.start_s, starts=starts)
 
     @property
     def _chosen(self) -> dict[str, Any] | None:
@@ -295,7 +349,7 @@ class Search:
             )
             write_json(kept, {"rows": self._variants})
             for row in self._variants:
-                self.listener.note(f"variant {_typed(row)}: {row['status']}: {row['reason']}")
+                self.listener.note(f"variant {typed(row)}: {row['status']}: {row['reason']}")
         commands = {AS_GIVEN: self.command} | {variant.name: self.command.under(variant) for variant in asked}
         self.command = commands[self._chosen["name"] if self._chosen else AS_GIVEN]
         for name, command in commands.items():  # which start nothing before they are asked
@@ -339,7 +393,7 @@ class Search:
         model, sources = str(setup.graph.model["fingerprint"]), source_digests(self.command)
         signature = self.options.signature(setup.space.model_dump_json(), model, sources)
         if self._chosen is not None:
-            signature["variant"] = _typed(self._chosen)
+            signature["variant"] = typed(self._chosen)
         stored = store.signature
         if stored is None and store.records:
             where = f"{store.url}, study {self.options.study}"
@@ -349,42 +403,16 @@ class Search:
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")
 
-    def _introduction(self, setup: Setup, store: StudyStore) -> SearchInfo:
-        host, graph = setup.host, setup.graph
-        for note in (*host.notes, *setup.space.warnings()):
-            self.listener.note(note)
-        asked = {key: value for key, value in asdict(setup.options).items() if key not in ("command", "track")}
-        variant = _typed(self._chosen) if self._chosen is not None else None
-        return SearchInfo(
-            study=self.options.study,
-            script=self.command.label,
-            target=setup.target.name,
-            source=setup.source,
-            launch=host.launch,
-            device=host.device,
-            model=graph.model,
-            groups={group.name: group.layers for group in setup.problem.groups},
-            notes=(*host.notes, *graph.notes),
-            study_dir=str(self.study_dir),
-            storage=store.url,
-            trials=self.options.trials,
-            resume_command=self.options.resume_command(stored=True),
-            options=asked | {"variant": variant, "variants": self.options.variant or None},
-            folder=str(self.command.folder),
-        )
-
-    def _finish(
-        self, setup: Setup, ledger: Ledger, answer: Decision, bound_speedup: float, *, one_worker: bool
-    ) -> SearchResult:
-        path = ""
+    def _finish(self, bound: _Bound, state: SearchState, answer: Decision, runner: PairedRunner) -> SearchResult:
+        setup, path = bound.setup, ""
         if answer.verdict != "undecided":
-            policy = emitted_policy(setup, ledger, answer)
+            policy = emitted_policy(setup, state, answer)
             path = self._emit(policy)
             save_policy(policy, self.study_dir / "best.yaml")
         result = search_result(
-            setup, ledger, answer, bound_speedup=bound_speedup, policy_path=path, one_worker=one_worker
+            setup, state, answer, runner, bound_speedup=bound.verdict.bound_speedup, policy_path=path
         )
-        save_front(setup, ledger, result)
+        save_front(setup, state, result)
         self.listener.finished(result)
         return result
 
@@ -406,11 +434,11 @@ class Search:
 
     def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
-        setup, ledger, kept = self.setup, self.ledger, "nothing was measured yet"
-        best = ledger.best() if ledger is not None else None
-        if setup is not None and ledger is not None and best is not None:
+        setup, state, kept = self.setup, self.state, "nothing was measured yet"
+        best = state.best() if state is not None else None
+        if setup is not None and state is not None and best is not None:
             answer = Decision("undecided", (Reason("interrupted"),), run=best)
-            policy = emitted_policy(setup, ledger, answer)
+            policy = emitted_policy(setup, state, answer)
             kept = f"the best policy so far ({headline(best.to_row())}) is in {self.options.output}"
             try:
                 self._emit(policy)
@@ -419,22 +447,6 @@ class Search:
         return SearchInterruptedError(
             f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
         )
-
-
-def _typed(variant: Mapping[str, Any]) -> str:
-    """Return a variant, a row of the result, as it is given on the command line."""
-    return f"{variant['name']}: {variant['arguments']}"
-
-
-def _told(verdict: Verdict, *, measured: bool) -> str:
-    """Return the bound in words: beside real timings it covers GEMMs, not attention or casts, and claims no more."""
-    if not measured:
-        return verdict.reason
-    if verdict.kind == "stay":
-        return f"by the cost model, which the trials check: {verdict.reason}"
-    what = "GEMMs" if verdict.execution == KEEP else "torch.compile and GEMMs"
-    bound = speed_text(verdict.bound_speedup, verdict.low, verdict.high)
-    return f"{what} could gain about {bound} by the cost model; the trials decide"
 
 
 def _changes_nothing(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoprec.support.plain import Document
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 
@@ -24,12 +25,12 @@ class SearchInfo:
     source: str
     launch: str
     device: str
-    model: dict[str, Any]
+    model: Document
     groups: dict[str, tuple[str, ...]]
     trials: int
     resume_command: str
     notes: tuple[str, ...] = field(default=())
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Document = field(default_factory=dict)
     folder: str = ""
 
 

@@ -21,6 +21,7 @@ from autoprec._version import __version__
 from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.support.amounts import LEAST_BYTES
 from autoprec.support.files import canonical_json
+from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments, redact_uri
 from autoprec.trial.command import Variant
 from autoprec.trial.protocol import STEPS
@@ -192,14 +193,14 @@ class SearchOptions:
         space_text: str,
         fingerprint: str,
         sources: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Document:
         """Return everything that would change the answer: a resumed search must agree on all of it.
 
         Args:
             sources: file -> digest (:func:`autoprec.trial.source.source_digests`).
         """
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
-        out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
+        out: Document = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
@@ -261,7 +262,7 @@ def versions() -> dict[str, str]:
     return {"autoprec": __version__, "torch": metadata.version("torch")}
 
 
-def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str) -> None:
+def check_signature(stored: Document, asked: Document, *, where: str) -> None:
     """Refuse to continue a study under a changed setup.
 
     Args:

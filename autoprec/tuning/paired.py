@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,8 @@ from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.decide.problem import VARIANT, Params
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState, Work
 from autoprec.tuning.workers.local import HostPool
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
@@ -57,20 +58,22 @@ class PairedRunner:
 
     Attributes:
         by_block: whether runs compile blocks.
+        work: what all trials took so far.
     """
 
     def __init__(
         self,
         setup: Setup,
         pool: HostPool,
-        ledger: Ledger,
+        state: SearchState,
         *,
         may_compile_blocks: bool = True,
         others: Mapping[str, HostPool] = MappingProxyType({}),
     ) -> None:
-        self._setup, self._pool, self._ledger, self._others = setup, pool, ledger, others
+        self._setup, self._pool, self._state, self._others = setup, pool, state, others
         self._repeated = 0
-        self.by_block = ByBlock(setup, ledger, self._timed, allowed=may_compile_blocks)
+        self.by_block = ByBlock(setup, state, allowed=may_compile_blocks)
+        self.work, self._counting = Work(), threading.Lock()
 
     @property
     def workers(self) -> int:
@@ -138,12 +141,12 @@ class PairedRunner:
 
     def elapsed(self) -> float:
         """Return the seconds since the search began."""
-        return self._ledger.elapsed()
+        return self._state.elapsed()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until a trial has to end for the time budget's sake; None without one."""
         budget = self._setup.options.budget_s
-        return None if budget is None else max(0.1, OVERRUN * budget - self._ledger.elapsed())
+        return None if budget is None else max(0.1, OVERRUN * budget - self._state.elapsed())
 
     def trial_timeout(self) -> float:
         """Return how many seconds of its own time a trial may spend without a step before it is ended as hung.
@@ -152,58 +155,57 @@ class PairedRunner:
         may take as long as twenty whole runs of the reference; a script that has not run yet gets fifteen minutes, in
         which it may compile.
         """
-        if 0 not in self._ledger.references:
+        if self._state.own is None:
             return BEFORE_REFERENCE_S
-        return max(LEAST_TIMEOUT_S, SLOWEST * self._ledger.timings.get("reference_run_s", LEAST_TIMEOUT_S))
+        return max(LEAST_TIMEOUT_S, SLOWEST * (self._state.seconds.reference_run_s or LEAST_TIMEOUT_S))
 
     def doubt_load(self) -> None:
         """Say so where other programs keep this machine's cores busy while steps are timed on them."""
         cores = os.cpu_count() or 1
         load = os.getloadavg()[0] - self.workers  # the script's own processes
         if self._setup.measured and self._setup.target.is_cpu and load > BUSY * cores:
-            self._ledger.note(
+            self._state.note(
                 f"this machine is busy with other work (load {load:.1f} on {cores} cores): measured times are "
                 "uncertain, and speed-ups are those beside it, which are mostly smaller than without"
             )
 
-    def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
-        """Run one trial; once more where its times are not to be trusted, which the record says if it stays so."""
-        return self.by_block.run(spec, seed)
+    def measure(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
+        """Run one trial; once more where its times are not to be trusted, which the record says if it stays so.
 
-    def _timed(self, spec: TrialSpec, seed: int) -> TrialResult:
-        result = self._run(spec, seed)
+        Where runs compile blocks, times are read as those of the whole model, and what fails by block is run whole.
+        """
+        result = self.on_host(spec, seed)
+        if self._is_doubtful(result):
+            again = self.on_host(spec, seed)
+            result = again if again.ok else result
+        instead = self.by_block.instead(spec, result, seed)
+        return self.by_block.read(spec, result) if instead is None else self.measure(instead, seed)
+
+    def _is_doubtful(self, result: TrialResult) -> bool:
+        """Say whether a trial is to be repeated for its times, and tell of it."""
         if not (self._setup.measured and result.ok and result.unreliable) or self._repeated >= MOST_REPEATED:
-            return result
+            return False
         self._repeated += 1
-        note = self._ledger.note
-        note(f"a trial is repeated: {result.unreliable}")
+        self._state.note(f"a trial is repeated: {result.unreliable}")
         if self._repeated == MOST_REPEATED:
-            note("this keeps happening: no further trial is repeated, and the times of this search are uncertain")
-        again = self._run(spec, seed)
-        return again if again.ok else result
+            self._state.note(
+                "this keeps happening: no further trial is repeated, and the times of this search are uncertain"
+            )
+        return True
 
-    def _run(self, spec: TrialSpec, seed: int) -> TrialResult:
-        """Run one trial, and book where its time went."""
+    def on_host(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
+        """Run one trial on the host of its seed and variant, once, and count what it took."""
         began = time.monotonic()
-        result = self._others.get(spec.variant, self._pool).run(spec, seed)
-        for name, seconds in (
-            ("training_s", result.training_s),
-            ("trial_wall_s", time.monotonic() - began),
-            ("start_s_sum", result.start_s),
-            ("starts", 1.0),
-        ):
-            self._ledger.add_seconds(name, seconds)
-        # what the answer costs in forward and backward passes, wherever and however fast it is found
-        self._ledger.add_seconds("passes", float(_passes(spec, result)))
+        result = self._others.get(spec.variant, self._pool).host(seed).run(spec)
+        wall_s = time.monotonic() - began
+        done = Work(1.0, result.start_s, result.training_s, wall_s, float(_passes(spec, result)))
+        with self._counting:
+            self.work = self.work.plus(done)
         return result
 
     def is_elsewhere(self, params: Params) -> bool:
         """Say whether runs of these params are under another variant than the reference's."""
         return params.get(VARIANT) in self._others
-
-    def duel(self, spec: TrialSpec) -> TrialResult:
-        """Run a trial for its times alone; they are compared with others of the same minute, and none is repeated."""
-        return self._run(spec, 0)
 
     @contextmanager
     def threads(self, count: int, name: str) -> Iterator[ThreadPoolExecutor]:

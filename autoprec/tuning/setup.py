@@ -1,7 +1,7 @@
 """The fixed side of a search: what is tuned, for which device, within which limits.
 
 Everything here is known once one training step was recorded, and nothing of it changes afterwards. What a search
-learns goes into the :mod:`~autoprec.tuning.ledger`; what it runs goes through :mod:`~autoprec.tuning.paired`.
+learns goes into the :mod:`~autoprec.tuning.state`; what it runs goes through :mod:`~autoprec.tuning.paired`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
 from autoprec.cost.estimate import ratio_bounds
@@ -22,9 +21,10 @@ from autoprec.policy.space import SearchSpace, default_space, load_space
 from autoprec.precision.hardware import Target, limit_bytes
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json
+from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
-from autoprec.tuning.decide.problem import VARIANT, Problem
+from autoprec.tuning.decide.problem import VARIANT, Params, Problem
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
 
@@ -53,7 +53,7 @@ class ModelledSteps:
             self._known[""] = self.cost.estimate({}, activations="keep")
         return self._known[""]
 
-    def of(self, params: Mapping[str, Any]) -> StepEstimate:
+    def of(self, params: Params) -> StepEstimate:
         """Return the step under a point of the search space."""
         key = canonical_json(dict(params))
         if key not in self._known:
@@ -176,7 +176,7 @@ class Setup:
         """``measured`` when this machine is the target and is timed, ``modelled`` in a rehearsal."""
         return "measured" if self.measured else "modelled"
 
-    def bounds(self, params: Mapping[str, Any], ratio: float) -> tuple[float, float] | tuple[()]:
+    def bounds(self, params: Params, ratio: float) -> tuple[float, float] | tuple[()]:
         """Return the model's bounds of a speed-up; empty where it is measured, for the script, and over itself."""
         if self.measured or ratio == 1.0 or not params or self.problem.is_script(params):
             return ()
@@ -187,7 +187,7 @@ class Setup:
         """The folder of the study's files."""
         return self.options.study_dir()
 
-    def reference_policy(self) -> dict[str, Any] | None:
+    def reference_policy(self) -> Document | None:
         """Return the reference's policy document; None when it is the script as written."""
         name = self.options.reference
         if name == "script":

@@ -8,7 +8,6 @@ it is in 16 bit already) is measured before anything else. On a CPU the script a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from autoprec.cost import Verdict
 from autoprec.cost.scale import short_dtype
@@ -20,7 +19,7 @@ from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.decide.presets import widest
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import Run, pooled
+from autoprec.tuning.study.run import Params, Run, pooled
 
 #: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
 WORTH_SEARCHING = 1.03
@@ -76,12 +75,12 @@ def only_sixteen_bit(setup: Setup, verdict: Verdict) -> Setup | None:
     return setup.restricted(sixteen_bit_space(setup.space))
 
 
-def first_presets(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+def first_presets(found: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
     """Return presets with the 16-bit run before all others: what is cut short can then still be judged."""
     return sorted(found, key=lambda preset: [not _is_named(preset[0], name) for name in NAMES])
 
 
-def by_hand(known: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+def by_hand(known: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
     """Return the presets that a person writes without a search, in the order in which they are run.
 
     ``torch.autocast`` in bf16, every layer in bf16, and where they are offered the default recipes of torchao
@@ -143,5 +142,5 @@ def sixteen_bit_space(space: SearchSpace) -> SearchSpace:
         kept = tuple(choice for choice in rule.choices if not left_out(choice))
         return rule.model_copy(update={"choices": kept}) if kept else rule
 
-    changes: dict[str, Any] = {"parameters": {}, "presets": ()}
+    changes: dict[str, object] = {"parameters": {}, "presets": ()}
     return space.model_copy(update=changes | {"choices": tuple(map(plain, space.choices))})

@@ -27,6 +27,7 @@ from autoprec.errors import (
 )
 from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
+from autoprec.support.plain import Document
 from autoprec.support.units import counted
 from autoprec.trial.protocol import TrainSpec, TrialResult
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
@@ -35,7 +36,6 @@ from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.duels import Duels
@@ -44,6 +44,7 @@ from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import errors_of, probe_policies
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL, Run, error_text, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.workers.local import HostPool
@@ -105,7 +106,7 @@ class Contender:
         """Mean divergence of the runs that were measured; infinity where none was."""
         return statistics.fmean(run["divergence"] for run in self.measured) if self.measured else math.inf
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return ratios, divergences and gradient errors as fractions, memory in bytes."""
         one, measured = self.standing, self.measured
         return {
@@ -148,7 +149,7 @@ class Verification:
     reference: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float | None] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return every field, the reason as text and as a code with its data."""
         out = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "why"}
         words = {"reason": str(self.why), "reasons": [self.why.to_json()]}
@@ -171,7 +172,7 @@ def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: 
     return limits
 
 
-def searched(policy: Policy, model: dict[str, Any] | None = None) -> str:
+def searched(policy: Policy, model: Document | None = None) -> str:
     """Return what a policy's search found of its losses and gradients, in words; empty where it was not searched.
 
     Args:
@@ -201,10 +202,10 @@ def refuse_another_model(policy: Policy, pool: HostPool, backend: str) -> None:
         PolicyMismatchError, UnsupportedError: it cannot be applied here.
     """
     if _is_another(policy, pool.info().model):
-        _check_fit(pool.run(TrainSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend)))
+        _check_fit(pool.host().run(TrainSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend)))
 
 
-def _is_another(policy: Policy, model: dict[str, Any]) -> bool:
+def _is_another(policy: Policy, model: Document) -> bool:
     made_for = policy.to_dict().get("model")
     return made_for is not None and any(made_for[key] != model.get(key) for key in ("class", "parameters"))
 
@@ -225,7 +226,7 @@ def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
         AutoPrecError: it is neither on a device, nor for one, that is known.
     """
     script = shlex.join(options.command)
-    graph, asked = tunable(record_step(pool, script), script), policy.evidence.get("target", options.target)
+    graph, asked = tunable(record_step(pool.host(), script), script), policy.evidence.get("target", options.target)
     for target in (str(asked), options.target, _ANY_GPU):
         try:
             return replace(Setup.of(replace(options, target=target), pool.info(), graph), measured=True)
@@ -242,7 +243,7 @@ def is_timed(policy: Policy, device: str) -> bool:
 
 def contenders(
     policy: Policy, setup: Setup | None = None, tell: Callable[[str], None] = lambda _: None
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Document]:
     """Return the policy and the uniform presets people would run instead, by name; one that it is itself is left out.
 
     A preset of a search's name is that search's policy: layers that the target cannot run under the recipe (a head of
@@ -253,7 +254,7 @@ def contenders(
         tell: receives a line for each preset that is left out.
     """
 
-    def uniform(name: str, recipe: Recipe, activations: str) -> dict[str, Any]:
+    def uniform(name: str, recipe: Recipe, activations: str) -> Document:
         return Policy.model_validate({"recipes": {name: recipe}, "default": name, "activations": activations}).to_dict()
 
     bf16 = BUILTIN_RECIPES["bf16"]
@@ -275,7 +276,7 @@ def contenders(
     return out
 
 
-def _what_runs(document: dict[str, Any]) -> tuple[Any, ...]:
+def _what_runs(document: Document) -> tuple[Any, ...]:
     """Return what a policy does, whatever it calls its recipes and however it says "all layers"."""
     policy = Policy.model_validate(document)
     recipes: dict[str, Recipe | None] = {KEEP: None, **policy.recipes}
@@ -291,7 +292,7 @@ def _what_runs(document: dict[str, Any]) -> tuple[Any, ...]:
 def verify(
     pool: HostPool,
     setup: Setup,
-    policies: dict[str, dict[str, Any]],
+    policies: dict[str, Document],
     folder: Path,
     *,
     first_seed: int = 0,
@@ -319,11 +320,11 @@ def verify(
     runs: dict[str, list[Run]] = {name: [] for name in policies}
     noises: list[float] = []
     with closing(StudyStore(default_storage(folder), "verify", ("step_time_ms",), resume=False)) as store:
-        ledger = Ledger(store, Listeners(), options, time.monotonic())
-        runner = PairedRunner(setup, pool, ledger, may_compile_blocks=False)
-        measure_reference(setup, runner, ledger)
-        paired = PairedSeeds(setup, runner, ledger)
-        duels, rows = Duels(setup, runner, ledger), list[Contender]()
+        state = SearchState(store, Listeners(), options, time.monotonic())
+        runner = PairedRunner(setup, pool, state, may_compile_blocks=False)
+        measure_reference(setup, runner, state)
+        paired = PairedSeeds(setup, runner, state)
+        duels, rows = Duels(setup, runner, state), list[Contender]()
         for seed in range(options.seeds):
             names = may_decide(rows, timed=timed) if seed else list(policies)
             if not names:
@@ -332,7 +333,7 @@ def verify(
                 pool.prepare(seed + 1)
             asked = {name: policies[name] for name in names}
             measured = _under_seed(paired, asked, seed)
-            errors, seen = _gradient_errors(setup, runner, ledger, asked, seed) if measured else ({}, [])
+            errors, seen = _gradient_errors(setup, runner, state, asked, seed) if measured else ({}, [])
             noises += seen
             for name, run in measured.items():
                 runs[name].append(run.with_metrics(metrics_of({"gradient_error": errors.get(name, math.nan)})))
@@ -344,7 +345,7 @@ def verify(
                 pass  # some at a time
             rules, timings = _rules(options, paired.baseline, noises), duels.known()
             rows = [judge(rules, name, [*own, *filter(None, [timings.get(name)])]) for name, own in runs.items()]
-    verdict, reason = decide(rows, rules, timed=timed, reference_memory=ledger.reference.memory_bytes)
+    verdict, reason = decide(rows, rules, timed=timed, reference_memory=state.reference.memory_bytes)
     return Verification(
         verdict=verdict,
         why=reason,
@@ -354,7 +355,7 @@ def verify(
         noise_floor=paired.baseline.floor,
         timed=timed,
         first_seed=first_seed,
-        reference={"step_time_ms": statistics.median(one.step_ms for one in ledger.references.values())},
+        reference={"step_time_ms": statistics.median(one.step_ms for one in paired.references.values())},
         limits={
             "divergence": options.max_divergence,
             "gradient_error": rules.max_gradient,
@@ -385,7 +386,7 @@ def may_decide(rows: Sequence[Contender], *, timed: bool) -> list[str]:
     return [policy.name, *(row.name for row in rows[1:] if timed and row.standing.speedup > ahead)]
 
 
-def _under_seed(paired: PairedSeeds, policies: Mapping[str, dict[str, Any]], seed: int) -> dict[str, Run]:
+def _under_seed(paired: PairedSeeds, policies: Mapping[str, Document], seed: int) -> dict[str, Run]:
     """Run every policy under a seed, beginning with another one each time; nothing where its reference fails."""
     names, found = list(policies), {}
     shift = seed % len(names)
@@ -400,11 +401,11 @@ def _under_seed(paired: PairedSeeds, policies: Mapping[str, dict[str, Any]], see
 
 
 def _gradient_errors(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]], seed: int
+    setup: Setup, runner: PairedRunner, state: SearchState, policies: Mapping[str, Document], seed: int
 ) -> tuple[dict[str, float], list[float]]:
     """Return the gradient errors of policies under a seed, and the gradient's noise, as far as they can be measured."""
     try:
-        scan = probe_policies(setup, runner, ledger, policies, seed)
+        scan = probe_policies(setup, runner, state, policies, seed)
     except NothingAcceptableError:
         return {}, []
     return errors_of(scan), [scan.gradient_noise] if scan.gradient_noise else []

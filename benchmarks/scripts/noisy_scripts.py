@@ -148,7 +148,7 @@ def train(pool: HostPool, seed: int, steps: int, policy: dict[str, Any] | None, 
     Raises:
         SystemExit: it failed.
     """
-    result = pool.run(TrainSpec(policy=policy, steps=steps, backend="emulated", timeout_s=300, **changes), seed)
+    result = pool.host(seed).run(TrainSpec(policy=policy, steps=steps, backend="emulated", timeout_s=300, **changes))
     if not result.ok:
         raise SystemExit(f"{result.status}: {result.reason}\n{result.tail}")
     return result
@@ -179,7 +179,7 @@ def measure(name: str, seeds: int, steps: int) -> Row:
                     runs[label].append(pair)
             probes = tuple(Probe(n, p) for n, p in policies.items())
             scan = ScanSpec(warmup=10, probes=probes, backend="emulated")
-            found = answer_of(pool.run(scan, 0), GradientErrors, name)
+            found = answer_of(pool.host().run(scan), GradientErrors, name)
         finally:
             pool.close()
     errors = {row.id: row.error for row in found.probes}

@@ -14,14 +14,14 @@ from autoprec.cli import cli
 
 def short_duels(patch: pytest.MonkeyPatch) -> None:
     """How surely one policy is faster than another is not looked at: the fewest rounds of short blocks."""
-    from autoprec.trial.inside import lanes
+    from autoprec.trial.inside import forked_duel
     from autoprec.tuning.phases import duels
 
     for name in ("_FIRST_S", "_EACH_S", "AGAIN_S", "PRECISE"):
         patch.setattr(duels, name, 1.0)
     patch.setattr(duels, "_SHORT_BLOCK_S", 0.01)
     for name in ("_BLOCK_S", "_SETTLING_S"):
-        patch.setattr(lanes, name, 0.05)
+        patch.setattr(forked_duel, name, 0.05)
 
 
 @dataclass

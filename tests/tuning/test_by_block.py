@@ -14,6 +14,7 @@ from autoprec.trial.protocol import DuelRounds, DuelSpec, TrainSpec, TrialResult
 from autoprec.tuning.by_block import ByBlock, is_whole
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.sixteen_bit import NAMES
+from autoprec.tuning.state import Seconds
 from autoprec.tuning.study.run import BY_BLOCK, DUEL
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import H100, here, options, search  # noqa: F401
@@ -57,16 +58,25 @@ def made(
 ) -> ByBlock:
     host, target = SimpleNamespace(compiled=compiled, layers=layers), SimpleNamespace(is_cpu=is_cpu)
     setup: Any = SimpleNamespace(host=host, target=target, measured=measured)
-    ledger: Any = SimpleNamespace(timings={}, notes=[])
-    ledger.note = ledger.notes.append
-    return ByBlock(setup, ledger, script, allowed=allowed)
+    state: Any = SimpleNamespace(seconds=Seconds(), notes=[])
+    state.note = state.notes.append
+    return ByBlock(setup, state, allowed=allowed)
+
+
+def run(runs: ByBlock, script: Script, spec: TrainSpec, seed: int) -> TrialResult:
+    """Run a trial as :meth:`PairedRunner.measure` does."""
+    result = script(spec, seed)
+    instead = runs.instead(spec, result, seed)
+    return runs.read(spec, result) if instead is None else run(runs, script, instead, seed)
 
 
 def begun(runs: ByBlock, script: Script) -> ByBlock:
     """Return it as it is after the reference was measured."""
     whole = script(REFERENCE, 0)
-    blocks = runs.begin(REFERENCE, whole)
-    if blocks is not None:
+    if not runs.pays(whole):
+        return runs
+    blocks = script(replace(REFERENCE, by_block=True), 0)
+    if runs.begin(blocks):
         pair = [Reference(r.losses, r.step_ms[0], r.memory_bytes, 1) for r in (whole, blocks)]
         runs.calibrate(pair[0], pair[1], 12)
     return runs
@@ -77,11 +87,11 @@ def test_times_and_memory_are_those_of_the_whole_model() -> None:
     runs = begun(made(script), script)
     assert runs.active
     for seed, spec in ((0, TRIAL), (1, TRIAL)):
-        result = runs.run(spec, seed)
+        result = run(runs, script, spec, seed)
         assert result.step_ms == pytest.approx((7.5,) * 6)
         assert result.memory_bytes == 100
     assert script.asked == [(0, False, False), (0, False, True), (0, True, True), (1, True, True)]
-    (note,) = runs._ledger.notes
+    (note,) = runs._state.notes
     assert "for 60 s" in note
     assert "one of its 12 blocks" in note
     assert "losses 0.990% from" in note
@@ -111,8 +121,8 @@ def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
     runs = begun(made(script, **changes), script)
     assert not runs.active
     tried = script.blocks == 1
-    assert len(runs._ledger.notes) == tried
-    assert not tried or "no block could be compiled by itself" in runs._ledger.notes[0]
+    assert len(runs._state.notes) == tried
+    assert not tried or "no block could be compiled by itself" in runs._state.notes[0]
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -120,24 +130,24 @@ def test_where_policies_quantise_blocks_pay_sooner_and_modelled_times_are_not_to
     script = Script(compile_s=3.0)
     runs = begun(made(script, measured=measured), script)
     assert runs.active
-    assert ("times" in runs._ledger.notes[0]) is measured
+    assert ("times" in runs._state.notes[0]) is measured
 
 
 def test_what_fails_by_block_under_the_scripts_own_seed_is_run_as_the_script_compiles_it() -> None:
     script = Script(oom=True)
     runs = begun(made(script), script)
-    result = runs.run(TRIAL, 0)
+    result = run(runs, script, TRIAL, 0)
     assert result.step_ms == pytest.approx((7.5,) * 6)
     assert not result.blocks
     assert script.asked[2:] == [(0, True, True), (0, True, False)]
-    assert runs.run(TRIAL, 1).status == "oom"
+    assert run(runs, script, TRIAL, 1).status == "oom"
 
 
 def test_times_of_a_run_that_compiled_no_blocks_are_its_own() -> None:
     script = Script()
     runs = begun(made(script), script)
     script.blocks = 1  # its policy compiles nothing
-    assert runs.run(TRIAL, 0).step_ms == pytest.approx((7.5,) * 6)
+    assert run(runs, script, TRIAL, 0).step_ms == pytest.approx((7.5,) * 6)
 
 
 def test_a_record_says_how_it_was_compiled() -> None:
@@ -164,14 +174,14 @@ def test_only_what_is_adopted_and_what_it_is_told_against_are_compiled_as_the_sc
     simulated = compiled_script()
     made, result = search(simulated, options(trials=8))
     assert result.verdict == "adopt"
-    assert made.ledger is not None
+    assert made.state is not None
     whole = [r for r in made.records if r.kind == "finalist" and BY_BLOCK not in r.tags]
     adopted = whole[-1]
     assert adopted.name == result.best["name"]
     assert {r.name for r in whole[:-1]} == {"all bf16"}  # what 16 bit would gain, told beside it
     assert whole_runs(simulated) == [(0, False), (0, True), (0, True)]  # the script as written, first of all
-    written = made.ledger.whole[0]
-    assert adopted.reference_losses == written.losses != made.ledger.reference.losses
+    written = made.state.whole
+    assert adopted.reference_losses == written.losses != made.state.reference.losses
     assert adopted["speedup"] == pytest.approx(written.step_ms / adopted["step_time_ms"])
     assert result.best["speedup"] == adopted["speedup"]
     assert result.best["step_time_ms"] == pytest.approx(adopted["step_time_ms"])
@@ -210,7 +220,7 @@ def test_without_time_for_it_nothing_is_adopted_by_the_times_of_blocks(here: Pat
     assert "by the times of compiled blocks" in result.reason
     assert whole_runs(simulated) == [(0, False)]
     assert not (here / "policy.yaml").exists()
-    assert made.ledger is not None
+    assert made.state is not None
 
 
 def duels_of(simulated: SimulatedScript) -> list[tuple[bool, set[str]]]:

@@ -21,12 +21,13 @@ from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import GradientErrors, HostInfo, ProbeResult, ScanSpec, TrainSpec, TrialResult, TrialSpec
-from autoprec.tuning.engine import Search, _told
+from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import DUEL
 from autoprec.tuning.study.study import StudyStore
+from autoprec.tuning.telling import verdict_text
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -238,8 +239,8 @@ def test_what_people_write_by_hand_runs_where_the_model_says_that_nothing_gains(
     verdict = made.setup.verdict()
     assert verdict.bound_speedup < 1.03
     stay = replace(verdict, kind="stay")
-    assert _told(stay, measured=True) == f"by the cost model, which the trials check: {stay.reason}"
-    assert _told(stay, measured=False) == stay.reason
+    assert verdict_text(made.setup, stay) == f"by the cost model, which the trials check: {stay.reason}"
+    assert verdict_text(replace(made.setup, measured=False), stay) == stay.reason
     ran = " ".join(policy for _, policy, _ in trained(simulated))
     assert "fp8_tensorwise" in ran
     assert "fp8_delayed" in ran
@@ -318,7 +319,7 @@ def test_default_names_are_free_names(mine: Searched, here: Path) -> None:
     (here / "autoprec-runs" / "mine").rename(here / "autoprec-runs" / "train")
     second, _ = search(script(), options(trials=1, seeds=1, sampler="random"))
     assert second.options.study == "train-2"
-    assert second.ledger is not None
+    assert second.state is not None
 
 
 def test_a_locked_study_names_its_holder(here: Path) -> None:

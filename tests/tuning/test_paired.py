@@ -11,9 +11,9 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, PairedRunner
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner
@@ -28,31 +28,33 @@ def setup() -> Setup:
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    known = plain_search().made.ledger
+def state() -> SearchState:
+    known = plain_search().made.state
     assert known is not None
-    return replace(known, timings=dict(known.timings), references=dict(known.references), notes=[])
+    return replace(known, seconds=replace(known.seconds), notes=[])
 
 
-def runner_of(setup: Setup, ledger: Ledger, folder: Path) -> PairedRunner:
-    return PairedRunner(setup, HostPool(lambda seed, _: SimulatedRunner(script(), seed), folder), ledger)
+def runner_of(setup: Setup, state: SearchState, folder: Path) -> PairedRunner:
+    return PairedRunner(setup, HostPool(lambda seed, _: SimulatedRunner(script(), seed), folder), state)
 
 
-def test_a_trial_may_stand_still_for_twenty_runs_of_the_reference(setup: Setup, ledger: Ledger, tmp_path: Path) -> None:
-    runner = runner_of(setup, ledger, tmp_path)
-    ledger.timings["reference_run_s"] = 0.5
+def test_a_trial_may_stand_still_for_twenty_runs_of_the_reference(
+    setup: Setup, state: SearchState, tmp_path: Path
+) -> None:
+    runner = runner_of(setup, state, tmp_path)
+    state.seconds.reference_run_s = 0.5
     assert runner.trial_timeout() == LEAST_TIMEOUT_S
-    ledger.timings["reference_run_s"] = 40.0
+    state.seconds.reference_run_s = 40.0
     assert runner.trial_timeout() == pytest.approx(800.0)
     assert runner.train_spec(None).timeout_s == pytest.approx(800.0)
-    ledger.references.clear()
+    state.own = None
     assert runner.trial_timeout() == BEFORE_REFERENCE_S
 
 
 def test_forked_trials_share_their_random_state_and_others_are_reseeded(
-    setup: Setup, ledger: Ledger, tmp_path: Path
+    setup: Setup, state: SearchState, tmp_path: Path
 ) -> None:
-    runner = runner_of(setup, ledger, tmp_path)
+    runner = runner_of(setup, state, tmp_path)
     assert runner.train_spec(None).seed is None
     assert runner.train_spec({}, steps=3, anneal=True).steps == 3
     assert runner.workers == 1
@@ -61,7 +63,7 @@ def test_forked_trials_share_their_random_state_and_others_are_reseeded(
 @pytest.mark.parametrize(("load", "measured", "told"), [(12.0, True, True), (1.0, True, False), (12.0, False, False)])
 def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     setup: Setup,
-    ledger: Ledger,
+    state: SearchState,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     load: float,
@@ -71,8 +73,8 @@ def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     on_cpu = replace(setup, target=target("cpu"), measured=measured, options=replace(setup.options, workers=1))
-    runner_of(on_cpu, ledger, tmp_path).doubt_load()
-    busy = [note for note in ledger.notes if "busy with other work (load 11.0 on 2 cores)" in note]
+    runner_of(on_cpu, state, tmp_path).doubt_load()
+    busy = [note for note in state.notes if "busy with other work (load 11.0 on 2 cores)" in note]
     assert bool(busy) is told
     assert all("speed-ups are those beside it" in note for note in busy)
 
@@ -103,7 +105,7 @@ def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:  # noqa: F8
         asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
     )
     made.run()
-    notes = [note for note in made.ledger.notes if note.startswith("a trial is repeated")] if made.ledger else []
+    notes = [note for note in made.state.notes if note.startswith("a trial is repeated")] if made.state else []
     assert 1 <= len(notes) <= 5
     assert "power brake" in notes[0]
     times = {r.name: r["step_time_ms"] for r in plain.records if r.ok and r.kind != DUEL}
@@ -119,9 +121,9 @@ def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Pat
     simulated, asked = script(), options(trials=6, seeds=2)
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Always(simulated, seed))
     made.run()
-    assert made.ledger is not None
-    assert sum(note.startswith("a trial is repeated") for note in made.ledger.notes) == 5
-    assert any("times of this search are uncertain" in note for note in made.ledger.notes)
+    assert made.state is not None
+    assert sum(note.startswith("a trial is repeated") for note in made.state.notes) == 5
+    assert any("times of this search are uncertain" in note for note in made.state.notes)
     doubtful = [record for record in made.records if "unreliable" in record.tags]
     assert doubtful
     assert all("throttled" in record.reason for record in doubtful)

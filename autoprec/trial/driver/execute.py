@@ -9,24 +9,23 @@ shared but the script and its data.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from autoprec.errors import AutoPrecError, UsageError
 from autoprec.support.files import read_document, write_json
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import TrialResult, TrialSpec
 
 
-def command_to_json(command: ScriptCommand) -> dict[str, Any]:
+def command_to_json(command: ScriptCommand) -> Document:
     """Return the JSON form of a command."""
     return asdict(command) | {"cwd": str(command.cwd.absolute())}
 
 
-def command_from_json(document: Mapping[str, Any]) -> ScriptCommand:
+def command_from_json(document: Document) -> ScriptCommand:
     """Rebuild a command from :func:`command_to_json`.
 
     Raises:
@@ -42,7 +41,7 @@ def command_from_json(document: Mapping[str, Any]) -> ScriptCommand:
         ) from error
 
 
-def request(command: ScriptCommand, spec: TrialSpec, *, seed_offset: int = 0, launch: str = "auto") -> dict[str, Any]:
+def request(command: ScriptCommand, spec: TrialSpec, *, seed_offset: int = 0, launch: str = "auto") -> Document:
     """Return the request document of one trial.
 
     Args:
@@ -54,7 +53,7 @@ def request(command: ScriptCommand, spec: TrialSpec, *, seed_offset: int = 0, la
     return {"command": command_to_json(command), "spec": spec.to_json(), "seed_offset": seed_offset, "launch": launch}
 
 
-def execute(document: Mapping[str, Any]) -> TrialResult:
+def execute(document: Document) -> TrialResult:
     """Run one request on this machine; a failure of the script comes back as a crashed trial, never as an error."""
     command = command_from_json(document["command"])
     spec = TrialSpec.from_json(dict(document["spec"]))

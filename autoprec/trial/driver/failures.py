@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit, is_own_fault, last_lines
 from autoprec.trial.protocol import TrialResult
@@ -90,9 +89,7 @@ def _held_back(tail: str) -> str:
     return ""
 
 
-def no_host(
-    command: ScriptCommand, message: dict[str, Any] | None, code: int | None, tail: str, log: Path
-) -> ScriptError:
+def no_host(command: ScriptCommand, message: Document | None, code: int | None, tail: str, log: Path) -> ScriptError:
     """The host ended instead of serving; ``message`` is what it said of that.
 
     Args:
@@ -109,7 +106,7 @@ def no_host(
     return script_failed(command, code, tail) if code else nothing_trained(command, message["seen"], tail)
 
 
-def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) -> ScriptError:
+def nothing_trained(command: ScriptCommand, seen: Document, tail: str) -> ScriptError:
     """Return the error of a script that used torch but took no step that hooks could follow.
 
     Args:

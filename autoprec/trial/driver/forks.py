@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from autoprec.support.plain import Document
 from autoprec.trial.driver.process_tree import ProcessTree
 from autoprec.trial.messages import send_message
 from autoprec.trial.processes import start_ticks
@@ -82,7 +82,7 @@ class Forks:
         messages: what comes from it.
     """
 
-    def __init__(self, connection: socket.socket, messages: Iterator[dict[str, Any]]) -> None:
+    def __init__(self, connection: socket.socket, messages: Iterator[Document]) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._children: dict[int, ForkedProcess] = {}
@@ -91,7 +91,7 @@ class Forks:
         threading.Thread(target=self._listen, args=(messages,), name="autoprec-forks", daemon=True).start()
 
     def fork(
-        self, config: Mapping[str, Any], environment: Mapping[str, str], mark: str, log: Path | None
+        self, config: Document, environment: Mapping[str, str], mark: str, log: Path | None
     ) -> ForkedProcess | None:
         """Start a process with a configuration and further variables; None where the server has ended, or hangs.
 
@@ -124,7 +124,7 @@ class Forks:
         with self._lock, contextlib.suppress(OSError):
             send_message(self._connection, op="exit")
 
-    def _listen(self, messages: Iterator[dict[str, Any]]) -> None:
+    def _listen(self, messages: Iterator[Document]) -> None:
         for message in messages:
             child = self._children.get(int(message.get("id", 0)))
             if child is not None and message["op"] == "forked":

@@ -15,8 +15,8 @@ import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.forks import ForkedProcess, Forks
 from autoprec.trial.messages import listen, receive_messages
@@ -92,7 +92,7 @@ class Launcher:
         self._spoiled = True
 
     def fork(
-        self, config: Mapping[str, Any], environment: Mapping[str, str], mark: str, log: Path | None
+        self, config: Document, environment: Mapping[str, str], mark: str, log: Path | None
     ) -> ForkedProcess | None:
         """Start a process from the zygote; None when there is none (any more).
 

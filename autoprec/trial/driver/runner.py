@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import ScriptError
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver import failures
 from autoprec.trial.driver.base import Runner
@@ -161,7 +162,7 @@ class TrialRunner(Runner):
         if not forked and (info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL):
             return TrialResult("ok")  # another start of the whole script is too much for a mere suspicion
         try:
-            result = self._run_once(spec)
+            result = self._in_process(spec)
         except _HostLostError:
             return self._host_lost("")
         return result if forked or result.passed_over else TrialResult("ok")
@@ -205,7 +206,7 @@ class TrialRunner(Runner):
             self._host.end()
         return info
 
-    def _config(self, **values: Any) -> dict[str, Any]:
+    def _config(self, **values: Any) -> Document:
         if self._private is None:
             raise ScriptError("this runner is closed", fix="make a new TrialRunner")
         return values | {
@@ -223,7 +224,7 @@ class TrialRunner(Runner):
             "driver": [os.getpid(), start_ticks(os.getpid())],
         }
 
-    def _launch_process(self, config: dict[str, Any], mark: str, *, threads: int, log: Path | None) -> ProcessTree:
+    def _launch_process(self, config: Document, mark: str, *, threads: int, log: Path | None) -> ProcessTree:
         """Start the script: from the zygote if there is one and it may be used, else as a new process.
 
         ``threads`` 0 means the user's own settings.
@@ -244,7 +245,7 @@ class TrialRunner(Runner):
         env = trial_environment(path, self._launcher.mark, private, threads=threads) | self._environment
         return NewProcess(self.command.argv(), env, self.command.cwd, mark, log)
 
-    def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
+    def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[Document]]:
         deadline = Deadline(self._setup_timeout, host.pid)
         while True:
             code = host.poll()  # asked first: what it said before its end is heard below
@@ -275,24 +276,24 @@ class TrialRunner(Runner):
         Raises:
             NoSpaceError: its files do not fit on the disk, which says nothing about the policy.
         """
+        result = None
         try:
-            result = self._run(spec, progress)
+            self.start()
+            for _ in range(1 + _RETRIES):
+                with contextlib.suppress(_HostLostError):
+                    result = self._in_process(spec, progress)
+                    break
         except ScriptError as error:
             return TrialResult("crashed", str(error))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise failures.no_space(self._private or self.run_dir, str(error)) from error
             return TrialResult("crashed", f"the trial could not be started: {error}")
+        if result is None:
+            result = self._host_lost(f" {1 + _RETRIES} times while this trial ran; see {self._log}")
         if not result.ok and "No space left on device" in result.reason + result.tail:
             raise failures.no_space(self._private or self.run_dir, result.reason)
         return result
-
-    def _run(self, spec: TrialSpec, progress: Progress) -> TrialResult:
-        self.start()
-        for _ in range(1 + _RETRIES):
-            with contextlib.suppress(_HostLostError):
-                return self._run_once(spec, progress)
-        return self._host_lost(f" {1 + _RETRIES} times while this trial ran; see {self._log}")
 
     def _host_lost(self, when: str) -> TrialResult:
         code = self._host.wait(1.0) if self._host is not None else None
@@ -300,7 +301,8 @@ class TrialRunner(Runner):
         tail = last_lines(self._host.tail) if self._host is not None else ""
         return TrialResult("oom" if code == -9 else "crashed", f"the host process {ended}{when}", tail=tail)
 
-    def _run_once(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
+    def _in_process(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
+        """Start a process of the script for one trial, wait for its end, and read what it wrote."""
         began = time.monotonic()
         config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), asked=began)
         private, name = Path(config["private"]), f"result-{uuid.uuid4().hex[:12]}"
@@ -343,13 +345,13 @@ class TrialRunner(Runner):
         from_zygote = not forked and isinstance(process, ForkedProcess)
         if written is None and code and not timed_out and not deadline.steps and from_zygote:
             self._launcher.fork_no_more()  # the host has trained: CUDA, say, cannot be used in such a fork
-            return self._run_once(spec, progress)
+            return self._in_process(spec, progress)
         self._lost = 0  # only hosts that are lost in a row count: the machine can run this script
         code = code if code is not None else -9
         result = classify(written, code, timed_out=timed_out, timeout_s=spec.timeout_s, tail=process.tail)
         return replace(result, wall_s=time.monotonic() - began)
 
-    def _fork_host(self, config: dict[str, Any], mark: str) -> ProcessTree:
+    def _fork_host(self, config: Document, mark: str) -> ProcessTree:
         """Fork the host; where it was lost, another takes its place."""
         with self._lock:
             if self._forks is None or not self._forks.alive:

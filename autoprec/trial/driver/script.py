@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from autoprec.policy import Policy, boundaries
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit
 from autoprec.trial.environment import run_environment
@@ -95,7 +95,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 def run_script(
     command: ScriptCommand,
-    policy: Policy | dict[str, Any] | None = None,
+    policy: Policy | Document | None = None,
     backend: str = "auto",
     audit: Path | str | bool = False,
     run_steps: int | None = None,
@@ -123,7 +123,7 @@ def run_script(
         boundaries(policy, run_steps)
     document = policy.to_dict() if isinstance(policy, Policy) else policy
     target = command.cwd / "audit.json" if audit is True else (Path(audit).absolute() if audit else None)
-    settings: dict[str, Any] = {
+    settings: Document = {
         "run_steps": run_steps,
         "mode": "run",
         "single": command.single,
@@ -149,7 +149,7 @@ def run_script(
         return _with_notes(code, private, document, target)
 
 
-def _with_notes(code: int, private: Path, document: dict[str, Any] | None, audit: Path | None) -> int:
+def _with_notes(code: int, private: Path, document: Document | None, audit: Path | None) -> int:
     """Return the exit code, after saying what became of the policy where the script could not."""
     if (private / "refused").exists():
         return code or 1  # the script went on although it was refused

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoprec.numerics.sharded import rank
+from autoprec.support.plain import Document
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
 from autoprec.trial.inside import host
 from autoprec.trial.inside.first_step import FirstStep
@@ -66,7 +67,7 @@ class Agent:
         trial: the trial that this process is, once it is one.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Document) -> None:
         self.config = config
         self.mode = str(config["mode"])
         self.hooks = Hooks()
@@ -112,7 +113,7 @@ class Agent:
         layer = f"overlay-{os.getpid()}-{len(self._overlay.layers)}"
         add_layer(self._overlay, Path(self.config["private"]) / layer)
 
-    def _configure(self, config: dict[str, Any]) -> None:
+    def _configure(self, config: Document) -> None:
         """In a fork of the zygote: from here on this process follows its own configuration."""
         self.config, self.mode = config, str(config["mode"])
         self._forked, self._pid = True, os.getpid()

@@ -44,7 +44,7 @@ def apply_document(
     return policy
 
 
-def by_block(document: dict[str, Any] | None, root: nn.Module) -> dict[str, Any] | None:
+def by_block(document: Document | None, root: nn.Module) -> Document | None:
     """Return the policy that compiles a model's repeated blocks where it, or the script, compiles the whole model."""
     from autoprec.applying.compiling import is_compiled
 

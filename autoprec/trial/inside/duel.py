@@ -6,7 +6,7 @@ them slows the other as well. The median of these ratios has a 95 % interval (:m
 duel goes on until that is narrow enough.
 
 This is the duel in one process, of scripts that cannot be forked (CUDA, several ranks) or that compile: policies are
-put on and taken off between blocks. Of all others each block has a process (:mod:`autoprec.trial.inside.lanes`).
+put on and taken off between blocks. Of all others each block has a process (:mod:`autoprec.trial.inside.forked_duel`).
 
 The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold. What
 compiles does so before the first round, in which all have settled; only then a duel's own seconds begin. The model is

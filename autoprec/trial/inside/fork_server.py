@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from autoprec.support.plain import Document
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.messages import Lines, send_message
@@ -46,7 +47,7 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def serve_forks(control: socket.socket, mark: str = "", when_idle: Callable[[], None] | None = None) -> dict[str, Any]:
+def serve_forks(control: socket.socket, mark: str = "", when_idle: Callable[[], None] | None = None) -> Document:
     """Fork a child per request until the driver says exit or goes away.
 
     Returns only in a child, with its configuration; in the server itself the process ends here.
@@ -76,7 +77,7 @@ class _ForkServer:
             signal.SIGCHLD: reaps_children(),
         }
 
-    def turn(self) -> dict[str, Any] | None:
+    def turn(self) -> Document | None:
         """Handle what has happened; returns a configuration only in a child made for it."""
         patience = _LOOK_S if self._children else None if self._when_idle is None else _IDLE_S
         ready, _, _ = select.select([self._control], [], [], patience)
@@ -108,7 +109,7 @@ class _ForkServer:
         end_orphans(self._own)  # among its own is the zygote, which tells the driver of other hosts' ends
         os._exit(0)
 
-    def _fork(self, request: dict[str, Any]) -> bool:
+    def _fork(self, request: Document) -> bool:
         """Fork; True in the child."""
         output = self._outputs.popleft()
         pid = fork()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autoprec.numerics.sharded import rank, world_size
+from autoprec.support.plain import Document
 from autoprec.trial.inside.fork_server import serve_forks, settle
 from autoprec.trial.inside.forking import can_train_after_fork
 from autoprec.trial.inside.isolate.isolation import programs
@@ -35,9 +36,7 @@ _LOADER_NOTE = (
 _STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 
 
-def serve(
-    config: dict[str, Any], found: Found, *, setup_s: float, loading: Any, heard: threading.Event
-) -> dict[str, Any]:
+def serve(config: Document, found: Found, *, setup_s: float, loading: Any, heard: threading.Event) -> Document:
     """Report what the script is, and serve forks; returns in a fork only, with its configuration: that of a trial.
 
     Args:
@@ -65,7 +64,7 @@ def serve(
     return serve_forks(control, str(config["mark"]))
 
 
-def report_end(config: dict[str, Any], seen: dict[str, Any]) -> None:
+def report_end(config: Document, seen: Document) -> None:
     """Report that the script ended, or never trains, before a training step was seen.
 
     Args:

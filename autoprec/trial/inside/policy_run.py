@@ -27,6 +27,7 @@ from autoprec.applying.policy import remove_policy
 from autoprec.applying.swap import swapped_base
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
+from autoprec.support.plain import Document
 from autoprec.support.text import visible
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found, discover
@@ -52,7 +53,7 @@ class PolicyRun:
         writer: False in every rank but the first: no messages, no audit.
     """
 
-    def __init__(self, config: dict[str, Any], hooks: Hooks, folder: Path, *, writer: bool = True) -> None:
+    def __init__(self, config: Document, hooks: Hooks, folder: Path, *, writer: bool = True) -> None:
         #: A process that the script has started, and not the script or a rank: it may train another model.
         self._child = bool(config.get("single")) and not _is_first(folder) and not _is_rank()
         self._document, self._backend = config["policy"], config.get("backend", "auto")
@@ -66,7 +67,7 @@ class PolicyRun:
         self._forwards = 0
         #: Held until its audit is taken: only where one was asked for does a model live longer than the script wants.
         self._last: nn.Module | None = None
-        self._audits: list[dict[str, Any]] = []
+        self._audits: list[Document] = []
 
     def begin(self, found: Found) -> None:
         """Apply the policy to what is trained now; called inside its first training forward.
@@ -251,7 +252,7 @@ def _kind_of(root: nn.Module) -> tuple[type[nn.Module], frozenset[str]]:
     return swapped_base(root), frozenset(tunable_units(root))
 
 
-def merged(audits: list[dict[str, Any]]) -> dict[str, Any]:
+def merged(audits: list[Document]) -> Document:
     """Return one audit document for one or several models; of several, the first that is not as asked is in front.
 
     The others are in ``models``, in the order in which they were trained.

@@ -190,15 +190,15 @@ class Trial:
 
     def _duel(self, spec: DuelSpec) -> None:
         from autoprec.trial.inside.duel import Duel
-        from autoprec.trial.inside.lanes import Lanes
+        from autoprec.trial.inside.forked_duel import ForkedDuel
 
         self._begun = time.monotonic()
         if self._may_fork and spec.side_by_side > 1 and not is_compiled(self.found.root):
-            lanes = Lanes(spec, self.found, self.hooks, self.on_exit, self._beat)
-            answer = lanes.run()
+            forked = ForkedDuel(spec, self.found, self.hooks, self.on_exit, self._beat)
+            answer = forked.run()
             if answer is not None:  # None in a contender, which goes on into the forward
                 self._answered(answer)
-            self.loop = lanes.loop
+            self.loop = forked.loop
             return
         duel = Duel(spec, self.found, self._answered, self._beat)
         self.loop = self.hooks.events = duel.loop

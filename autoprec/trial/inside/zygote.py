@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from autoprec.support.plain import Document
 from autoprec.trial.inside.fork_server import flush_streams, serve_forks
 from autoprec.trial.inside.forking import can_use_cuda_after_fork, holds_in_fork
 from autoprec.trial.inside.isolate.entropy import fork
@@ -66,7 +67,7 @@ def _may_be_copied() -> bool:
     return not shared_state() and can_use_cuda_after_fork()
 
 
-def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]) -> bool:
+def leave_zygote(address: str, configure: Callable[[Document], None], part: Callable[[], None]) -> bool:
     """Fork a zygote off this process, which serves forks of itself; returns in this process, and in every fork.
 
     Args:
@@ -104,9 +105,7 @@ def _import_ahead() -> None:
     preload_compiler()
 
 
-def leave_zygote_at_first_seed(
-    address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]
-) -> None:
+def leave_zygote_at_first_seed(address: str, configure: Callable[[Document], None], part: Callable[[], None]) -> None:
     """Leave a zygote (see :func:`leave_zygote`) when the script first seeds Python, numpy or torch, before it does.
 
     Args:

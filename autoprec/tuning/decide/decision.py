@@ -142,6 +142,7 @@ class Decision:
             that a "stay" refuses.
         run: the adopted policy's first run, or the best one so far; None where nothing is adopted.
         explanation: why each kind of layer got its precision, or keeps its own.
+        timing_noise: relative difference of two speed-ups that noise alone stays below; 0 where none were compared.
     """
 
     verdict: str
@@ -152,6 +153,7 @@ class Decision:
     rests_on: tuple[int, ...] = ()
     run: Run | None = None
     explanation: dict[str, Any] = field(default_factory=dict)
+    timing_noise: float = 0.0
 
     @property
     def rejected(self) -> dict[str, Reason]:

@@ -15,7 +15,7 @@ from autoprec.graph.report import Layer
 from autoprec.graph.roles import places
 from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
-from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
+from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.published import in_blocks, published_presets
 
 #: First words of roles (:data:`autoprec.graph.roles.ROLES`): of layers that do attention, and of MLPs.
@@ -25,14 +25,14 @@ _ATTENTION, _MLP = {"attention", "cross_attention"}, {"mlp", "expert", "shared_e
 _EXECUTED = {"compile": "compiled", "compile_whole": "compiled as a whole", "eager": "not compiled"}
 
 
-def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+def presets(problem: Problem) -> list[tuple[str, Params]]:
     """Return (name, params) of the presets that this problem can express, each numerically different from the others.
 
     The script as written, all bf16, each uniform choice (``head X`` where only the head offers it), each of them with
     the first and last block in the baseline, with attention in the baseline, in the MLPs only, with the head out, and
     where torchao's filter would put it; the presets of the space, and published ones. Names are unique.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[str, Params]] = []
     seen: dict[tuple[Any, ...], int] = {}
     own = {preset.name for preset in problem.space.presets} | {name for name, _ in published_presets(problem)}
     for name, params in _candidates(problem):
@@ -50,7 +50,7 @@ def widest(recipe: str, names: Collection[str]) -> str:
     return next((n for n in (f"all {recipe}", f"{recipe}, head in bf16", f"{recipe}, head kept") if n in names), "")
 
 
-def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidates(problem: Problem) -> Iterator[tuple[str, Params]]:
     script, offered = problem.params_of(KEEP), problem.parameters
     if problem.is_script(script):
         yield "script", script
@@ -82,7 +82,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from published_presets(problem)
 
 
-def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, Params]]:
     label, groups, other = _label(choice), problem.groups, _without(problem)
     layers, found = {layer.name: layer for layer in problem.report.layers}, places(problem.report.layers)
 
@@ -122,7 +122,7 @@ def _without(problem: Problem) -> str:
     return "kept" if problem.baseline == KEEP else f"in {_label(problem.baseline)}"
 
 
-def _from_space(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+def _from_space(problem: Problem) -> Iterator[tuple[str, Params]]:
     """Yield the presets of the space; one that would keep every block has nothing to say about this model."""
     found = places(problem.report.layers) if any(preset.kept for preset in problem.space.presets) else {}
     for preset in problem.space.presets:

@@ -21,12 +21,14 @@ from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
 from autoprec.support.arrays import np, npt
 from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
+from autoprec.tuning.study.run import Params as Params
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
-Params = Mapping[str, Any]
+#: What identifies the numerics of a point (:meth:`Problem.key`).
+Point = tuple[Any, ...]
 
 #: The parameter that says under which variant of the script's arguments a run is.
 VARIANT = "variant"
@@ -251,7 +253,7 @@ class Problem:
             return params[name]
         return self.fixed[name] if name in self.fixed else self.parameters[name][0]
 
-    def key(self, params: Params) -> tuple[Any, ...]:
+    def key(self, params: Params) -> Point:
         """Return what identifies the numerics of a point: equal keys run the same, whatever the params say."""
         index = self.indices(params)
         used = {recipe for column in set(index.tolist()) for recipe in self._recipes_of[column]}

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from autoprec.errors import AutoPrecError, PolicyMismatchError
 from autoprec.graph.report import GraphReport
@@ -19,7 +18,7 @@ from autoprec.policy import Policy
 from autoprec.policy.library import PREFIX, SCALED, WITHIN, Published, published, published_names
 from autoprec.policy.space import Blocks, Choice
 from autoprec.support.units import counted
-from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
+from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 
 #: Published policies that a search measures beside its other presets: each is a trial.
@@ -180,7 +179,7 @@ def _rendered(entry: Published, report: GraphReport, choices: Mapping[str, str],
     return Policy.model_validate(document)
 
 
-def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+def published_presets(problem: Problem) -> list[tuple[str, Params]]:
     """Return (name, params) of the policies published for the family of this model that the problem can express.
 
     The family follows from the class of the model. A policy counts whose quantised recipes are choices of the space, so
@@ -188,7 +187,7 @@ def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     published for another depth keeps the share of blocks. A policy with phases is not a point of a search.
     """
     family = str(problem.report.model.get("class", "")).lower()
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[str, Params]] = []
     for entry in map(published, published_names()):
         if entry.tail is not None or not any(word in family for word in entry.families):
             continue
@@ -203,7 +202,7 @@ def published_presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _params(problem: Problem, entry: Published, choices: Mapping[str, str]) -> dict[str, Any] | None:
+def _params(problem: Problem, entry: Published, choices: Mapping[str, str]) -> Params | None:
     """Return the point of a problem at which each layer runs its choice; None where a group offers no such choice."""
     activations = {"activations": "bf16"} if "bf16" in problem.parameters.get("activations", ()) else {}
     params = problem.params_of(problem.baseline, **activations)

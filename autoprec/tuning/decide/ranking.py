@@ -29,6 +29,7 @@ class Ranking:
         next: position of the one whose next seed has most value of information; None where no run pays.
         gain: what it is expected to gain, less the price of the runs that it takes.
         best_cost: of the incumbent; None where that is the script.
+        breaking: names of those that break a limit by what was measured of them.
     """
 
     standings: tuple[Standing, ...] = ()
@@ -36,6 +37,12 @@ class Ranking:
     next: int | None = None
     gain: float = 0.0
     best_cost: float | None = None
+    breaking: frozenset[str] = frozenset()
+
+    @property
+    def sure(self) -> frozenset[str]:
+        """Names of those that are surely acceptable."""
+        return frozenset(self.standings[i].name for i in self.accepted)
 
 
 def fewest_seeds(seeds: int, *, uninformative: bool) -> int:
@@ -82,7 +89,8 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     shown = _shown_faster(standings, open_ones, accepted) if expectation.goals.objective == "throughput" else None
     if shown is not None:
         ahead, gain = shown
-    return Ranking(standings, accepted, ahead if gain > 0 else None, gain, best)
+    breaking = frozenset(one.name for one in standings if rules.breaks(one))
+    return Ranking(standings, accepted, ahead if gain > 0 else None, gain, best, breaking)
 
 
 def _shown_faster(

@@ -6,10 +6,10 @@ Programs read its code and data (``reasons`` in ``search --json``); ``str(reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from autoprec.support.plain import Document
 from autoprec.support.units import memory_text, speed_text
 from autoprec.tuning.study.run import LEAST_NOISE, noise_text
 
@@ -32,18 +32,18 @@ class Reason:
     """
 
     code: str
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Document = field(default_factory=dict)
 
     def __str__(self) -> str:
         return SENTENCES[self.code](**self.data)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return the code beside its data."""
         plain = {name: value.to_json() if isinstance(value, Reason) else value for name, value in self.data.items()}
         return {"code": self.code} | plain
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Reason:
+    def from_json(cls, document: Document) -> Reason:
         """Rebuild from :meth:`to_json`."""
         data = {key: value for key, value in document.items() if key != "code"}
         coded = {key: value for key, value in data.items() if isinstance(value, dict) and "code" in value}
@@ -119,7 +119,7 @@ def _tied(noise: float, also: Reason | None = None, timed: bool = False) -> str:
     return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
 
 
-def _under_variant(chosen: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
+def _under_variant(chosen: Document, adopted: Document) -> str:
     """Say with which arguments the answer was found, and what gains are over; both are rows of variants, or empty."""
     give = f"give the script {adopted['arguments']}" if adopted else "give the script no further arguments"
     if not chosen:
@@ -232,7 +232,7 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
     return f"{speedup:.2f}x at {text}"
 
 
-def _unsound_reference(faults: Sequence[Mapping[str, str]], still: bool, reference: str) -> str:
+def _unsound_reference(faults: Sequence[dict[str, str]], still: bool, reference: str) -> str:
     """Say that what everything was compared with is at fault: first of all that, then how to go on."""
     what = [f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ") for row in faults]
     what += ["its loss is the same number at every step"] if still else []

@@ -22,8 +22,8 @@ from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import versions
+from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.measuring import with_gain
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import (
@@ -31,6 +31,7 @@ from autoprec.tuning.sixteen_bit import (
     sixteen_bit_speedup,
     written_in,
 )
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import METRICS, MODELLED, Metric, Run, metrics_of, pooled
 
@@ -40,11 +41,11 @@ _NOT_EVIDENCE = ("throughput", "samples_per_s", "step_time_ms")
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 
 
-def settled(decision: Decision, ledger: Ledger) -> Decision:
+def settled(decision: Decision, state: SearchState) -> Decision:
     """Return the decision as far as it can be made: what was cut short says so, and never says "stay"."""
-    if not ledger.cut_short:
+    if not state.cut_short:
         return decision
-    cut = Reason("cut_short", {"what": list(ledger.cut_short)})
+    cut = Reason("cut_short", {"what": list(state.cut_short)})
     if decision.verdict != "adopt":
         return replace(decision, verdict="undecided", reasons=(*decision.reasons, cut), explanation={})
     adopted, *others = decision.reasons
@@ -81,21 +82,21 @@ def _without_unknown(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "gradient_error" or math.isfinite(value)}
 
 
-def _figures(setup: Setup, ledger: Ledger, run: Run, tried: Mapping[str, Run]) -> Run:
+def _figures(setup: Setup, state: SearchState, run: Run, tried: Mapping[str, Run]) -> Run:
     """Return a run with the figures of all runs of its policy, its gain over 16 bit, and its measured gradient error.
 
     Args:
         tried: :func:`~autoprec.tuning.study.run.pooled` runs.
     """
-    found, error = with_gain(setup, ledger, tried.get(run.name, run)), ledger.measured_errors.get(run.name)
+    found, error = with_gain(setup, state, tried.get(run.name, run)), state.measured_errors.get(run.name)
     return found if error is None else found.with_metrics({"gradient_error": Metric(error)})
 
 
-def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
+def final_metrics(setup: Setup, state: SearchState, decision: Decision) -> dict[str, Any]:
     """Return the metrics of the chosen policy, of all its runs; of the reference where none is."""
     if decision.run is None:
-        return reference_metrics(setup, ledger) | {"name": "script as written"}
-    out = _figures(setup, ledger, decision.run, pooled(ledger.store.records)).to_row() | {"seeds": decision.seeds}
+        return reference_metrics(setup, state) | {"name": "script as written"}
+    out = _figures(setup, state, decision.run, pooled(state.store.records)).to_row() | {"seeds": decision.seeds}
     if decision.chosen is not None:
         out["interval"] = decision.interval
     for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
@@ -103,15 +104,15 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
     return _without_unknown(out)
 
 
-def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
+def reference_metrics(setup: Setup, state: SearchState) -> dict[str, Any]:
     """Return the metrics of the reference; modelled ones where the answer needed no run of it."""
     name = "script as written" if setup.options.reference == "script" else setup.options.reference
     step = setup.steps.of_reference()
     figures = {"step_time_ms": step.time_ms, "throughput": 1000.0 / step.time_ms, "speedup": 1.0}
     figures |= {"memory_bytes": float(step.memory_bytes)}
     modelled = Run(0, "reference", name, {}, {}, "ok", metrics=metrics_of(figures, MODELLED))
-    measured = [run for run in ledger.store.records if run.kind == "reference" and run.seed == 0]
-    return with_gain(setup, ledger, measured[-1] if measured else modelled).to_row()
+    measured = [run for run in state.store.records if run.kind == "reference" and run.seed == 0]
+    return with_gain(setup, state, measured[-1] if measured else modelled).to_row()
 
 
 def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
@@ -119,9 +120,9 @@ def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
     return str(metrics["sources"].get("step_time_ms", setup.source))
 
 
-def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
-    metrics = final_metrics(setup, ledger, decision)
-    variant = ledger.variant(decision.run)
+def _evidence(setup: Setup, state: SearchState, decision: Decision) -> dict[str, Any]:
+    metrics = final_metrics(setup, state, decision)
+    variant = state.variant(decision.run)
     out: dict[str, Any] = {
         "target": setup.target.name,
         "source": _source(metrics, setup),
@@ -135,13 +136,13 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
         "max_divergence": setup.options.max_divergence,
         "max_gradient_error": setup.options.max_gradient_error,  # in units of the noise
     }
-    if ledger.gradient_noise:
-        out["gradient_noise"] = _plain(ledger.gradient_noise)
+    if state.gradient_noise:
+        out["gradient_noise"] = _plain(state.gradient_noise)
     out |= figures_of_evidence(metrics)
-    if ledger.stopped:
-        out["stopped"] = ledger.stopped
-    if ledger.cut_short:
-        out["cut_short"] = "; ".join(ledger.cut_short)
+    if state.stopped:
+        out["stopped"] = state.stopped
+    if state.cut_short:
+        out["cut_short"] = "; ".join(state.cut_short)
     if setup.measured and setup.host.device == "cpu":
         out["instructions"] = cpu_instructions()
     if not setup.measured:
@@ -149,7 +150,7 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
     if setup.options.cost_scale:
         out["cost_scale_note"] = "time and memory at scaled shapes; numerics from the model at hand"
     out |= {
-        "trials": len(ledger.store.learned()),
+        "trials": len(state.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": setup.host.device if setup.host.device != "cpu" else f"cpu ({platform.machine()}, one thread)",
         "versions": versions() | {"python": platform.python_version()},
@@ -163,9 +164,9 @@ def _under(variant: Mapping[str, Any]) -> dict[str, str]:
     return {"variant": f"{variant['name']}: {variant['arguments']}"} if variant else {}
 
 
-def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
+def emitted_policy(setup: Setup, state: SearchState, decision: Decision) -> Policy:
     """Return the policy to write: the chosen point (or one that changes nothing), how it was found, what to watch."""
-    evidence = _evidence(setup, ledger, decision)
+    evidence = _evidence(setup, state, decision)
     seen = known_layers(layer.name for layer in setup.graph.layers)
     model = ModelInfo.model_validate({**setup.graph.model, "layers": seen})
     if decision.run is None:
@@ -183,7 +184,7 @@ def guard_for(policy: Policy) -> Guard:
 
 
 def explained(
-    setup: Setup, ledger: Ledger, decision: Decision, table: SensitivityTable, time_ms: FloatTable
+    setup: Setup, state: SearchState, decision: Decision, table: SensitivityTable, time_ms: FloatTable
 ) -> Decision:
     """Return the decision with why each kind of layer got its precision, or keeps its own.
 
@@ -192,15 +193,15 @@ def explained(
     """
     problem = setup.problem
     params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
-    whole_ms = _measured_saving(setup, ledger, decision) if setup.measured and decision.run is not None else None
+    whole_ms = _measured_saving(setup, state, decision) if setup.measured and decision.run is not None else None
     return replace(decision, explanation=explanation(problem, time_ms, table, params, whole_ms))
 
 
-def _measured_saving(setup: Setup, ledger: Ledger, decision: Decision) -> float:
+def _measured_saving(setup: Setup, state: SearchState, decision: Decision) -> float:
     """Return the milliseconds of a step that the chosen policy saves against the baseline of the reasons."""
-    script_ms = float(reference_metrics(setup, ledger)["step_time_ms"])
-    plain = sixteen_bit_speedup(setup, ledger.store.records) if setup.problem.baseline != KEEP else None
-    return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, decision)["step_time_ms"])
+    script_ms = float(reference_metrics(setup, state)["step_time_ms"])
+    plain = sixteen_bit_speedup(setup, state.store.records) if setup.problem.baseline != KEEP else None
+    return script_ms / (plain or 1.0) - float(final_metrics(setup, state, decision)["step_time_ms"])
 
 
 def _row(record: Run, decision: Decision, errors: Collection[str]) -> dict[str, Any]:
@@ -217,65 +218,75 @@ def _row(record: Run, decision: Decision, errors: Collection[str]) -> dict[str, 
 
 
 def search_result(
-    setup: Setup, ledger: Ledger, decision: Decision, *, bound_speedup: float, policy_path: str, one_worker: bool
+    setup: Setup,
+    state: SearchState,
+    decision: Decision,
+    runner: PairedRunner,
+    *,
+    bound_speedup: float,
+    policy_path: str,
 ) -> SearchResult:
     """Assemble the result of a search.
 
     Args:
+        runner: what ran its trials; where that was one after the other, what was not training is overhead.
         bound_speedup: the most the cost model expected of any policy.
-        one_worker: whether trials ran one after the other, so that what was not training is overhead.
     """
-    seconds = ledger.elapsed()
-    timings = dict(ledger.timings) | {"total_s": seconds, "sessions": float(ledger.store.sessions)}
-    if one_worker and seconds:
-        timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
-    tried = pooled(ledger.store.records)
-    known = [_figures(setup, ledger, record, tried) for record in ledger.store.learned()]
-    row = partial(_row, decision=decision, errors=ledger.measured_errors)
+    seconds, work = state.elapsed(), runner.work
+    timings = state.seconds.to_json() | work.to_json() | {"total_s": seconds, "sessions": float(state.store.sessions)}
+    if state.table is not None and state.seconds.sensitivity_s is not None:
+        timings["sensitivity_passes"] = float(state.table.passes)
+    if decision.timing_noise:
+        timings["timing_noise"] = decision.timing_noise
+    if runner.workers == 1 and seconds:
+        timings["overhead_share"] = max(0.0, 1.0 - work.training_s / seconds)
+    tried = pooled(state.store.records)
+    known = [_figures(setup, state, record, tried) for record in state.store.learned()]
+    row = partial(_row, decision=decision, errors=state.measured_errors)
     return SearchResult(
         verdict=decision.verdict,
         reason=decision.reason,
         policy=policy_path,
-        best=final_metrics(setup, ledger, decision),
-        reference=reference_metrics(setup, ledger),
+        best=final_metrics(setup, state, decision),
+        reference=reference_metrics(setup, state),
         presets=tuple(row(r) for r in known if r.kind == "preset"),
         front=tuple(row(r) for r in front(known)),
         baseline=_baseline(setup, known),
-        trials=ledger.store.count(),
+        trials=state.store.count(),
         study_name=setup.options.study,
-        storage=ledger.store.url,
+        storage=state.store.url,
         mlflow={},
-        seconds=ledger.store.seconds(),
+        seconds=state.store.seconds(),
         target=setup.target.name,
         script=" ".join(redact_arguments(setup.options.command)),
         budget={
             "max_divergence": setup.options.max_divergence,
             "max_gradient_error": setup.options.max_gradient_error,
-            "gradient_noise": ledger.gradient_noise,
-            "gradient_limit": ledger.gradient_limit(),
+            "gradient_noise": state.gradient_noise,
+            "gradient_limit": state.gradient_limit(),
             "bound_speedup": bound_speedup,
         }
-        | _times(setup, _source(reference_metrics(setup, ledger), setup)),
-        sensitivity=tuple(ledger.table.rows()) if ledger.table is not None else (),
+        | _times(setup, _source(reference_metrics(setup, state), setup)),
+        sensitivity=tuple(state.table.rows()) if state.table is not None else (),
         timings={key: round(value, 3) for key, value in timings.items()},
-        notes=tuple(ledger.notes),
-        cut_short="; ".join(ledger.cut_short),
-        stopped=ledger.stopped,
-        resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
+        notes=tuple(state.notes),
+        cut_short="; ".join(state.cut_short),
+        stopped=state.stopped,
+        resume=setup.options.with_budget_for(state.needed_s).resume_command(stored=True) if state.cut_short else "",
         explanation=decision.explanation,
-        variants=tuple(row | {"adopted": row == ledger.variant(decision.run)} for row in ledger.variants),
+        variants=tuple(row | {"adopted": row == state.variant(decision.run)} for row in state.variants),
         rejected={name: str(why) for name, why in decision.rejected.items()},
         not_taken={name: str(why) for name, why in decision.not_taken.items()},
         reasons=tuple(reason.to_json() for reason in decision.reasons),
     )
 
 
-def _front_policy(setup: Setup, ledger: Ledger, record: Run, point: Mapping[str, Any]) -> Policy:
+def _front_policy(setup: Setup, state: SearchState, record: Run, point: Mapping[str, Any]) -> Policy:
     """Return the policy of one point of a result's front, with its figures (four digits) as evidence."""
     seeds = int(point["seeds"])
     evidence: dict[str, Any] = {
         **record.policy.get("evidence", {}),
-        **_under(ledger.variant(record)),
+        **_under(state.variant(record)),
         "target": setup.target.name,
         "source": setup.source,
         "trial": point["name"],
@@ -288,11 +299,11 @@ def _front_policy(setup: Setup, ledger: Ledger, record: Run, point: Mapping[str,
     return Policy.model_validate({**record.policy, "evidence": evidence})
 
 
-def save_front(setup: Setup, ledger: Ledger, result: SearchResult) -> None:
+def save_front(setup: Setup, state: SearchState, result: SearchResult) -> None:
     """Write ``front/00.yaml``, ``01.yaml``, ... into the study's folder, in the order of the result's front."""
-    records = {record.name: record for record in ledger.store.learned()}
+    records = {record.name: record for record in state.store.learned()}
     for index, point in enumerate(result.front):
-        policy = _front_policy(setup, ledger, records[str(point["name"])], point)
+        policy = _front_policy(setup, state, records[str(point["name"])], point)
         save_policy(policy, setup.study_dir / "front" / f"{index:02d}.yaml")
 
 

@@ -2,7 +2,7 @@
 
 What two trials measured a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
 that people write by hand, what would be adopted, and what is tied with it) is timed again in blocks of steps that take
-turns, each in a process of its own (:mod:`autoprec.trial.inside.lanes`) or, where the script cannot be
+turns, each in a process of its own (:mod:`autoprec.trial.inside.forked_duel`) or, where the script cannot be
 forked, all in one (:mod:`autoprec.trial.inside.duel`); its speed-up has a 95 % interval from then on. A duel is a run
 of its own in the study; its losses mean nothing, and what the loss says of a policy comes from paired trials.
 
@@ -29,10 +29,10 @@ from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.schedule import CACHED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
 
 #: Half the width of an interval that is enough, relative to the speed-up.
@@ -57,8 +57,8 @@ MOST_AT_ONCE = 4
 class Duels:
     """Times policies against the reference, where times are measured at all."""
 
-    def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
-        self._setup, self._runner, self._ledger = setup, runner, ledger
+    def __init__(self, setup: Setup, runner: PairedRunner, state: SearchState) -> None:
+        self._setup, self._runner, self._state = setup, runner, state
         self._tried: set[tuple[str, bool]] = set()
         self._again: Counter[str] = Counter()
         #: Of whole models, and of blocks.
@@ -80,7 +80,7 @@ class Duels:
 
     def known(self, *, whole: bool = False) -> dict[str, Run]:
         """Return what is known of each policy's speed, by name; ``whole``: only by duels of whole models."""
-        records = self._ledger.store.records
+        records = self._state.store.records
         return last_duels([run for run in records if BY_BLOCK not in run.tags] if whole else records)
 
     def wanted(self, runs: Sequence[Run], *, whole: bool = False) -> list[Run]:
@@ -117,7 +117,7 @@ class Duels:
         while wanted and seconds() <= 0:
             wanted.pop()
         if not wanted:
-            self._ledger.cut("the time budget left no time to time beside each other what the answer rests on")
+            self._state.cut("the time budget left no time to time beside each other what the answer rests on")
             return False
         self._tried |= {(run.name, by_block) for run in wanted}
         return self._time(wanted, seconds(), by_block=by_block)
@@ -147,12 +147,12 @@ class Duels:
 
     def _time(self, wanted: Sequence[Run], within: float, *, by_block: bool = False) -> bool:
         began = time.time(), time.monotonic()
-        self._ledger.listener.phase("duel", ", ".join(run.name for run in wanted))
+        self._state.listener.phase("duel", ", ".join(run.name for run in wanted))
         forks = self._can_fork(wanted)
         here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
         together = [run for run in here if forks or can_be_exchanged(run.policy)]
         rounds, failure = timed_together(
-            self._runner.duel,
+            self._runner.on_host,
             replace(
                 self._runner.duel_spec(self._setup.reference_policy()),
                 side_by_side=2 if forks else 1,
@@ -165,7 +165,7 @@ class Duels:
         known = self._rounds[by_block]
         known += rounds
         if failure:
-            self._ledger.note(f"a duel failed ({failure}): times are those of trials")
+            self._state.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]
         times = {run.name: times_of(known, run.name) for run in together}
         times |= {run.name: self._apart(run, within, by_block=by_block) for run in apart}
@@ -173,25 +173,25 @@ class Duels:
         timed = [run for run in wanted if len(times[run.name]) >= FEWEST]
         found = [self._record(replace(run, tags=tags), times[run.name], began) for run in timed]
         for one in found:
-            self._ledger.store.add(replace(one, number=self._ledger.store.next_number()))
+            self._state.store.add(replace(one, number=self._state.store.next_number()))
         short = [run.name for run in together if len(times[run.name]) < FEWEST]
         if short and not failure and self._setup.options.budget_s is not None:
-            self._ledger.cut("the time budget ended a duel before it had an interval")
+            self._state.cut("the time budget ended a duel before it had an interval")
         elif short and not failure:
             took = f"{counted(min(len(times[name]) for name in short), 'round')} in {within:.0f} s"
-            self._ledger.note(f"a duel took {took}, and an interval takes {FEWEST}: no speed of {', '.join(short)}")
+            self._state.note(f"a duel took {took}, and an interval takes {FEWEST}: no speed of {', '.join(short)}")
         if found:
             speeds = {one.name: one.metrics["speedup"] for one in found}
             told = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
             how = "by block, to rank them" if by_block else "block by block"  # of a model, and of steps
-            self._ledger.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
-        self._ledger.add_seconds("duels_s", time.monotonic() - began[1])
+            self._state.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
+        self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began[1]
         return bool(found)
 
     def _can_fork(self, runs: Sequence[Run]) -> bool:
         """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
         eager = all(run.policy.get("execution", "keep") == "keep" for run in runs)
-        needed = self._ledger.reference.memory_bytes
+        needed = self._state.reference.memory_bytes
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         host = self._setup.host
         return host.launch == "fork" and eager and not host.compiled and needed < _OF_FREE_MEMORY * free
@@ -202,12 +202,12 @@ class Duels:
         Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
         after the budget, as a trial may (``may_overrun``).
         """
-        ledger, budget = self._ledger, self._setup.options.budget_s
+        state, budget = self._state, self._setup.options.budget_s
         least = self._least_s(count)
         most = max(least, usual_s or usual_seconds(count), _RUNS * self._run_s())
         if budget is None:
             return most
-        used = ledger.elapsed() + ledger.seconds_to_close() + compile_s
+        used = state.elapsed() + state.seconds_to_close() + compile_s
         if budget - used >= least:
             return min(most, budget - used)
         return least if may_overrun and OVERRUN * budget - used >= least else 0.0
@@ -218,24 +218,23 @@ class Duels:
         A round has a block of each contender, in a process that starts, and steps before it that are not timed; a
         script that compiles its model has one process, which compiles before the first round.
         """
-        options, timings = self._setup.options, self._ledger.timings
+        options, start_s = self._setup.options, self._runner.work.start_s
         step_s = self._run_s() / (options.steps + options.warmup)
-        start_s = timings.get("start_s_sum", 0.0) / max(1.0, timings.get("starts", 1.0))
         each_s = 0.0 if self._setup.host.compiled else start_s
         return start_s + (count + 1) * FEWEST * (each_s + max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
 
     def _run_s(self) -> float:
         """Return the seconds of a run of the reference, without what it compiles."""
-        options, timings = self._setup.options, self._ledger.timings
-        step_s = timings.get("step_s")
-        return timings.get("reference_run_s", 0.0) if step_s is None else (options.steps + options.warmup) * step_s
+        options, seconds = self._setup.options, self._state.seconds
+        steps = options.steps + options.warmup
+        return seconds.reference_run_s or 0.0 if seconds.step_s is None else steps * seconds.step_s
 
     def _compile_s(self, count: int, by_block: bool) -> float:
         """Return the seconds in which so many contenders of a duel and the reference compile; 0 for an eager script.
 
         Graphs of blocks, of the reference and of one policy, which is run before, are in torch's cache.
         """
-        compile_s = self._ledger.timings.get("compile_s", 0.0)
+        compile_s = self._state.seconds.compile_s or 0.0
         if by_block:
             return CACHED_COMPILE * (count + 1) * compile_s / repeated_blocks(self._setup.host.layers)
         return (2 * CACHED_COMPILE + count - 1) * compile_s
@@ -249,18 +248,18 @@ class Duels:
             if len(found) % 2:
                 contest.reverse()
             specs = [self._runner.train_spec(*one, steps=_STEPS, warmup=_WARMUP, by_block=by_block) for one in contest]
-            results = [self._runner.duel(spec) for spec in specs]
+            results = [self._runner.on_host(spec) for spec in specs]
             if not all(result.ok for result in results):
                 break
             ms = [step_time(result.step_ms, result.warmup) for result in results]
             found.append((ms[0], ms[1]) if not len(found) % 2 else (ms[1], ms[0]))
             budget = self._setup.options.budget_s
-            if budget is not None and self._ledger.elapsed() > budget:
+            if budget is not None and self._state.elapsed() > budget:
                 break
         return found
 
     def _record(self, run: Run, times: Sequence[tuple[float, float]], began: tuple[float, float]) -> Run:
-        done = duel_run(run.name, run.policy, times, self._ledger.reference.step_ms)
+        done = duel_run(run.name, run.policy, times, self._state.reference.step_ms)
         took = time.monotonic() - began[1]
         return replace(done, params=run.params, tags=run.tags, started=began[0], seconds=took)
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose
+from autoprec.tuning.decide.problem import Point
 from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
@@ -30,6 +29,7 @@ from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, sixteen_bit_speedup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Metric, Run
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
@@ -40,31 +40,38 @@ _OFF_BY = 1.5
 _OFF_TRIALS = 1.5
 
 
-class Race:
+class SeedAllocation:
     """Pools all runs and chooses which policy gets the next paired seed.
 
     Args:
         expectation: the models that are fitted to every run.
+        by_hand: keys of what people write by hand.
+        seconds_left: returns how long the search takes from here on at most.
 
     Attributes:
         now: accepted policies, incumbent, next seed.
-        by_hand: keys of what people write by hand.
-        seconds_left: returns how long the search takes from here on at most.
     """
 
-    def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger, expectation: Expectation) -> None:
-        self._setup, self._runner, self._ledger, self.expectation = setup, runner, ledger, expectation
+    def __init__(
+        self,
+        setup: Setup,
+        runner: PairedRunner,
+        state: SearchState,
+        expectation: Expectation,
+        by_hand: Collection[Point] = (),
+        seconds_left: Callable[[SeedAllocation], float] = lambda _: 0.0,
+    ) -> None:
+        self._setup, self._runner, self._state, self.expectation = setup, runner, state, expectation
+        self._by_hand_keys, self._seconds_left = by_hand, seconds_left
         self._rows: dict[int, list[Run]] = {}
         self._tried: list[Run] = []
-        self._seeds = PairedSeeds(setup, runner, ledger)
+        self._seeds = PairedSeeds(setup, runner, state)
         self._asked_errors: set[str] = set()
         self._known: dict[str, Run] = {}  # duels
         self._drift = 1.0
         self._eased: set[str] = set()
         self._is_over = self._is_timed = False  # a run was ended for want of time; what is near was timed
-        self.by_hand: frozenset[tuple[Any, ...]] = frozenset()
-        self.duels = Duels(setup, runner, ledger)
-        self.seconds_left: Callable[[], float] = lambda: 0.0
+        self.duels = Duels(setup, runner, state)
         self.now: Ranking = self.update()
 
     @property
@@ -75,7 +82,7 @@ class Race:
     @property
     def seed_s(self) -> float:
         """Seconds of one more paired seed."""
-        return self._ledger.seconds_per_seed(self._setup.host.setup_s, self._runner.final_workers)
+        return self._state.seconds_per_seed(self._setup.host.setup_s, self._runner.final_workers)
 
     @property
     def seedless(self) -> bool:
@@ -100,10 +107,10 @@ class Race:
 
     def update(self) -> Ranking:
         """Take in what was measured since, refit, and rank anew."""
-        known, is_script = self._ledger.store.learned(), self._setup.problem.is_script
+        known, is_script = self._state.store.learned(), self._setup.problem.is_script
         self._tried = [record for record in known if not is_script(record.params)]
         further: dict[str, list[Run]] = {}
-        for record in self._ledger.store.records:
+        for record in self._state.store.records:
             if record.kind == "finalist":
                 further.setdefault(record.name, []).append(record)
         self._rows, self._known = {}, self.duels.known()
@@ -117,9 +124,7 @@ class Race:
         self.expectation.fit(self.runs())
         self._ok = [record for record in self._tried if record.ok]
         entrants = [(record.params, self._standing(record)) for record in self._ok]
-        self.now = rank(self.expectation, entrants, rules, seeds=self._setup.options.seeds)
-        self._ledger.accepted = frozenset(self.now.standings[i].name for i in self.now.accepted)
-        self._ledger.refused = frozenset(one.name for one in self.now.standings if rules.breaks(one))
+        self.now = self._state.ranking = rank(self.expectation, entrants, rules, seeds=self._setup.options.seeds)
         return self.now
 
     def _duelled(self) -> list[Run]:
@@ -142,7 +147,7 @@ class Race:
             following = self._ok[self.now.next]
             if not (self._may_break_limit(following) and self._measure_error(following)):
                 self._one_more(following)
-        self._ledger.add_seconds("finalists_s", time.monotonic() - began)
+        self._state.seconds.finalists_s = (self._state.seconds.finalists_s or 0.0) + time.monotonic() - began
 
     def _must_end(self) -> bool:
         """Say whether no further run is made: the time is used up, or the script fails under one seed after the other.
@@ -151,23 +156,23 @@ class Race:
         """
         if self.seedless:
             failed = [*self._seeds.unusable.values()]
-            self._ledger.cut(f"the script as written failed under {len(failed)} further paired seeds: {failed[0]}")
+            self._state.cut(f"the script as written failed under {len(failed)} further paired seeds: {failed[0]}")
             return True
         budget = self._setup.options.budget_s
         if self._is_over:
             return True
         if budget is None or not self._is_late():
             return False
-        enough = OVERRUN * budget - self._ledger.elapsed() > self.seed_s
+        enough = OVERRUN * budget - self._state.elapsed() > self.seed_s
         if enough and all(len(rows) < self.fewest for rows in self._rows.values()):
             return False
-        self._ledger.cut("the time budget ended the paired seeds while one more could still have changed the answer")
+        self._state.cut("the time budget ended the paired seeds while one more could still have changed the answer")
         return True
 
     @property
     def duel_s(self) -> float:
         """Seconds kept for a duel of the best acceptable policy and the best by hand; 0 where they had one."""
-        best = min((self._ok[i] for i in self.now.accepted), key=self._ledger.rank, default=None)
+        best = min((self._ok[i] for i in self.now.accepted), key=self._state.cost, default=None)
         rests = [] if best is None else [best, *self._by_hand()[:1]]
         whole = self.duels.least_s(rests, whole=True) if self._runner.by_block.active else 0.0
         return self.duels.least_s(rests) + whole
@@ -175,8 +180,8 @@ class Race:
     def _is_late(self) -> bool:
         """Whether the time budget leaves no room for one more paired seed."""
         budget = self._setup.options.budget_s
-        needed = self.seed_s + self.duel_s + self._ledger.seconds_to_close()
-        return budget is not None and self._ledger.elapsed() + needed > budget
+        needed = self.seed_s + self.duel_s + self._state.seconds_to_close()
+        return budget is not None and self._state.elapsed() + needed > budget
 
     # --- measuring --------------------------------------------------------------------------------------------------
     def _one_more(self, record: Run) -> None:
@@ -188,25 +193,25 @@ class Race:
 
     def _measure(self, record: Run, seed: int, *, by_block: bool) -> None:
         """Run a policy under a paired seed, beside a reference that is compiled likewise, and judge all again."""
-        ledger = self._ledger
+        state = self._state
         plan = replace(record, kind="finalist", tags=("finalist",), seed=seed)
         done = self._seeds.measure(plan, self._error(record), by_block=by_block)
         if done is None:
             return
         if done.status == OUT_OF_TIME:
             self._is_over = True
-            ledger.cut(f"the time budget ended paired seed {seed} of {record.name}: {done.reason}")
+            state.cut(f"the time budget ended paired seed {seed} of {record.name}: {done.reason}")
             return
         # stored as soon as it is known, so that a killed search repeats as little as possible
-        self._book(done, 1 + sum(r.kind == "finalist" for r in ledger.store.records))
+        self._book(done, 1 + sum(r.kind == "finalist" for r in state.store.records))
 
     def _book(self, done: Run, count: int) -> None:
         """Store a run, judge all again, and tell of it, the ``count``-th of its kind."""
         total = 0 if done.kind == "finalist" else self._setup.options.trials
-        done = replace(done, number=self._ledger.store.next_number())
-        self._ledger.store.add(done)
+        done = replace(done, number=self._state.store.next_number())
+        self._state.store.add(done)
         self.update()
-        self._ledger.listener.trial(done, count, total, leader(self._setup, self._ledger), self.seconds_left())
+        self._state.listener.trial(done, count, total, leader(self._setup, self._state), self._seconds_left(self))
 
     def _perturb_all(self) -> bool:
         """Run the benign perturbation under every seed so far where gaps beyond the budget are held against all.
@@ -218,14 +223,14 @@ class Race:
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
         if self._seeds.benign or all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
-        for seed in [seed for seed in self._ledger.references if seed]:
+        for seed in [seed for seed in self._seeds.references if seed]:
             self._seeds.perturb(seed)
         return bool(self._seeds.benign)
 
     def _confirm(self) -> None:
         """Measure the gradient error of the best that is accepted by a predicted one, and judge it again."""
         while self.now.accepted:
-            best = min((self._ok[i] for i in self.now.accepted), key=self._ledger.rank)
+            best = min((self._ok[i] for i in self.now.accepted), key=self._state.cost)
             if not self._measure_error(best):
                 return
 
@@ -234,8 +239,8 @@ class Race:
         if record.name in self._asked_errors:
             return False
         self._asked_errors.add(record.name)  # where it cannot be measured, it stays the predicted one
-        found = measure_errors(self._setup, self._runner, self._ledger, {record.name: record.policy})
-        self._ledger.measured_errors.update(found)
+        found = measure_errors(self._setup, self._runner, self._state, {record.name: record.policy})
+        self._state.measured_errors.update(found)
         self.update()
         return True
 
@@ -246,11 +251,11 @@ class Race:
 
     def _error(self, record: Run) -> float:
         """Return the gradient error of a policy as a whole: measured where it was, else predicted."""
-        return self._ledger.measured_errors.get(record.name, record["gradient_error"])
+        return self._state.measured_errors.get(record.name, record["gradient_error"])
 
     # --- judging ----------------------------------------------------------------------------------------------------
     def _rules(self) -> Rules:
-        return self._ledger.rules(self._seeds.baseline)
+        return self._state.rules(self._seeds.baseline)
 
     def _standing(self, record: Run) -> Standing:
         runs, duel = [self._corrected(run) for run in self._rows[record.number]], self._known.get(record.name)
@@ -263,12 +268,12 @@ class Race:
 
         The script as written is the first of its ranking.
         """
-        setup, ledger = self._setup, self._ledger
+        setup, state = self._setup, self._state
         # lowerings that were taken back are confirmed by one run: the policy itself was measured under more
         final = [one for one in self.now.standings if one.seeds >= self.fewest or SAFER in _run(one).tags]
         if not final:
             return None
-        memory = ledger.reference.memory_bytes
+        memory = state.reference.memory_bytes
         script = Standing("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
         fit = {one.name for one in self.now.standings if not one.rejection}
         compiled = [one for one in final if one.name in fit and one.speedup > 1.0 and self._is_known(_run(one))]
@@ -276,15 +281,15 @@ class Race:
             timed = self.duels.known(whole=True)
             final = [one for one in final if self._is_known(_run(one)) or one.name in timed or one.name not in fit]
         noise = timing_noise(setup.measured, [self._comparable(_run(one)) for one in final])
-        ledger.timings["timing_noise"] = noise
-        return choose(
+        decision = choose(
             [script, *final],
             self._rules(),
             objective=setup.options.objective,
             timing_noise=noise,
             reference_memory=memory,
-            sixteen_bit=sixteen_bit_speedup(setup, ledger.store.records),
+            sixteen_bit=sixteen_bit_speedup(setup, state.store.records),
         )
+        return replace(decision, timing_noise=noise)
 
     def _is_known(self, record: Run) -> bool:
         """Whether a policy was run as the script, or the policy itself, compiles the model.
@@ -313,16 +318,16 @@ class Race:
         if decision is None or not self._runner.by_block.active:
             return False
         adopted = decision.run if decision.verdict == "adopt" else None
-        plain = None if self._setup.target.is_cpu else fastest_plain(self._ledger.store.records)
+        plain = None if self._setup.target.is_cpu else fastest_plain(self._state.store.records)
         asked = {} if adopted is None else {one.name: one for one in (plain, adopted) if one is not None}
         wanted = [record for record in asked.values() if not self._is_known(record)]
         if wanted and adopted is not None and self._measure_error(adopted):
             return True  # of those that are tied the safest is adopted: that may be another one now
         budget, rests = self._setup.options.budget_s, self._timed_whole(decision)
-        needed = self.duels.least_s(rests, whole=True) + self._ledger.seconds_to_close()
-        needed += whole_seconds(self._setup, self._ledger) if wanted else 0.0
-        if wanted and budget is not None and self._ledger.elapsed() + needed > OVERRUN * budget:
-            self._ledger.cut(
+        needed = self.duels.least_s(rests, whole=True) + self._state.seconds_to_close()
+        needed += whole_seconds(self._setup, self._state) if wanted else 0.0
+        if wanted and budget is not None and self._state.elapsed() + needed > OVERRUN * budget:
+            self._state.cut(
                 "the time budget left no time to run what would be adopted as the script compiles it, and to time it so"
             )
             return False
@@ -350,16 +355,16 @@ class Race:
 
     def answer(self) -> Decision:
         """Return the decision, after the runs that it still takes to be sure of it."""
-        setup, ledger = self._setup, self._ledger
+        setup, state = self._setup, self._state
         while True:
             decision = self._decide()
             if decision is None:
-                ranks = {one.name: ledger.rank(self._corrected(_run(one))) for one in self.now.standings}
-                return Decision("stay", (why_nothing(ledger, self.now.standings, ranks, self._rules(), self.fewest),))
+                ranks = {one.name: state.cost(self._corrected(_run(one))) for one in self.now.standings}
+                return Decision("stay", (why_nothing(state, self.now.standings, ranks, self._rules(), self.fewest),))
             if not (self.measured_whole() or self._made_surer(decision)):
                 break
         for name, why in decision.rejected.items():
-            ledger.note(f"{name} was rejected: {why}")
+            state.note(f"{name} was rejected: {why}")
         chosen = decision.chosen
         if chosen is None:
             return decision
@@ -367,9 +372,9 @@ class Race:
             bounds = {"low": chosen.low, "high": chosen.high} if chosen.timed else {}
             only = Reason("only_blocks", {"name": chosen.name, "speedup": chosen.speedup} | bounds)
             return replace(decision, verdict="undecided", reasons=(only,))
-        over = over_preset(chosen, self._best_preset(chosen), self.duels, ledger.timings["timing_noise"])
+        over = over_preset(chosen, self._best_preset(chosen), self.duels, decision.timing_noise)
         over += what_was_taken_back(setup, self.expectation, chosen, self._tried)
-        found = with_faster(ledger, decision, chosen, self.now.standings, self._rules(), self.fewest)
+        found = with_faster(state, decision, chosen, self.now.standings, self._rules(), self.fewest)
         return found.with_reasons(*over)
 
     def _made_surer(self, decision: Decision) -> bool:
@@ -396,9 +401,9 @@ class Race:
 
     def _by_hand(self) -> list[Run]:
         """Return what people write by hand that ran, acceptable ones first, then the fastest."""
-        ledger, key = self._ledger, self._setup.problem.key
-        hand = [record for record in self._ok if key(record.params) in self.by_hand]
-        return sorted(hand, key=lambda record: (not ledger.acceptable(record), ledger.rank(record)))
+        state, key = self._state, self._setup.problem.key
+        hand = [record for record in self._ok if key(record.params) in self._by_hand_keys]
+        return sorted(hand, key=lambda record: (not state.acceptable(record), state.cost(record)))
 
     def _time_what_decides(self, decision: Decision) -> bool:
         """Time in a duel what a decision rests on; in the first one also the best by hand and what may be faster.
@@ -408,7 +413,7 @@ class Race:
         """
         rests = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
         if decision.run is not None and decision.chosen is not None:
-            best, noise = self._best_preset(decision.chosen), self._ledger.timings["timing_noise"]
+            best, noise = self._best_preset(decision.chosen), decision.timing_noise
             off = 1.0 + noise if self._is_timed else _OFF_TRIALS
             if best is not None and best.run is not None and decision.chosen.speedup <= best.speedup * off:
                 rests = [decision.run, best.run, *rests]
@@ -436,7 +441,7 @@ class Race:
         return True
 
     def _best_preset(self, chosen: Standing) -> Standing | None:
-        return best_preset(self._setup, self._ledger, self.expectation, self.now.standings, self._tried, chosen)
+        return best_preset(self._setup, self._state, self.expectation, self.now.standings, self._tried, chosen)
 
     def _fit(self) -> list[Standing]:
         """Return what nothing speaks against so far, the fastest first."""
@@ -450,7 +455,7 @@ class Race:
         chosen, hand = decision.chosen, self._by_hand()
         if chosen is None:
             return [_run(one) for one in self._fit() if one.speedup > 1.0]
-        least, noise = chosen.low or chosen.speedup, self._ledger.timings["timing_noise"]
+        least, noise = chosen.low or chosen.speedup, decision.timing_noise
 
         def most(one: Standing) -> float:
             return one.high or one.speedup * (_OFF_TRIALS if _run(one) in hand else 1.0 + noise)
@@ -472,17 +477,17 @@ class Race:
 
     def _take_back(self, decision: Decision) -> bool:
         """Run the policy once without lowerings that save too little for their error; false where there are none."""
-        setup, ledger, name = self._setup, self._ledger, decision.run.name if decision.run is not None else ""
+        setup, state, name = self._setup, self._state, decision.run.name if decision.run is not None else ""
         wanted = bool(name) and name not in self._eased and setup.options.objective == "throughput"
-        wanted = wanted and len(ledger.store.learned()) < setup.options.trials
+        wanted = wanted and len(state.store.learned()) < setup.options.trials
         if not wanted or self._runner.by_block.active or self._is_late():
             return False
         self._eased.add(name)
-        plan = safer_policy(setup, ledger, self.expectation, decision, self._tried)
-        if plan is None or ledger.table is None:
+        plan = safer_policy(setup, state, self.expectation, decision, self._tried)
+        if plan is None or state.table is None:
             return False
-        done = first_run(setup, self._runner, ledger, plan, ledger.table.predict(setup.problem, plan.params))
-        self._book(done, 1 + len(ledger.store.learned()))
+        done = first_run(setup, self._runner, state, plan, state.table.predict(setup.problem, plan.params))
+        self._book(done, 1 + len(state.store.learned()))
         if done.ok:
             self._measure_error(done)
         return done.ok

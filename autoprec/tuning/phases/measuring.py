@@ -6,7 +6,6 @@ A search and a verification measure alike: :class:`PairedSeeds` runs each policy
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +14,28 @@ from autoprec.policy.schema import LayerPlan
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap
 from autoprec.tuning.decide.noise import Baseline, uninformative
+from autoprec.tuning.decide.problem import Params
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior, build_prior
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.schedule import REFERENCE_RUNS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run, pooled
 
 
-def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
+def make_prior(setup: Setup, state: SearchState, table: SensitivityTable) -> Prior:
     """Return what the cost model and the sensitivity table say before the first trial.
 
     Where steps are timed, modelled times are in units of the reference's measured one: gains are ratios, and under a
     model that overstates every time no policy would look faster than the script.
     """
-    level = ledger.reference.step_ms / setup.steps.of_reference().time_ms if setup.measured else 1.0
+    level = state.reference.step_ms / setup.steps.of_reference().time_ms if setup.measured else 1.0
 
-    def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
+    def step_cost(params: Params) -> tuple[float, float]:
         estimate = setup.steps.of(params)
         return estimate.time_ms * level, float(estimate.memory_bytes)
 
@@ -52,9 +52,9 @@ def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
     )
 
 
-def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
+def goals_of(setup: Setup, state: SearchState, table: SensitivityTable) -> Goals:
     """Return what the search is for, in the units of the sampler's models."""
-    reference, limit = ledger.reference, ledger.gradient_limit()
+    reference, limit = state.reference, state.gradient_limit()
     return Goals(
         max_divergence=setup.options.max_divergence,
         max_gradient=None if limit is None else limit / table.misfit.ratio,
@@ -68,7 +68,7 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
     )
 
 
-def first_run(setup: Setup, runner: PairedRunner, ledger: Ledger, plan: Run, error: float, **changes: Any) -> Run:
+def first_run(setup: Setup, runner: PairedRunner, state: SearchState, plan: Run, error: float, **changes: Any) -> Run:
     """Run a policy under the script's own seed, and return its scored record.
 
     Args:
@@ -76,29 +76,32 @@ def first_run(setup: Setup, runner: PairedRunner, ledger: Ledger, plan: Run, err
         changes: of the runner's spec.
     """
     began = time.time(), time.monotonic()
-    result = runner.run(runner.train_spec(plan.policy, plan.params, **changes))
+    result = runner.measure(runner.train_spec(plan.policy, plan.params, **changes))
     # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
-    reference = ledger.reference if result.blocks else ledger.written
-    return scored(setup, ledger, plan, result, reference, error, began)
+    reference = state.reference if result.blocks else state.written
+    return scored(setup, state, plan, result, reference, error, began)
 
 
 class PairedSeeds:
     """Measures policies under paired seeds, each beside the reference of that seed.
 
     Attributes:
+        references: the reference's run by seed, compiled as runs are.
         benign: (divergence, signed gap) of the benign perturbation by seed, where it was run.
         unusable: why the reference could not be run, by seed.
     """
 
-    def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger) -> None:
-        self._setup, self._runner, self._ledger = setup, runner, ledger
+    def __init__(self, setup: Setup, runner: PairedRunner, state: SearchState) -> None:
+        self._setup, self._runner, self._state = setup, runner, state
+        self.references = {0: state.reference}
+        self._whole = {} if state.whole is None else {0: state.whole}
         self.benign: dict[int, tuple[float, float]] = {}
         self.unusable: dict[int, str] = {}
 
     @property
     def baseline(self) -> Baseline:
         """What policies are compared with: benign gaps under further seeds, too, where they were measured."""
-        return self._ledger.reference.baseline.over_seeds(list(self.benign.values()))
+        return self._state.reference.baseline.over_seeds(list(self.benign.values()))
 
     def measure(self, plan: Run, error: float, *, by_block: bool) -> Run | None:
         """Run a policy under the seed of its plan, and return its record; None where that seed cannot be used.
@@ -110,16 +113,16 @@ class PairedSeeds:
         runner, began = self._runner, (time.time(), time.monotonic())
         with runner.threads(runner.final_workers, "finalist") as threads:
             running = threads.submit(
-                runner.run, runner.train_spec(plan.policy, plan.params, by_block=by_block), plan.seed
+                runner.measure, runner.train_spec(plan.policy, plan.params, by_block=by_block), plan.seed
             )
             try:
                 reference = self.reference(plan.seed, whole=runner.by_block.active and not by_block)
             except AutoPrecError as failed:
-                self._ledger.note(f"paired seed {plan.seed} could not be used: {failed.what}")
+                self._state.note(f"paired seed {plan.seed} could not be used: {failed.what}")
                 self.unusable[plan.seed] = failed.what  # nothing that is held against the policy
                 running.result()
                 return None
-            return scored(self._setup, self._ledger, plan, running.result(), reference, error, began)
+            return scored(self._setup, self._state, plan, running.result(), reference, error, began)
 
     def reference(self, seed: int, *, whole: bool = False) -> Reference:
         """Return the reference of a paired seed; where runs compile blocks, the one that is compiled ``whole``.
@@ -127,15 +130,14 @@ class PairedSeeds:
         Raises:
             AutoPrecError: it could not be run.
         """
-        references = self._ledger.whole if whole else self._ledger.references
+        references = self._whole if whole else self.references
         if seed not in references:
-            spec = self._runner.train_spec(
-                self._setup.reference_policy(), by_block=self._runner.by_block.active and not whole
-            )
-            result = self._runner.run(spec, seed)
+            by_block = self._runner.by_block.active and not whole
+            spec = self._runner.train_spec(self._setup.reference_policy(), by_block=by_block)
+            result = self._runner.measure(spec, seed)
             if not result.ok:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
-            own = self._ledger.reference
+            own = self._state.reference
             references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
             if own.baseline.reach > self._setup.options.max_divergence and not whole:
                 self.perturb(seed)
@@ -143,15 +145,15 @@ class PairedSeeds:
 
     def perturb(self, seed: int) -> None:
         """Run the benign perturbation under a paired seed: what the gaps of policies are compared with."""
-        result = self._runner.run(self._runner.train_spec(self._setup.reference_policy(), perturb="bf16"), seed)
+        result = self._runner.measure(self._runner.train_spec(self._setup.reference_policy(), perturb="bf16"), seed)
         if result.ok:
-            losses = self._ledger.references[seed].losses
+            losses = self.references[seed].losses
             self.benign[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
 
 
 def scored(
     setup: Setup,
-    ledger: Ledger,
+    state: SearchState,
     plan: Run,
     result: TrialResult,
     reference: Reference,
@@ -172,7 +174,7 @@ def scored(
         peak = float(setup.steps.of(plan.params).memory_bytes)
         found = found.with_metrics({"memory_bytes": Metric(peak, MODELLED)})
     for problem in result.problems:
-        ledger.note(f"{plan.name}, seed {plan.seed}: {problem}; its divergence is raised by what is beyond the limit")
+        state.note(f"{plan.name}, seed {plan.seed}: {problem}; its divergence is raised by what is beyond the limit")
     done = replace(
         found,
         reason=found.reason or doubt,
@@ -180,12 +182,12 @@ def scored(
         started=began[0],
         seconds=time.monotonic() - began[1],
     )
-    return with_gain(setup, ledger, done)
+    return with_gain(setup, state, done)
 
 
-def with_gain(setup: Setup, ledger: Ledger, record: Run) -> Run:
+def with_gain(setup: Setup, state: SearchState, record: Run) -> Run:
     """Return a record with its gain over the best 16-bit run that is known by now, where there is one."""
-    known = ledger.store.records
+    known = state.store.records
     stored = any(r.number == record.number for r in known)
     over = over_sixteen_bit(record.figures, sixteen_bit_speedup(setup, known if stored else [*known, record]))
     return record.with_metrics(
@@ -193,7 +195,7 @@ def with_gain(setup: Setup, ledger: Ledger, record: Run) -> Run:
     )
 
 
-def leader(setup: Setup, ledger: Ledger) -> Run | None:
+def leader(setup: Setup, state: SearchState) -> Run | None:
     """Return the best acceptable trial so far with the figures of all its runs, or None."""
-    best = ledger.best()
-    return None if best is None else with_gain(setup, ledger, pooled(ledger.store.records).get(best.name, best))
+    best = state.best()
+    return None if best is None else with_gain(setup, state, pooled(state.store.records).get(best.name, best))

@@ -9,9 +9,9 @@ from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Run
 
 #: A preset that was not run counts as what people would run instead where its chance of being acceptable is so large,
@@ -21,7 +21,7 @@ _MAY_BE_FINE, _OFF = 0.5, 0.1
 
 def best_preset(
     setup: Setup,
-    ledger: Ledger,
+    state: SearchState,
     expectation: Expectation,
     standings: Sequence[Standing],
     tried: Sequence[Run],
@@ -39,7 +39,7 @@ def best_preset(
         return None
     measured = {problem.key(one.run.params): one for one in standings if one.run is not None}
     failed = {problem.key(record.params) for record in tried if not record.ok}
-    script = float(expectation.goals.cost(ledger.reference.step_ms, 1.0))
+    script = float(expectation.goals.cost(state.reference.step_ms, 1.0))
     found = [Standing("the script as written", 1.0, (0.0,), reference=True)]
     outlook = expectation.outlook(expectation.points([params for _, params in offered]))
     for (name, params), cost, chance in zip(offered, outlook.cost, outlook.chance, strict=True):

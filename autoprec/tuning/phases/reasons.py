@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, faster_ones
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger, rank
+from autoprec.tuning.state import SearchState, objective_cost
 
 
 def why_nothing(
-    ledger: Ledger, standings: Sequence[Standing], ranks: Mapping[str, float], rules: Rules, fewest: int
+    state: SearchState, standings: Sequence[Standing], ranks: Mapping[str, float], rules: Rules, fewest: int
 ) -> Reason:
     """Return why nothing is acceptable where no policy was measured under enough seeds.
 
@@ -22,11 +22,11 @@ def why_nothing(
     """
     if not standings:
         return Reason("none_measured")
-    script, objective = ledger.reference, ledger.options.objective
+    script, objective = state.reference, state.options.objective
     fine = [one for one in standings if not rules.breaks(one)]
     first = min(fine or standings, key=lambda one: ranks[one.name])
     figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
-    merit, timed = rank(figures, objective) / ranks[first.name], first.timed and objective == "throughput"
+    merit, timed = objective_cost(figures, objective) / ranks[first.name], first.timed and objective == "throughput"
     if fine and (merit <= 1.0 or (timed and not first.is_surely_above(1.0))):
         bounds = {"low": first.low, "high": first.high} if timed else {}
         return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0} | bounds)
@@ -35,7 +35,7 @@ def why_nothing(
 
 
 def with_faster(
-    ledger: Ledger, decision: Decision, chosen: Standing, tried: Sequence[Standing], rules: Rules, fewest: int
+    state: SearchState, decision: Decision, chosen: Standing, tried: Sequence[Standing], rules: Rules, fewest: int
 ) -> Decision:
     """Return the decision with why policies that were measured to be faster are not adopted.
 
@@ -44,13 +44,13 @@ def with_faster(
         tried: everything that was measured, judged.
         fewest: paired seeds that it takes to be accepted.
     """
-    if ledger.options.objective != "throughput":
+    if state.options.objective != "throughput":
         return decision
-    noise = ledger.timings["timing_noise"]
+    noise = decision.timing_noise
     found = faster_ones(chosen, tried, rules, decision.rejected, fewest=fewest, timing_noise=noise)
     others = {name: why for name, why in found.items() if name not in decision.rejected}
     for name, why in others.items():
-        ledger.note(f"{name} came out faster, but was not taken: {why}")
+        state.note(f"{name} came out faster, but was not taken: {why}")
     for name, why in list(found.items())[:1]:
         speedup = next(one.speedup for one in tried if one.name == name)
         first = Reason("faster_not_taken", {"name": name, "speedup": speedup, "why": why, "more": len(found) - 1})

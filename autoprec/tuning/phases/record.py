@@ -9,13 +9,12 @@ from autoprec.graph.report import GraphReport
 from autoprec.trial.protocol import PATIENCE_S, Answer, RecordSpec, TrialResult
 
 if TYPE_CHECKING:
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.tuning.workers.local import HostPool
+    from autoprec.trial.driver.base import Runner
 
 A = TypeVar("A", bound=Answer)
 
 
-def record_step(host: HostPool | TrialRunner, label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
+def record_step(host: Runner, label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
     """Record one training step of a script that is held at its first.
 
     Raises:

@@ -10,19 +10,19 @@ from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import uninformative
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import MODELLED, Metric, Run
 
 #: Policies that are measured whatever the budget says, each under two seeds.
 FEWEST_RUNS = 2
 
 
-def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
+def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState) -> Reference:
     """Run the reference twice and at least once benignly perturbed; it becomes seed 0's reference.
 
     The second run shows whether the script is deterministic; the perturbation (every weight rounded once to
@@ -37,10 +37,10 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     """
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
-    blocks = runner.by_block.begin(runner.train_spec(setup.reference_policy()), whole) if whole is not None else None
+    blocks = _by_block(setup, runner, whole) if whole is not None else None
     # the first run alone shows whether there are enough steps, and time for more of them
     first = blocks or whole or _run(setup, runner)
-    ledger.timings["reference_run_s"] = time.monotonic() - began
+    state.seconds.reference_run_s = time.monotonic() - began
     # runs that are timed have the machine to themselves; where times are modelled they share it
     with runner.threads(runner.final_workers, "reference") as threads:
         again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "bf16"))
@@ -51,7 +51,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     deterministic = first.losses == second.losses
     if not deterministic:
         own = divergence(second.losses, first.losses)
-        ledger.note(
+        state.note(
             f"two trials of the unchanged script differ by {own:.3%}, which is part of the noise floor "
             "(whether it does so without AutoPrec, too, was not tried)"
         )
@@ -60,29 +60,37 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
         written = reference_of(setup, whole).with_noise(baseline, deterministic)
         runner.by_block.calibrate(written, reference, blocks.blocks)
         reference = replace(reference, step_ms=written.step_ms, memory_bytes=written.memory_bytes)
-        ledger.whole[0] = written
-    ledger.references[0] = reference
+        state.whole = written
+    state.own = reference
     name = "script as written" if setup.options.reference == "script" else setup.options.reference
     noise = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
-    stored = {(record.kind, record.name) for record in ledger.store.records if record.seed == 0}
+    stored = {(record.kind, record.name) for record in state.store.records if record.seed == 0}
     for kind, label, result in (("reference", name, first), *noise):
         if (kind, label) not in stored:
-            record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
-            ledger.store.add(record)
-            ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
-    _tell_uninformative(setup, ledger)
+            record = _record(setup, reference, result, state.store.next_number(), kind, label)
+            state.store.add(record)
+            state.listener.trial(record, 0, setup.options.trials, None, 0.0)
+    _tell_uninformative(setup, state)
     return reference
 
 
-def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
-    baseline = ledger.reference.baseline
+def _by_block(setup: Setup, runner: PairedRunner, whole: TrialResult) -> TrialResult | None:
+    """Run the reference by block where that pays; None where all runs compile as the script does."""
+    if not runner.by_block.pays(whole):
+        return None
+    result = runner.measure(runner.train_spec(setup.reference_policy(), by_block=True))
+    return result if runner.by_block.begin(result) else None
+
+
+def _tell_uninformative(setup: Setup, state: SearchState) -> None:
+    baseline = state.reference.baseline
     why = uninformative(setup.options.max_divergence, baseline)
     if why is not None:
         benign = " and by the gaps of benign changes" if baseline.reach > setup.options.max_divergence else ""
         which = "policies are judged by their"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"
-        ledger.note(f"{which} gradient error{benign}: {why}")
+        state.note(f"{which} gradient error{benign}: {why}")
 
 
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:
@@ -102,16 +110,15 @@ def reference_of(setup: Setup, *results: TrialResult) -> Reference:
     )
 
 
-def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
+def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str]:
     """Tell how long the search will take, from what the reference took, and how its trials are run to that end."""
-    options, timings = setup.options, ledger.timings
-    starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
-    training_s = timings.get("training_s", 0.0) / starts
-    step_s = ledger.reference.step_ms / 1e3 if setup.measured else timings.get("step_s", training_s / steps)
-    start_s = timings.get("start_s_sum", 0.0) / starts
-    compile_s = timings.get("compile_s", 0.0) if setup.measured else max(0.0, training_s - steps * step_s)
+    options, work, seconds = setup.options, runner.work, state.seconds
+    steps, training_s = options.steps + options.warmup, work.training_s / max(work.starts, 1.0)
+    step_s = training_s / steps if seconds.step_s is None else seconds.step_s
+    step_s = state.reference.step_ms / 1e3 if setup.measured else step_s
+    compile_s = seconds.compile_s or 0.0 if setup.measured else max(0.0, training_s - steps * step_s)
     blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
-    pace = Pace(start_s, step_s, compile_s, blocks)
+    pace = Pace(work.start_s, step_s, compile_s, blocks)
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(
@@ -124,19 +131,19 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             final_workers=runner.final_workers,
             usual=usual,
             duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
-            closing_s=ledger.seconds_to_close(),
+            closing_s=state.seconds_to_close(),
         )
 
     usual = counted(usual=True)
-    ledger.needed_s = ledger.elapsed() + usual.rest_s
-    lines = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
+    state.needed_s = state.elapsed() + usual.rest_s
+    lines = [describe(usual, counted(usual=False), options.budget_s, state.elapsed())]
     if options.workers > 1 and runner.on_one_gpu:
         lines.append(f"--workers {options.workers}: on one GPU trials run one at a time, as the reference does")
     return lines
 
 
 def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
-    result = runner.run(runner.train_spec(setup.reference_policy(), perturb=perturb))
+    result = runner.measure(runner.train_spec(setup.reference_policy(), perturb=perturb))
     if result.ok:
         return result
     where = str(setup.host.model.get("class", "the script"))

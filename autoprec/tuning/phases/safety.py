@@ -12,8 +12,8 @@ from autoprec.support.arrays import np
 from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Run
 
 #: Share of a step that cannot be distinguished from nothing, timed or modelled.
@@ -51,14 +51,14 @@ def taken_back(index: IntVector, time: FloatTable, errors: Sequence[FloatTable],
 
 
 def safer_policy(
-    setup: Setup, ledger: Ledger, expectation: Expectation, decision: Decision, tried: Sequence[Run]
+    setup: Setup, state: SearchState, expectation: Expectation, decision: Decision, tried: Sequence[Run]
 ) -> Run | None:
     """Return what is adopted without the lowerings that can be taken back, as a run to make; None for none."""
-    problem, first, chosen, table = setup.problem, decision.run, decision.chosen, ledger.table
+    problem, first, chosen, table = setup.problem, decision.run, decision.chosen, state.table
     if first is None or chosen is None or table is None or SAFER in first.tags:
         return None
     fastest = max(one.speedup for one in decision.ranking if one.name not in decision.rejected)
-    room = ledger.reference.step_ms * ((1.0 + LEAST_SAVING) / fastest - 1.0 / chosen.speedup)
+    room = state.reference.step_ms * ((1.0 + LEAST_SAVING) / fastest - 1.0 / chosen.speedup)
     errors = [expectation.divergence.law()[0], table.error2]
     found = taken_back(problem.indices(first.params), expectation.time.mean()[0], errors, room)
     if found is None:

@@ -20,10 +20,10 @@ from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.schedule import USUAL_PASSES
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.state import SearchState
 
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
 #: a time budget, this share of what is left of it. An incomplete one takes the usual number.
@@ -35,7 +35,7 @@ def scan_warmup(steps: int) -> int:
     return min(10, max(2, steps // 2))
 
 
-def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
+def measure_table(setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:
     """Measure (or, on resume, read back) the table of gradient errors.
 
     Raises:
@@ -44,30 +44,29 @@ def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Sensiti
     path, options = setup.study_dir / "sensitivity.json", setup.options
     if options.resume and path.exists():
         try:
-            ledger.table = SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
-            return ledger.table
+            state.table = SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
+            return state.table
         except (FileError, KeyError, ValueError, TypeError) as error:
-            ledger.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
+            state.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
     began = time.monotonic()
-    table = _scanned(setup, runner, ledger)
+    table = _scanned(setup, runner, state)
     if table.hardly_moved:
         step = scan_warmup(options.steps)
         later = "a script that resumes from a later checkpoint is searched there"
-        ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; {later}")
-    ledger.table = table
-    ledger.timings["sensitivity_s"] = time.monotonic() - began
-    ledger.timings["sensitivity_passes"] = float(table.passes)
+        state.note(f"at step {step} {unmoved(table.hardly_moved)}; {later}")
+    state.table = table
+    state.seconds.sensitivity_s = time.monotonic() - began
     write_json(path, with_checksum(table.to_json()), indent=None)
     return table
 
 
-def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
+def _scanned(setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:
     """Measure the table of gradient errors at the step of the script at which a runner's trials start."""
     options, began = setup.options, time.monotonic()
     # batches that the script surely has after the scan's first
     later = options.warmup + options.steps - scan_warmup(options.steps)
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
-    within_s = _within(setup, ledger)
+    within_s = _within(setup, state)
     scan = SensitivityScan(setup.problem, USUAL_PASSES, room, max(1, min(scan_batches(setup.graph), later)))
     answers: list[ProbeResult] = []
     while probes := scan.next_round():
@@ -77,11 +76,11 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
             if found and left_s is not None and left_s < 0:
                 scan.batches = later
                 break
-            found.append(_probe(setup, runner, ledger, probes, later, within_s=left_s))
+            found.append(_probe(setup, runner, state, probes, later, within_s=left_s))
         scan.add(*found)
         answers += [row for one in found for row in one.probes]
     if scan.unanswered:
-        ledger.cut(
+        state.cut(
             f"the time budget of {options.budget_s:.0f} s ended the gradient errors: {scan.unanswered} were not "
             "measured but follow from others of the same layers and recipes"
         )
@@ -111,21 +110,21 @@ def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequen
 
 
 def measure_errors(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, Document]
+    setup: Setup, runner: PairedRunner, state: SearchState, policies: Mapping[str, Document]
 ) -> dict[str, float]:
     """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
     began = time.monotonic()
     try:
-        found = probe_policies(setup, runner, ledger, policies)
+        found = probe_policies(setup, runner, state, policies)
     except NothingAcceptableError as error:
-        ledger.note(f"the gradient error of {', '.join(policies)} could not be measured: {error.what}")
+        state.note(f"the gradient error of {', '.join(policies)} could not be measured: {error.what}")
         return {}
-    ledger.timings["error_run_s"] = time.monotonic() - began
+    state.seconds.error_run_s = time.monotonic() - began
     return errors_of(found)
 
 
 def probe_policies(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, Document], seed: int = 0
+    setup: Setup, runner: PairedRunner, state: SearchState, policies: Mapping[str, Document], seed: int = 0
 ) -> GradientErrors:
     """Compare the gradients of whole policies on one state and batch, and return what the scan says of each.
 
@@ -133,7 +132,7 @@ def probe_policies(
         NothingAcceptableError: it could not be run.
     """
     probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
-    return _probe(setup, runner, ledger, probes, seed=seed)
+    return _probe(setup, runner, state, probes, seed=seed)
 
 
 def errors_of(found: GradientErrors) -> dict[str, float]:
@@ -141,16 +140,16 @@ def errors_of(found: GradientErrors) -> dict[str, float]:
     return {row.id: row.error for row in found.probes if math.isfinite(row.error)}
 
 
-def _within(setup: Setup, ledger: Ledger) -> float | None:
+def _within(setup: Setup, state: SearchState) -> float | None:
     """Return the seconds that the scan may take; None where there is no time budget."""
     budget = setup.options.budget_s
-    return None if budget is None else max(0.0, SCAN_SHARE * (budget - ledger.elapsed()))
+    return None if budget is None else max(0.0, SCAN_SHARE * (budget - state.elapsed()))
 
 
 def _probe(
     setup: Setup,
     runner: PairedRunner,
-    ledger: Ledger,
+    state: SearchState,
     probes: Sequence[Probe],
     later: int = 0,
     *,
@@ -158,8 +157,8 @@ def _probe(
     seed: int = 0,
 ) -> GradientErrors:
     """Ask on the batch ``later`` steps after the scan's first, under a paired seed."""
-    one_run_s = ledger.timings.get("reference_run_s", 30.0)
-    result = runner.run(
+    one_run_s = state.seconds.reference_run_s or 30.0
+    result = runner.measure(
         replace(
             runner.scan_spec(setup.reference_policy(), probes),
             warmup=scan_warmup(setup.options.steps) + later,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import optuna
 
@@ -19,19 +19,19 @@ from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.problem import VARIANT
+from autoprec.tuning.decide.problem import VARIANT, Params, Point
 from autoprec.tuning.decide.sampler.expectation import DOUBT, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import explained
-from autoprec.tuning.phases.finalists import Race
+from autoprec.tuning.phases.finalists import SeedAllocation
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.phases.variants import NEAR
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import by_hand, first_presets
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Run
 
 #: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
@@ -43,22 +43,31 @@ FEWEST_PRESETS = 8
 ASKS_PER_TRIAL = 20
 
 
-def hopeless_gap(setup: Setup, ledger: Ledger) -> float:
+def hopeless_gap(setup: Setup, state: SearchState) -> float:
     """Return the loss gap beyond which a trial cannot become acceptable any more and is ended early.
 
     Single steps of a harmless FP8 run are off by up to ten times the usual budget; a mean of twenty times the budget,
     or of ten times the noise floor, over the last quarter is beyond recovery.
     """
-    return max(20.0 * setup.options.max_divergence, 10.0 * ledger.reference.noise_floor)
+    return max(20.0 * setup.options.max_divergence, 10.0 * state.reference.noise_floor)
 
 
-def reserve(setup: Setup, race: Race, ledger: Ledger) -> float:
+def reserve(setup: Setup, allocation: SeedAllocation, state: SearchState) -> float:
     """Return the seconds kept for the further seeds without which nothing is adopted; none before anything may be."""
     speed_alone = setup.options.objective == "throughput"  # then what is slower than the script is never adopted
-    may_be = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
+    may_be = [record for record in state.acceptable_ones() if not setup.problem.is_script(record.params)]
     if not any(record["speedup"] > 1.0 or not speed_alone for record in may_be):
         return 0.0
-    return (race.fewest - 1) * race.seed_s + whole_seconds(setup, ledger)
+    return (allocation.fewest - 1) * allocation.seed_s + whole_seconds(setup, state)
+
+
+def seconds_left(setup: Setup, runner: PairedRunner, state: SearchState, allocation: SeedAllocation) -> float:
+    """Return the seconds until the search ends at most, further seeds included: it may converge before."""
+    more = max(0, setup.options.trials - len(state.store.learned()))
+    trials = more * state.seconds_per_run() / max(1, runner.workers)
+    left = trials + reserve(setup, allocation, state) + state.seconds_to_close()
+    budget = setup.options.budget_s
+    return left if budget is None else min(left, max(0.0, budget - state.elapsed()))
 
 
 @dataclass(slots=True)
@@ -66,7 +75,7 @@ class _Loop:
     """The state of one run of the loop.
 
     Attributes:
-        race: everything measured, and where it stands.
+        allocation: everything measured, and where it stands.
         goal, done: trials that are wanted at most, and that are finished (in earlier sessions, too).
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
@@ -79,16 +88,16 @@ class _Loop:
 
     setup: Setup
     runner: PairedRunner
-    ledger: Ledger
+    state: SearchState
     table: SensitivityTable
-    race: Race
+    allocation: SeedAllocation
     sampler: optuna.samplers.BaseSampler
     goal: int
     done: int = 0
     failures: int = 0
-    seen: dict[tuple[Any, ...], Run] = field(default_factory=dict)
+    seen: dict[Point, Run] = field(default_factory=dict)
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
-    by_hand: frozenset[tuple[Any, ...]] = frozenset()
+    by_hand: frozenset[Point] = frozenset()
     used_up: bool = False
     taught: int = -1
     saved: str = ""
@@ -97,13 +106,13 @@ class _Loop:
         """Count on from what earlier sessions left."""
         self.teach()
 
-    def trial(self, number: int, name: str, params: dict[str, Any], tags: tuple[str, ...]) -> Run:
-        setup, ledger = self.setup, self.ledger
+    def trial(self, number: int, name: str, params: Params, tags: tuple[str, ...]) -> Run:
+        setup, state = self.setup, self.state
         policy = setup.problem.policy(params).to_dict()
         plan = Run(number, "preset" if "preset" in tags else "search", name, params, policy, status="", tags=tags)
-        limit = hopeless_gap(setup, ledger) if setup.host.world_size == 1 else None
-        seen = {"reference_losses": ledger.reference.losses, "stop_gap": limit}
-        return first_run(setup, self.runner, ledger, plan, self.table.predict(setup.problem, params), **seen)
+        limit = hopeless_gap(setup, state) if setup.host.world_size == 1 else None
+        seen = {"reference_losses": state.reference.losses, "stop_gap": limit}
+        return first_run(setup, self.runner, state, plan, self.table.predict(setup.problem, params), **seen)
 
     def finish(self, trial: optuna.Trial, record: Run) -> None:
         """Book one finished trial.
@@ -111,26 +120,32 @@ class _Loop:
         Raises:
             NothingAcceptableError: too many failures in a row, with the first cause.
         """
-        ledger = self.ledger
+        state = self.state
         if record.status == OUT_OF_TIME:  # nothing is known of it, and nothing is held against it
             self.by_hand -= {self.setup.problem.key(record.params)}
-            ledger.cut(f"the time budget left no time for {record.name}: {record.reason}")
-            ledger.store.forget(trial, record)
+            state.cut(f"the time budget left no time for {record.name}: {record.reason}")
+            state.store.forget(trial, record)
             return
-        record = with_gain(self.setup, ledger, record)  # the 16-bit run may have ended while it ran
-        ledger.store.tell(trial, record)
+        record = with_gain(self.setup, state, record)  # the 16-bit run may have ended while it ran
+        state.store.tell(trial, record)
         self.done += 1
         self.seen[self.setup.problem.key(record.params)] = record
         self.teach()
-        best = ledger.best()
+        best = state.best()
         if best is not None and best.name != self.saved:  # so that not even kill -9 loses it
             save_policy(Policy.model_validate(best.policy), self.setup.study_dir / "best.yaml")
             self.saved = best.name
-        ledger.listener.trial(record, self.done, self.goal, leader(self.setup, ledger), self.seconds_left())
+        state.listener.trial(
+            record,
+            self.done,
+            self.goal,
+            leader(self.setup, state),
+            seconds_left(self.setup, self.runner, state, self.allocation),
+        )
         self.failures = 0 if record.ok or record.status == "pruned" else self.failures + 1
         most = FAILURES_IN_A_ROW * (2 if any(r.ok for r in self.seen.values()) else 1)
         if self.failures >= most:
-            first = ledger.store.learned()[-most]
+            first = state.store.learned()[-most]
             raise NothingAcceptableError(
                 f"{most} trials in a row failed; the first: {first.status}: {first.reason}",
                 fix=f"its output ended with:\n{first.tail}" if first.tail else "run with -v to see every trial",
@@ -138,14 +153,14 @@ class _Loop:
 
     def teach(self) -> None:
         """Refit to what was measured since the last time."""
-        if self.taught == len(self.ledger.store.records):
+        if self.taught == len(self.state.store.records):
             return
-        self.taught = len(self.ledger.store.records)
-        self.race.update()
+        self.taught = len(self.state.store.records)
+        self.allocation.update()
         if isinstance(self.sampler, PrecisionSampler):
-            self.sampler.learn(self.race.runs(), self.race.now.best_cost)
+            self.sampler.learn(self.allocation.runs(), self.allocation.now.best_cost)
 
-    def proposed(self, params: dict[str, Any]) -> Proposal | None:
+    def proposed(self, params: Params) -> Proposal | None:
         """Return what our sampler said of the params that it proposed last; None for others."""
         last = self.sampler.last if isinstance(self.sampler, PrecisionSampler) else None
         return last if last is not None and last.params == params else None
@@ -158,41 +173,32 @@ class _Loop:
     def left(self) -> float:
         if self.done + len(self.running) >= self.goal or self.used_up:
             return 0.0
-        if not isinstance(self.sampler, PrecisionSampler) or self.ledger.store.queued():
+        if not isinstance(self.sampler, PrecisionSampler) or self.state.store.queued():
             return math.inf
         self.teach()
-        best = self.sampler.best(self.ledger.store.live)
+        best = self.sampler.best(self.state.store.live)
         return best.value if best is not None else 0.0
 
     def wants_more(self) -> bool:
         gain = self.expected()
-        return gain > 0 and gain >= self.race.now.gain
+        return gain > 0 and gain >= self.allocation.now.gain
 
     def conclude(self) -> None:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
-        ledger, done = self.ledger, f"{self.done} of {counted(self.goal, 'trial')}"
-        if self.left() > 0 and self.race.seedless:
-            ledger.stopped = f"ended after {done}: the script as written fails under further paired seeds"
+        state, done = self.state, f"{self.done} of {counted(self.goal, 'trial')}"
+        if self.left() > 0 and self.allocation.seedless:
+            state.end(f"ended after {done}: the script as written fails under further paired seeds")
         elif self.left() > 0:  # only the time ends a search that has something left to try
-            ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
-            ledger.stopped = f"ran out of time after {done}"
+            state.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
+            state.end(f"ran out of time after {done}")
         elif self.done >= self.goal:
-            ledger.stopped = f"ran the {counted(self.goal, 'trial')} that it was allowed"
+            state.end(f"ran the {counted(self.goal, 'trial')} that it was allowed")
         elif self.used_up or not isinstance(self.sampler, PrecisionSampler):
-            ledger.stopped = f"exhausted the space after {done}"
+            state.end(f"exhausted the space after {done}")
         else:
             # what was cut short before has not converged: no run pays by what was measured
-            ended = "ended" if ledger.cut_short else "converged"
-            ledger.stopped = f"{ended} after {done}: {self.sampler.finished(ledger.store.live)}"
-        ledger.note(ledger.stopped)
-
-    def seconds_left(self) -> float:
-        """Return the seconds until the search ends at most, further seeds included: it may converge before."""
-        setup, ledger = self.setup, self.ledger
-        trials = max(0, self.goal - self.done) * ledger.seconds_per_run() / max(1, self.runner.workers)
-        left = trials + reserve(setup, self.race, ledger) + ledger.seconds_to_close()
-        budget = setup.options.budget_s
-        return left if budget is None else min(left, max(0.0, budget - ledger.elapsed()))
+            ended = "ended" if state.cut_short else "converged"
+            state.end(f"{ended} after {done}: {self.sampler.finished(state.store.live)}")
 
     def out_of_time(self) -> bool:
         """Say whether the time budget leaves no room for another trial before the further seeds."""
@@ -201,10 +207,10 @@ class _Loop:
             return False
         # what people write by hand is run before anything else, whatever is kept for further seeds
         if self.by_hand - self.seen.keys():
-            return self.ledger.elapsed() > budget
-        kept = reserve(self.setup, self.race, self.ledger) + self.race.duel_s
-        needed = self.ledger.seconds_per_run() + kept + self.ledger.seconds_to_close()
-        return self.ledger.elapsed() + needed > budget
+            return self.state.elapsed() > budget
+        kept = reserve(self.setup, self.allocation, self.state) + self.allocation.duel_s
+        needed = self.state.seconds_per_run() + kept + self.state.seconds_to_close()
+        return self.state.elapsed() + needed > budget
 
     def room(self) -> int:
         """Return how many more trials may be started now."""
@@ -212,38 +218,38 @@ class _Loop:
         return 0 if self.out_of_time() else min(self.runner.workers - busy, self.goal - self.done - busy)
 
 
-def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> Decision:
+def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: SensitivityTable) -> Decision:
     """Run trials and further seeds, whichever has more value, until no run pays any more; return the answer.
 
     Raises:
         NothingAcceptableError: five trials in a row failed, ten where another one was measured.
     """
-    prior, goals = make_prior(setup, ledger, table), goals_of(setup, ledger, table)
+    prior, goals = make_prior(setup, state, table), goals_of(setup, state, table)
     sampler, first = _sampler(setup, prior, goals)
-    store, problem = ledger.store, setup.problem
+    store, problem = state.store, setup.problem
     own = isinstance(sampler, PrecisionSampler)
     expectation = sampler.expectation if own else Expectation(problem, prior, goals)
     store.start(sampler, problem.distributions(), first)
-    race = Race(setup, runner, ledger, expectation)
+    hand = frozenset(problem.key(params) for _, params in by_hand(first))
+    left = partial(seconds_left, setup, runner, state)
+    allocation = SeedAllocation(setup, runner, state, expectation, hand, left)
     seen = {problem.key(record.params): record for record in store.learned()}
-    loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
-    race.seconds_left = loop.seconds_left
-    race.by_hand = loop.by_hand = frozenset(problem.key(params) for _, params in by_hand(first))
-    ledger.listener.phase("search")
+    goal, done = setup.options.trials, len(store.learned())
+    loop = _Loop(setup, runner, state, table, allocation, sampler, goal, done, seen=seen, by_hand=hand)
+    state.listener.phase("search")
     while True:
         _drive(loop)
-        ledger.listener.phase("finalists")
-        race.run(loop.expected)
-        if (loop.expected() <= 0 or race.seedless) and not race.timed_first() and not race.measured_whole():
+        state.listener.phase("finalists")
+        allocation.run(loop.expected)
+        exhausted = loop.expected() <= 0 or allocation.seedless
+        if exhausted and not allocation.timed_first() and not allocation.measured_whole():
             break
-        ledger.listener.phase("search")
+        state.listener.phase("search")
     loop.conclude()
-    return explained(setup, ledger, race.answer(), table, expectation.time.mean()[0])
+    return explained(setup, state, allocation.answer(), table, expectation.time.mean()[0])
 
 
-def _sampler(
-    setup: Setup, prior: Prior, goals: Goals
-) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, dict[str, Any]]]]:
+def _sampler(setup: Setup, prior: Prior, goals: Goals) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, Params]]]:
     """Return the sampler, and the presets that are measured before it is asked.
 
     Ours asks for presets where a trial of them pays; only what a person would write by hand is measured anyway. The
@@ -258,7 +264,9 @@ def _sampler(
         return sampler, [*hand, *others][: max(FEWEST_PRESETS, options.trials // 2, len(hand))]
     near = [name for name, (slower, _) in setup.steps.shapes.items() if slower <= NEAR][1:]
     first = (hand or [preset for preset in known if not problem.is_script(preset[1])])[:2]
-    return sampler, hand + [(f"{name}, {other}", params | {VARIANT: other}) for other in near for name, params in first]
+    return sampler, hand + [
+        (f"{name}, {other}", {**params, VARIANT: other}) for other in near for name, params in first
+    ]
 
 
 def _drive(loop: _Loop) -> None:
@@ -269,17 +277,17 @@ def _drive(loop: _Loop) -> None:
             asked = 0
             while loop.room() > 0 and loop.wants_more() and asked < ASKS_PER_TRIAL * loop.goal:
                 asked += 1
-                trial = loop.ledger.store.ask()
+                trial = loop.state.store.ask()
                 params = dict(trial.params)  # Optuna copies them deeply every time
                 known = loop.seen.get(loop.setup.problem.key(params))
                 if known is not None:
-                    loop.ledger.store.forget(trial, known)
+                    loop.state.store.forget(trial, known)
                     continue
                 queued, proposed = str(trial.user_attrs.get("preset", "")), loop.proposed(params)
                 name = queued or (proposed.preset if proposed is not None else "")
                 doubt = proposed is not None and proposed.doubt and not queued
                 tags = (*(("preset",) if name else ()), *((DOUBT,) if doubt else ()))
-                number = loop.ledger.store.next_number()
+                number = loop.state.store.next_number()
                 name = name or f"trial {number}" + (f", {params[VARIANT]}" if loop.runner.is_elsewhere(params) else "")
                 future = threads.submit(loop.trial, number, name, params, tags)
                 loop.running[future] = trial

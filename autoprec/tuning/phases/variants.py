@@ -79,7 +79,7 @@ def choose(
     pools, info = {AS_GIVEN: given}, given.info()
     spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
     runs = [spec, spec, replace(spec, perturb="bf16")] if left() > 0 else []
-    results = [given.run(one) for one in runs]
+    results = [given.host().run(one) for one in runs]
     if not all(result.ok for result in results):
         return [], pools
     needed = info.setup_s + results[0].wall_s if results else math.inf
@@ -103,7 +103,7 @@ def choose(
         try:
             now = pool.info()
             within = max(1.0, ends - time.monotonic())
-            own = pool.run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
+            own = pool.host().run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
             if _is_same(row, (info, first), (now, own), limit):
                 _compare(row, first, own)
                 ran.append((row, (own, pool)))
@@ -197,7 +197,7 @@ def _time_script(row: Row, spec: TrainSpec, given: _Ran, other: _Ran, best: Row,
     while len(ratios) < _ROUNDS:
         ms = [0.0, 0.0]
         for at in (0, 1) if len(ratios) % 2 == 0 else (1, 0):
-            result = (given, other)[at][1].run(short)
+            result = (given, other)[at][1].host().run(short)
             if not result.ok:
                 row["reason"] = f"it could not be timed: {result.status}: {_first_line(result.reason)}"
                 return

@@ -32,12 +32,12 @@ def stored_records(url: str, name: str) -> list[Run]:
             stack.callback(storage.engine.dispose)
             study = next((s for s in storage.get_all_studies() if s.study_name == name), None)
             trials = storage.get_all_trials(study._study_id, deepcopy=False) if study is not None else []
-            documents = [trial.user_attrs.get("record") for trial in trials]
+            stored = [trial.user_attrs for trial in trials]
     except Exception as error:
         what = f"the study's storage cannot be read: {root_cause(error)}"
         raise StudyError(what, where=without_password(url), fix="is its server running?") from error
     where = f"{without_password(url)}, study {name}"
-    return [Run.from_stored(document, where=where) for document in documents if isinstance(document, dict)]
+    return [Run.from_stored(one, where=where) for one in stored if isinstance(one.get("record"), dict)]
 
 
 @functools.lru_cache(maxsize=64)

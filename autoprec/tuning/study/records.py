@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from autoprec.errors import StudyError
 from autoprec.support.optional import require
-from autoprec.support.plain import rebuild
+from autoprec.support.plain import Document, rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.tables import Shown, Table
 from autoprec.tuning.study.rows import Row, headings, note_of, number, over_16bit, percent, row_cells, source_of
@@ -54,30 +54,30 @@ class SearchResult(Shown):
     verdict: str
     reason: str
     policy: str
-    best: dict[str, Any]
-    reference: dict[str, Any]
-    presets: tuple[dict[str, Any], ...]
-    front: tuple[dict[str, Any], ...]
+    best: Document
+    reference: Document
+    presets: tuple[Document, ...]
+    front: tuple[Document, ...]
     trials: dict[str, int]
     study_name: str
     storage: str
-    mlflow: dict[str, Any]
+    mlflow: Document
     seconds: float
     target: str = ""
     script: str = ""
-    budget: dict[str, Any] = field(default_factory=dict)
-    sensitivity: tuple[dict[str, Any], ...] = ()
+    budget: Document = field(default_factory=dict)
+    sensitivity: tuple[Document, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    explanation: dict[str, Any] = field(default_factory=dict)
+    explanation: Document = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     not_taken: dict[str, str] = field(default_factory=dict)
-    reasons: tuple[dict[str, Any], ...] = ()
+    reasons: tuple[Document, ...] = ()
     baseline: str = ""
     cut_short: str = ""
     resume: str = ""
     stopped: str = ""
-    variants: tuple[dict[str, Any], ...] = ()
+    variants: tuple[Document, ...] = ()
     #: The storage with its password, which ``storage`` hides; never printed or written.
     _address: str = field(default="", compare=False)
 
@@ -87,14 +87,14 @@ class SearchResult(Shown):
             object.__setattr__(self, name, redact_text(getattr(self, name)))
         object.__setattr__(self, "notes", tuple(map(redact_text, self.notes)))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return the JSON document of ``autoprec search --json``."""
         out = {"study" if key == "study_name" else key: value for key, value in asdict(self).items()}
         del out["_address"]
         return out | {"trials": {**self.trials, "stopped": self.stopped}}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Self:
+    def from_json(cls, document: Document) -> Self:
         """Rebuild from :meth:`to_json`."""
         named = {"study_name" if key == "study" else key: value for key, value in document.items()}
         named["trials"] = {name: count for name, count in named["trials"].items() if name != "stopped"}
@@ -119,7 +119,7 @@ class SearchResult(Shown):
         return f"{self.study_name or 'study'} on {self.target or 'this machine'}"
 
     @property
-    def variant(self) -> dict[str, Any]:
+    def variant(self) -> Document:
         """The row of the variant that gains are over; empty for the script as it was given."""
         return next((row for row in self.variants if row.get("chosen")), {})
 

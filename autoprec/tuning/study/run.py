@@ -16,10 +16,12 @@ from typing import Any
 
 from autoprec.errors import FileError, StudyError
 from autoprec.support.files import with_checksum, without_checksum
-from autoprec.support.plain import or_null, rebuild
+from autoprec.support.plain import Document, or_null, rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.units import memory_text, percent_text, speed_text, time_text
 
+#: What Optuna decided of a point: ``layer:<group>`` -> choice, and plain parameter names -> values.
+Params = Mapping[str, Any]
 #: The tag of runs whose trial compiled repeated blocks instead of the whole model.
 BY_BLOCK = "by_block"
 #: The kind of a run that timed a policy beside the reference: its speed-up has an interval, its losses mean nothing.
@@ -141,8 +143,8 @@ class Run:
     number: int
     kind: str
     name: str
-    params: dict[str, Any]
-    policy: dict[str, Any]
+    params: Params
+    policy: Document
     status: str
     reason: str = ""
     tail: str = ""
@@ -199,9 +201,9 @@ class Run:
         found = self.metrics["speedup"]
         return {"speedup": found.value, "low": found.low, "high": found.high}
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> Document:
         """Return its metrics as a row of a result: values by name, ``sources``, and ``intervals`` where known."""
-        values: dict[str, Any] = {name: self[name] for name in METRICS if name in self.metrics}
+        values: Document = {name: self[name] for name in METRICS if name in self.metrics}
         bounds = {"intervals": self.intervals} if self.intervals else {}
         return values | {"name": self.name, "sources": self.sources} | bounds
 
@@ -209,33 +211,43 @@ class Run:
         """Return a copy with further metrics, or others of the same names."""
         return replace(self, metrics=self.metrics | dict(more))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Return the JSON form: values, ``sources`` and ``intervals`` by name; non-finite losses become null."""
         out = {one.name: getattr(self, one.name) for one in fields(self)}
         parts = {"metrics": self.figures, "sources": self.sources, "intervals": self.intervals}
         return out | parts | {"losses": or_null(self.losses), "reference_losses": or_null(self.reference_losses)}
 
-    def to_stored(self) -> dict[str, Any]:
-        """Return the form that a study's database holds: :meth:`to_json` and its checksum."""
-        return with_checksum(self.to_json())
+    def to_stored(self) -> Document:
+        """Return what a study's database holds: attributes that Optuna's tables and plots show, figures among them.
+
+        ``record`` is the rest of :meth:`to_json`, with the checksum of the whole: each figure is held once.
+        """
+        whole = with_checksum(self.to_json())
+        shown = {name: value for name, value in self.figures.items() if math.isfinite(value)}
+        whole["metrics"] = {name: value for name, value in self.figures.items() if name not in shown}
+        about = {"kind": self.kind, "name": self.name, "status": self.status, "reason": self.reason}
+        return {**shown, **about, "seed": self.seed, "tags": ", ".join(self.tags), "record": whole}
 
     @classmethod
-    def from_stored(cls, document: Any, *, where: str) -> Run:
+    def from_stored(cls, attributes: Mapping[str, Any], *, where: str) -> Run:
         """Rebuild from :meth:`to_stored`.
 
         Raises:
             StudyError: it is not what was stored.
         """
+        document = attributes.get("record")
         try:
             if not isinstance(document, dict):
                 raise FileError("is damaged: its record is missing", where=where)
-            return cls.from_json(without_checksum(document, where=where))
+            shown = {name: attributes[name] for name in document.get("sources", ()) if name in attributes}
+            whole = document | {"metrics": {**document.get("metrics", {}), **shown}}
+            return cls.from_json(without_checksum(whole, where=where))
         except (FileError, TypeError, ValueError) as error:
             what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
             raise StudyError(what, where=where, fix=REPAIR) from error
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Run:
+    def from_json(cls, document: Document) -> Run:
         """Rebuild from :meth:`to_json`, also of a version that knew no intervals."""
         sources, intervals = document.get("sources", {}), document.get("intervals", {})
         metrics = {

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import AutoPrecError, FileError, NoSpaceError, StudyError
 from autoprec.support.files import canonical_json, resource_error, sqlite_url, with_checksum, without_checksum
-from autoprec.tuning.study.run import REPAIR, Run
+from autoprec.support.plain import Document
+from autoprec.tuning.study.run import REPAIR, Params, Run
 from autoprec.tuning.study.sqlite_check import check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, process_limit, root_cause, without_password
 
@@ -153,13 +153,13 @@ class StudyStore:
         out = []
         for number, trial in enumerate(trials):
             whole = trial.number == number and trial.state.is_finished()
-            document, where = trial.user_attrs.get("record"), f"{self.url}, study {self.name}, trial {trial.number}"
-            out.append(Run.from_stored(document if whole else None, where=where))
+            where = f"{self.url}, study {self.name}, trial {trial.number}"
+            out.append(Run.from_stored(trial.user_attrs if whole else {}, where=where))
         return out
 
     # --- settings ---------------------------------------------------------------------------------------------------
     @property
-    def signature(self) -> dict[str, Any] | None:
+    def signature(self) -> Document | None:
         """The setup the study was started with; None before it was set.
 
         Raises:
@@ -174,7 +174,7 @@ class StudyStore:
         except FileError as error:
             raise StudyError(error.what, where=where, fix=REPAIR) from error
 
-    def set_signature(self, signature: dict[str, Any]) -> None:
+    def set_signature(self, signature: Document) -> None:
         """Store the setup that the study is started with."""
         self._guarded(lambda: self._rdb.set_user_attr("signature", with_checksum(signature)))
 
@@ -183,7 +183,7 @@ class StudyStore:
         self,
         sampler: optuna.samplers.BaseSampler,
         distributions: Distributions,
-        presets: Sequence[tuple[str, dict[str, Any]]],
+        presets: Sequence[tuple[str, Params]],
     ) -> None:
         """Open the in-memory study: replay what is finished, then enqueue the presets that are not."""
         self._distributions = dict(distributions)
@@ -193,7 +193,7 @@ class StudyStore:
         done = {canonical_json(record.params) for record in self.learned()}
         for name, params in presets:
             if canonical_json(params) not in done:
-                live.enqueue_trial(params, user_attrs={"preset": name})
+                live.enqueue_trial(dict(params), user_attrs={"preset": name})
         self.live = live
 
     def queued(self) -> bool:
@@ -271,13 +271,13 @@ class StudyStore:
             # dashboard draws the parameters that all but FAIL trials have
             state = TrialState.PRUNED if params else TrialState.FAIL
             values = values if params else None
-        attrs: dict[str, Any] = {"metrics": record.figures, "status": record.status}
+        attrs = record.to_stored() if store else {"metrics": record.figures, "status": record.status}
         trial = optuna.trial.create_trial(
             state=state,
             values=values,
             params=params,
             distributions={key: known[key] for key in params},
-            user_attrs={**_attributes(record), "record": record.to_stored()} if store else attrs,
+            user_attrs=attrs,
         )
         if record.started:
             trial.datetime_start = datetime.fromtimestamp(record.started)
@@ -295,10 +295,3 @@ class StudyStore:
         """Take the number of the next run: it is given once, also while the run has not ended."""
         self._number = 1 + max([self._number, *(record.number for record in self.records)])
         return self._number
-
-
-def _attributes(record: Run) -> dict[str, Any]:
-    """Return what Optuna's tables and plots show of a trial, one by one; ``record`` beside them holds everything."""
-    about = {"kind": record.kind, "name": record.name, "status": record.status, "reason": record.reason}
-    figures = {key: float(value) for key, value in record.figures.items() if math.isfinite(value)}
-    return {**figures, **about, "seed": record.seed, "tags": ", ".join(record.tags)}

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoprec.errors import AutoPrecError
 from autoprec.trial.driver.base import Runner
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo
 
 #: (seed offset, folder for logs) -> runner
 RunnerFactory = Callable[[int, Path], Runner]
@@ -60,9 +60,14 @@ class HostPool:
         self.prepare(seed)
         return self._infos[seed].result()
 
-    def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
+    def host(self, seed: int = 0) -> Runner:
+        """Return the host of a seed, once it has started.
+
+        Raises:
+            ScriptError: the script failed before its first training step.
+        """
         self.info(seed)
-        return self._runners[seed].run(spec)
+        return self._runners[seed]
 
     def slots(self, seed: int = 0) -> int:
         """Return how many trials the host of a seed can run at once without sharing a device."""

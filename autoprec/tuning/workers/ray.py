@@ -18,6 +18,7 @@ from typing import Any
 
 from autoprec.errors import AutoPrecError, NoSpaceError, ScriptError, UsageError
 from autoprec.support.optional import require
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.execute import command_from_json, command_to_json
@@ -37,12 +38,12 @@ class _NoRoomError(Exception):
 class _Supervisor:
     """The actor: starts the script where Ray put it, and runs what it is asked."""
 
-    def __init__(self, command: dict[str, Any], run_dir: str, seed: int) -> None:
+    def __init__(self, command: Document, run_dir: str, seed: int) -> None:
         from autoprec.trial.driver.runner import TrialRunner
 
         self._runner = TrialRunner(command_from_json(command), run_dir=Path(run_dir), seed_offset=seed)
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> Document:
         """Start the host; errors travel as documents, so that no exception class must be unpickled."""
         try:
             return {"info": self._runner.start().to_json()}
@@ -53,7 +54,7 @@ class _Supervisor:
         """Answer as soon as this worker has a place to run."""
         return True
 
-    def run(self, spec: dict[str, Any]) -> dict[str, Any]:
+    def run(self, spec: Document) -> Document:
         """Run one trial; no room for its files is the machine's trouble, and travels as a document too."""
         try:
             return {"result": self._runner.run(TrialSpec.from_json(spec)).to_json()}
@@ -81,7 +82,7 @@ def connect(address: str) -> Any:
         return ray
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
-    settings: dict[str, Any] = {
+    settings: Document = {
         "address": address or None,
         "logging_level": "ERROR",
         "log_to_driver": False,
@@ -149,7 +150,7 @@ class RayRunner(Runner):
     def _actor(self) -> Any:
         """Create an actor and wait until it has a place; the GPUs of one trial are always on one node."""
         ray, group = self._ray, None
-        options: dict[str, Any] = {"num_cpus": self._cores, "max_concurrency": 1}
+        options: Document = {"num_cpus": self._cores, "max_concurrency": 1}
         if self._gpus:
             from ray.util.placement_group import placement_group
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -16,7 +16,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.answer import (
     _plain,
@@ -26,23 +25,24 @@ from autoprec.tuning.phases.answer import (
     settled,
     with_size,
 )
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL, Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tuning.test_engine import Searched, here, mine, options, plain_search, script, search  # noqa: F401
 
 
-def ledger(tmp_path: Path) -> Ledger:
+def state(tmp_path: Path) -> SearchState:
     store = StudyStore(default_storage(tmp_path), "study", ("step_time_ms", "divergence"), resume=False)
-    return Ledger(store, Listeners(), SearchOptions(("train.py",)), started=0.0)
+    return SearchState(store, Listeners(), SearchOptions(("train.py",)), started=0.0)
 
 
 def test_an_answer_that_was_not_cut_short_stands(tmp_path: Path) -> None:
     answer = Decision("stay", (Reason("none_measured"),))
-    assert settled(answer, ledger(tmp_path)) is answer
+    assert settled(answer, state(tmp_path)) is answer
 
 
 def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
-    books = ledger(tmp_path)
+    books = state(tmp_path)
     for what in ("no time to time", "after 2 of 30 trials"):
         books.cut(what)
     stay = settled(Decision("stay", (Reason("none_measured"),)), books)
@@ -112,8 +112,8 @@ def test_the_result_and_the_policy_tell_the_same_figures() -> None:
     for name in ("speedup", "speedup_over_16bit", "divergence", "gradient_error", "noise_floor"):
         assert evidence[name] == _plain(result.best[name])
     assert evidence["reason"] == result.reason
-    assert made.ledger is not None
-    assert made.ledger.measured_errors[result.best["name"]] == result.best["gradient_error"]
+    assert made.state is not None
+    assert made.state.measured_errors[result.best["name"]] == result.best["gradient_error"]
     told = [result.best, *result.presets, *result.front]
     known = {row["name"]: row for row in told}
     for row in told:  # over all its runs, everywhere

@@ -10,9 +10,9 @@ import pytest
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.protocol import DuelRounds, DuelSpec, TrainSpec, TrialResult
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.phases import duels
 from autoprec.tuning.phases.duels import Duels, can_be_exchanged
+from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL, Metric, Run, metrics_of, pooled
 from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import here, options, search  # noqa: F401
@@ -104,7 +104,7 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, s
 
     real = SimulatedRunner._duel
 
-    def elapsed(_ledger: Ledger) -> float:
+    def elapsed(_state: SearchState) -> float:
         runs = [spec for _, spec in simulated.calls]
         return sum(
             min(spec.within_s or 0.0, duel_s * len(spec.probes))
@@ -119,10 +119,10 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, s
 
     monkeypatch.setattr(SimulatedRunner, "_duel", duel)
     monkeypatch.setattr(duels, "_PROCESSES", 1)
-    monkeypatch.setattr(Ledger, "elapsed", elapsed)
-    monkeypatch.setattr(Ledger, "seconds_to_close", lambda _ledger: 5.0)
-    monkeypatch.setattr(Ledger, "seconds_per_seed", lambda *_: 2 * 23 * step_s)
-    monkeypatch.setattr(Ledger, "seconds_per_run", lambda _ledger: 23 * step_s)
+    monkeypatch.setattr(SearchState, "elapsed", elapsed)
+    monkeypatch.setattr(SearchState, "seconds_to_close", lambda _state: 5.0)
+    monkeypatch.setattr(SearchState, "seconds_per_seed", lambda *_: 2 * 23 * step_s)
+    monkeypatch.setattr(SearchState, "seconds_per_run", lambda _state: 23 * step_s)
     monkeypatch.setattr(Duels, "_least_s", lambda _duels, count: duel_s * count)
 
 
@@ -139,8 +139,8 @@ def test_a_budget_keeps_time_for_a_duel_of_what_is_adopted(
     assert result.verdict == "adopt"
     assert "speedup" in result.best["intervals"], "what is adopted was timed beside the script"
     assert "not timed" not in result.reason
-    assert made.ledger is not None
-    assert made.ledger.elapsed() + 5.0 <= 1.25 * budget_s + 0.5
+    assert made.state is not None
+    assert made.state.elapsed() + 5.0 <= 1.25 * budget_s + 0.5
 
 
 def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
@@ -154,8 +154,8 @@ def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
     assert not any(spec.kind == "duel" for _, spec in simulated.calls)
     assert "x by its own trials, not timed beside the script, divergence" in result.reason
     assert "left no time to time beside" in result.cut_short
-    assert made.ledger is not None
-    assert made.ledger.elapsed() + 5.0 <= 1.25 * 80.0 + 0.5
+    assert made.state is not None
+    assert made.state.elapsed() + 5.0 <= 1.25 * 80.0 + 0.5
 
 
 def noisy_duels(patch: pytest.MonkeyPatch, spread: list[float], luck: float = 1.0) -> list[float]:

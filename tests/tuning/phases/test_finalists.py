@@ -19,7 +19,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases import finalists, reasons
 from autoprec.tuning.phases.duels import MODEL_RESOLUTION, MOST_AT_ONCE, drift, timing_noise
-from autoprec.tuning.phases.finalists import Race
+from autoprec.tuning.phases.finalists import SeedAllocation
 from autoprec.tuning.study.run import BY_BLOCK, LEAST_NOISE, MOST_NOISE, Run, metrics_of
 from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import H100, here, options, plain_search, script, search  # noqa: F401
@@ -50,7 +50,7 @@ def test_seeds_are_given_only_to_who_may_still_change_the_answer() -> None:
     further = [record for record in made.records if record.kind == "finalist"]
     assert {record.seed for record in further} == {1}  # everything is far within the budget: two seeds are enough
     assert result.best["seeds"] == 2
-    assert len(further) < len(made.ledger.store.learned()) if made.ledger else False
+    assert len(further) < len(made.state.store.learned()) if made.state else False
 
 
 def test_what_a_duel_shows_to_be_faster_than_the_answer_gets_the_seeds_that_it_lacks(
@@ -156,10 +156,10 @@ def test_what_breaks_the_limit_of_the_gradient_error_gets_no_paired_seed(here: P
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: Understated(simulated, seed))
     made.run()
-    assert made.ledger is not None
-    limit = made.ledger.gradient_limit()
+    assert made.state is not None
+    limit = made.state.gradient_limit()
     assert limit is not None
-    refused = {name for name, error in made.ledger.measured_errors.items() if error > limit}
+    refused = {name for name, error in made.state.measured_errors.items() if error > limit}
     assert refused, "some policy is refused for its gradient error"
     assert not [r.name for r in made.records if r.kind == "finalist" and r.name in refused]
 
@@ -268,8 +268,8 @@ def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_
 def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_where_there_are_any(
     runs: list[tuple[float, bool, bool]], told: float
 ) -> None:
-    race: Any = object.__new__(Race)
-    race._error, race._known = (lambda _record: 0.01), {}
+    allocation: Any = object.__new__(SeedAllocation)
+    allocation._error, allocation._known = (lambda _record: 0.01), {}
     rows = [
         Run(
             3 + seed,
@@ -288,8 +288,8 @@ def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_whe
         )
         for seed, (speedup, by_block, ok) in enumerate(runs)
     ]
-    race._rows = {3: rows}
-    found = race._standing(rows[0])
+    allocation._rows = {3: rows}
+    found = allocation._standing(rows[0])
     assert found.speedup == pytest.approx(told)
     assert len(found.divergences) == len(runs)  # losses are held against a policy however it was compiled
     assert (math.inf in found.divergences) is (not runs[-1][2])
@@ -305,55 +305,61 @@ def row(seed: int, speedup: float, *, by_block: bool, ok: bool = True) -> Run:
 
 
 def test_the_noise_of_times_is_known_after_the_run_of_the_whole_model_as_before() -> None:
-    race: Any = object.__new__(Race)
+    allocation: Any = object.__new__(SeedAllocation)
     first, second, whole = row(0, 1.40, by_block=True), row(1, 1.41, by_block=True), row(0, 1.30, by_block=False)
     for rows in ([first, second], [whole, second]):
-        race._rows = {first.number: rows}
-        assert race._comparable(first) == [1.40, 1.41]
-    race._rows = {first.number: [whole, row(1, 1.31, by_block=False)]}
-    assert race._comparable(whole) == [1.30, 1.31]
+        allocation._rows = {first.number: rows}
+        assert allocation._comparable(first) == [1.40, 1.41]
+    allocation._rows = {first.number: [whole, row(1, 1.31, by_block=False)]}
+    assert allocation._comparable(whole) == [1.30, 1.31]
     further = [row(1, 1.31, by_block=False), row(2, 1.32, by_block=False)]  # a study of an earlier version
-    race._rows = {first.number: [first, *further]}
-    assert race._comparable(first) == [1.31, 1.32]
+    allocation._rows = {first.number: [first, *further]}
+    assert allocation._comparable(first) == [1.31, 1.32]
 
 
 def test_trials_are_compared_with_what_a_duel_says_of_the_script_now() -> None:
     """The script's time was taken while the machine was slow: all of its trials look 15 % faster than they are."""
-    race: Any = object.__new__(Race)
+    allocation: Any = object.__new__(SeedAllocation)
     runs = [
         Run(n, "search", name, {}, {}, "ok", metrics=metrics_of({"speedup": speedup, "step_time_ms": 100 / speedup}))
         for n, (name, speedup) in enumerate([("all bf16", 1.725), ("trial 1", 1.84), ("trial 2", 1.61)])
     ]
     duel = Run(9, "duel", "all bf16", {}, {}, "ok", metrics=metrics_of({"speedup": 1.5, "step_time_ms": 100 / 1.5}))
-    race._tried, race._known, race._rows = runs, {"all bf16": duel}, {run.number: [run] for run in runs}
-    race._drift = drift([(run["speedup"], race._known[run.name]["speedup"]) for run in race._duelled()])
-    timed, *others = race.runs()
+    allocation._tried, allocation._known, allocation._rows = (
+        runs,
+        {"all bf16": duel},
+        {run.number: [run] for run in runs},
+    )
+    allocation._drift = drift(
+        [(run["speedup"], allocation._known[run.name]["speedup"]) for run in allocation._duelled()]
+    )
+    timed, *others = allocation.runs()
     assert timed["step_time_ms"] == pytest.approx(100 / 1.5)
     assert [run["speedup"] for run in others] == pytest.approx([1.84 / 1.15, 1.61 / 1.15], rel=0.03)
     assert [run["speedup"] * run["step_time_ms"] for run in others] == pytest.approx([100, 100])
     further = replace(runs[1], seed=1)
-    assert race._corrected(further) is further, "the script ran beside it"
+    assert allocation._corrected(further) is further, "the script ran beside it"
 
 
 def test_a_run_by_block_that_died_early_does_not_pass_for_one_of_the_whole_model() -> None:
-    race: Any = object.__new__(Race)
+    allocation: Any = object.__new__(SeedAllocation)
     first, died = row(0, 1.40, by_block=True), row(1, 0.0, by_block=False, ok=False)
-    race._rows = {first.number: [first, died]}
-    assert not race._is_known(first)
-    race._rows = {first.number: [row(0, 0.0, by_block=False, ok=False), died]}
-    assert race._is_known(first), "what failed as a whole is not run again and again"
+    allocation._rows = {first.number: [first, died]}
+    assert not allocation._is_known(first)
+    allocation._rows = {first.number: [row(0, 0.0, by_block=False, ok=False), died]}
+    assert allocation._is_known(first), "what failed as a whole is not run again and again"
 
 
 def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script_compiles_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error of A makes way for B, whose error is not measured yet either: that alone is not B's whole run."""
-    race: Any = object.__new__(Race)
+    allocation: Any = object.__new__(SeedAllocation)
     asked: list[str] = []
     tags: list[Any] = [SimpleNamespace(name=name, policy={}) for name in ("script", "A", "B")]
     candidates = tuple(Standing(tag.name, 1.2, (0.0, 0.0), run=tag) for tag in tags)
-    race._setup = SimpleNamespace(options=SimpleNamespace(phase_names=("last-bf16",)))
-    race._ledger = SimpleNamespace(timings={"timing_noise": 0.01})
+    allocation._setup = SimpleNamespace(options=SimpleNamespace(phase_names=("last-bf16",)))
+    allocation._state = SimpleNamespace()
     errors: set[str] = set()
 
     def measure_error(record: Any) -> bool:
@@ -373,27 +379,27 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
         index = 2 if "A" in errors else 1
         return Decision("adopt", (), candidates, index, run=tags[index])
 
-    race._measure_error, race.measured_whole, race._decide = measure_error, measured_whole, decide
-    monkeypatch.setattr("autoprec.tuning.phases.finalists.with_faster", lambda _ledger, decision, *_: decision)
-    race._rules, race._runner = lambda: None, SimpleNamespace(by_block=SimpleNamespace(active=False))
-    race.now = SimpleNamespace(standings=())
-    monkeypatch.setattr(Race, "fewest", 2)
-    race._time_what_decides = race._take_back = race._seed_of_what_is_faster = race._time_again = lambda _decision: (
-        False
-    )
-    race._best_preset = lambda _chosen: None
-    race.duels, race.expectation, race._tried = None, None, []
-    assert race.answer().run is tags[2]
+    allocation._measure_error, allocation.measured_whole, allocation._decide = measure_error, measured_whole, decide
+    monkeypatch.setattr("autoprec.tuning.phases.finalists.with_faster", lambda _state, decision, *_: decision)
+    allocation._rules, allocation._runner = lambda: None, SimpleNamespace(by_block=SimpleNamespace(active=False))
+    allocation.now = SimpleNamespace(standings=())
+    monkeypatch.setattr(SeedAllocation, "fewest", 2)
+    allocation._time_what_decides = allocation._take_back = allocation._seed_of_what_is_faster = (
+        allocation._time_again
+    ) = lambda _decision: False
+    allocation._best_preset = lambda _chosen: None
+    allocation.duels, allocation.expectation, allocation._tried = None, None, []
+    assert allocation.answer().run is tags[2]
     assert asked == ["B"]
 
 
 def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    race: Any = object.__new__(Race)
-    race._setup = race._runner = None
-    race._ledger = SimpleNamespace(measured_errors={})
-    race._asked_errors, race.update = set(), lambda: None
+    allocation: Any = object.__new__(SeedAllocation)
+    allocation._setup = allocation._runner = None
+    allocation._state = SimpleNamespace(measured_errors={})
+    allocation._asked_errors, allocation.update = set(), lambda: None
     calls: list[str] = []
 
     def measure(*asked: Any) -> dict[str, float]:
@@ -402,23 +408,23 @@ def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_pre
 
     monkeypatch.setattr("autoprec.tuning.phases.finalists.measure_errors", measure)
     record = Run(1, "search", "A", {}, {}, "ok", metrics=metrics_of({"gradient_error": 0.05}))
-    assert [race._measure_error(record), race._measure_error(record)] == [True, False]
-    assert (calls, race._ledger.measured_errors, race._error(record)) == (["A"], {}, 0.05)
+    assert [allocation._measure_error(record), allocation._measure_error(record)] == [True, False]
+    assert (calls, allocation._state.measured_errors, allocation._error(record)) == (["A"], {}, 0.05)
 
 
 def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> None:
-    race: Any = object.__new__(Race)
-    race._setup = SimpleNamespace(options=SimpleNamespace(max_divergence=0.0025))
-    race._seeds, race._ledger = SimpleNamespace(benign={}), SimpleNamespace(references={0: None, 1: None})
-    race._rows = {
+    allocation: Any = object.__new__(SeedAllocation)
+    allocation._setup = SimpleNamespace(options=SimpleNamespace(max_divergence=0.0025))
+    allocation._seeds = SimpleNamespace(benign={}, references={0: None, 1: None})
+    allocation._rows = {
         1: [replace(row(seed, 1.2, by_block=False), metrics=metrics_of({"divergence": 0.001})) for seed in (0, 1)]
     }
 
     def must_end() -> bool:
         raise AssertionError("nothing was left out")
 
-    race._must_end = must_end
-    assert race._perturb_all() is False
+    allocation._must_end = must_end
+    assert allocation._perturb_all() is False
 
 
 @pytest.mark.parametrize(("trials", "is_timed"), [(2.43, True), (1.7, True), (1.6, False)])
@@ -428,11 +434,11 @@ def test_the_best_preset_is_in_the_duel_of_the_answer_though_slower_by_trials(tr
     chosen = Standing("mixed", 2.5, (0.0, 0.0), run=policy)
     preset = Standing("int8", trials, (0.0, 0.0), preset=True, run=int8)
     decision = Decision("adopt", (), (Standing("script", 1.0, (), run=script), chosen), 1, rests_on=(1,), run=policy)
+    decision = replace(decision, timing_noise=0.01)
     asked: list[Run] = []
-    race: Any = object.__new__(Race)
-    race._ledger = SimpleNamespace(timings={"timing_noise": 0.01})
-    race._best_preset, race._by_hand, race._may_be_faster = lambda _: preset, list, lambda _: []
-    race._is_timed, race.duels = False, SimpleNamespace(time=lambda runs, _: asked.extend(runs))
-    race._time_what_decides(decision)
+    allocation: Any = object.__new__(SeedAllocation)
+    allocation._best_preset, allocation._by_hand, allocation._may_be_faster = lambda _: preset, list, lambda _: []
+    allocation._is_timed, allocation.duels = False, SimpleNamespace(time=lambda runs, _: asked.extend(runs))
+    allocation._time_what_decides(decision)
     assert (int8 in asked) is is_timed
     assert asked[0] is policy

@@ -15,28 +15,28 @@ from tests.tuning.test_engine import here, options, plain_search, script, search
 
 def test_goals_and_prior_are_those_of_the_search() -> None:
     made = plain_search().made
-    setup, ledger = made.setup, made.ledger
+    setup, state = made.setup, made.state
     assert setup is not None
-    assert ledger is not None
-    assert ledger.table is not None
-    goals = goals_of(setup, ledger, ledger.table)
-    limit = ledger.gradient_limit()
+    assert state is not None
+    assert state.table is not None
+    goals = goals_of(setup, state, state.table)
+    limit = state.gradient_limit()
     assert limit is not None
-    assert goals.max_gradient == limit / ledger.table.misfit.ratio
-    assert goals.reference == (ledger.reference.step_ms, float(ledger.reference.memory_bytes))
+    assert goals.max_gradient == limit / state.table.misfit.ratio
+    assert goals.reference == (state.reference.step_ms, float(state.reference.memory_bytes))
     assert not goals.uninformative
-    prior = make_prior(setup, ledger, ledger.table)
+    prior = make_prior(setup, state, state.table)
     assert prior.memory is None  # neither limited nor an objective
-    assert prior.time_ms.shape == ledger.table.error2.shape
+    assert prior.time_ms.shape == state.table.error2.shape
 
 
 @pytest.mark.parametrize("step_ms", [0.01, 10_000.0])
 def test_a_cost_model_that_is_wrong_about_every_time_ends_no_search(here: Path, step_ms: float) -> None:  # noqa: F811
     made, result = search(script(step_ms=step_ms), options(trials=6))
     assert made.setup is not None
-    assert made.ledger is not None
-    assert made.ledger.table is not None
-    prior = make_prior(made.setup, made.ledger, made.ledger.table)
+    assert made.state is not None
+    assert made.state.table is not None
+    prior = make_prior(made.setup, made.state, made.state.table)
     bf16 = made.setup.problem.params_of("bf16")
     expected = prior.base_time_ms + prior.time_ms[np.arange(len(prior.time_ms)), made.setup.problem.indices(bf16)].sum()
     modelled = made.setup.steps.of_reference().time_ms / made.setup.steps.of(bf16).time_ms
@@ -47,43 +47,43 @@ def test_a_cost_model_that_is_wrong_about_every_time_ends_no_search(here: Path, 
 
 def test_a_record_says_that_its_trial_compiled_blocks() -> None:
     made = plain_search().made
-    setup, ledger = made.setup, made.ledger
+    setup, state = made.setup, made.state
     assert setup is not None
-    assert ledger is not None
-    plan, reference = made.records[0], ledger.reference
+    assert state is not None
+    plan, reference = made.records[0], state.reference
     steps = len(reference.losses)
     for blocks in (0, 12):
         result = TrialResult(
             "ok", losses=tuple(reference.losses), step_ms=(1.0,) * steps, memory_bytes=1, blocks=blocks
         )
-        record = scored(setup, ledger, plan, result, reference, 0.01, (0.0, 0.0))
+        record = scored(setup, state, plan, result, reference, 0.01, (0.0, 0.0))
         assert (BY_BLOCK in record.tags) is bool(blocks)
 
 
 def test_a_divergence_that_a_stalled_state_raises_is_told_with_its_reason() -> None:
     made = plain_search().made
-    setup, ledger = made.setup, made.ledger
+    setup, state = made.setup, made.state
     assert setup is not None
-    assert ledger is not None
-    plan, reference = replace(made.records[0], name="levelled"), ledger.reference
+    assert state is not None
+    plan, reference = replace(made.records[0], name="levelled"), state.reference
     ran = TrialResult("ok", losses=tuple(reference.losses), step_ms=(1.0,) * len(reference.losses), memory_bytes=1)
     why = "30.0% of the second moment's updates are lost: it stalls (limit 25.0%)"
     stalled = replace(ran, penalty=0.05, problems=(why,))
-    record = scored(setup, ledger, plan, stalled, reference, 0.01, (0.0, 0.0))
+    record = scored(setup, state, plan, stalled, reference, 0.01, (0.0, 0.0))
     assert record["divergence"] >= 0.05
-    assert any("levelled" in note and why in note for note in ledger.notes)
+    assert any("levelled" in note and why in note for note in state.notes)
 
 
 def test_memory_that_could_not_be_measured_is_modelled_and_called_so() -> None:
     made = plain_search().made
     assert made.setup is not None
-    assert made.ledger is not None
-    setup, reference = replace(made.setup, measured=True), made.ledger.reference
+    assert made.state is not None
+    setup, reference = replace(made.setup, measured=True), made.state.reference
     plan = next(run for run in made.records if run.params)
     result = TrialResult("ok", losses=tuple(reference.losses), step_ms=(1.0,) * len(reference.losses))
     for measured in (0, 12345):
         ran = replace(result, memory_bytes=measured)
-        run = scored(setup, made.ledger, plan, ran, reference_of(setup, ran), 0.01, (0.0, 0.0))
+        run = scored(setup, made.state, plan, ran, reference_of(setup, ran), 0.01, (0.0, 0.0))
         expected = measured or setup.steps.of(plan.params).memory_bytes
         assert run["memory_bytes"] == expected
         assert run.sources["memory_bytes"] == ("measured" if measured else "modelled")
@@ -94,8 +94,8 @@ def test_the_time_of_a_reference_is_the_mean_of_its_runs_as_a_trial_has_one_run(
     """The fastest of several made every policy seem slower than it is, on a CPU by 3 to 10 %."""
     made = plain_search().made
     assert made.setup is not None
-    assert made.ledger is not None
-    losses = tuple(made.ledger.reference.losses)
+    assert made.state is not None
+    losses = tuple(made.state.reference.losses)
     runs = [TrialResult("ok", losses=losses, step_ms=(ms,) * len(losses)) for ms in (100.0, 108.0, 96.0)]
     assert reference_of(replace(made.setup, measured=True), *runs).step_ms == pytest.approx(304.0 / 3)
 
@@ -104,11 +104,11 @@ def test_a_gain_is_told_over_16_bit_as_soon_as_that_is_known() -> None:
     """A trial that ran beside the 16-bit one was told as 7.13x over the script, among others over 16-bit."""
     made = plain_search().made
     assert made.setup is not None
-    assert made.ledger is not None
-    late = made.ledger.store.learned()[-1]
+    assert made.state is not None
+    late = made.state.store.learned()[-1]
     known = {name: metric for name, metric in late.metrics.items() if name != "speedup_over_16bit"}
     early = replace(late, metrics=known)
-    assert with_gain(made.setup, made.ledger, early)["speedup_over_16bit"] > 0
-    best = leader(made.setup, made.ledger)
+    assert with_gain(made.setup, made.state, early)["speedup_over_16bit"] > 0
+    best = leader(made.setup, made.state)
     assert best is not None
     assert "speedup_over_16bit" in best.metrics

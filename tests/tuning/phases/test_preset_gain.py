@@ -56,7 +56,7 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     """It is predicted to be fine, as each of its choices ran in other policies."""
     made, _ = search(script(), options(trials=2))
     assert made.setup is not None
-    assert made.ledger is not None
+    assert made.state is not None
     (name, params), *others = [(n, p) for n, p in presets(made.setup.problem) if not made.setup.problem.is_script(p)]
     outlook = SimpleNamespace(cost=[-9.0] * (1 + len(others)), chance=[0.9] + [0.0] * len(others))
     goals = SimpleNamespace(objective="throughput", cost=lambda *_: 0.0)
@@ -64,23 +64,23 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     chosen = Standing("mixed", 1.5, (0.0, 0.0))
     failed = Run(1, "preset", name, params, {}, "oom", "out of memory")
     for tried, told in (([], name), ([failed], "the script as written")):
-        best = best_preset(made.setup, made.ledger, expectation, [], tried, chosen)
+        best = best_preset(made.setup, made.state, expectation, [], tried, chosen)
         assert best is not None
         assert best.name == told
     ran = Run(2, "preset", name, params, {}, "ok")
     faster = Standing(name, 1.6, (0.0, 0.0), preset=True, run=ran)  # tied with the chosen one, which adds less error
-    best = best_preset(made.setup, made.ledger, expectation, [faster], [ran], chosen)
+    best = best_preset(made.setup, made.state, expectation, [faster], [ran], chosen)
     assert best is not None
     assert best is faster
     (unrun, _), *_ = others
     outlook.chance[1] = 0.9  # bf16 autocast, norm in fp32, was predicted 1 % faster than bf16 autocast, which had run
     slower = replace(faster, speedup=1.45)
-    assert best_preset(made.setup, made.ledger, expectation, [slower], [ran], chosen) is slower
+    assert best_preset(made.setup, made.state, expectation, [slower], [ran], chosen) is slower
     slow = replace(faster, speedup=1.2)
-    found = best_preset(made.setup, made.ledger, expectation, [slow], [ran], chosen)
+    found = best_preset(made.setup, made.state, expectation, [slow], [ran], chosen)
     assert found is not None
     assert (found.name, found.seeds) == (unrun, 0)
     (other, further), *_ = others
     itself = Standing(other, 1.5, (0.0, 0.0), preset=True, run=Run(3, "preset", other, further, {}, "ok"))
-    best = best_preset(made.setup, made.ledger, expectation, [itself, faster], [ran], itself)
+    best = best_preset(made.setup, made.state, expectation, [itself, faster], [ran], itself)
     assert best is itself, "what was chosen is a preset: it is not said to gain nothing over another"

@@ -13,12 +13,11 @@ from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.phases.reasons import why_nothing, with_faster
 
 
-def ledger(objective: str = "throughput") -> Any:
+def state(objective: str = "throughput") -> Any:
     notes: list[str] = []
     return SimpleNamespace(
         reference=Reference((2.0, 1.0), 100.0, 1000, 8),
         options=SimpleNamespace(objective=objective),
-        timings={"timing_noise": 0.01},
         notes=notes,
         note=notes.append,
     )
@@ -37,13 +36,13 @@ def ledger(objective: str = "throughput") -> Any:
 def test_why_nothing(standings: list[Standing], ms: float, code: str) -> None:
     rules = Rules()
     judged = [rules.judge(one) for one in standings]
-    assert why_nothing(ledger(), judged, {"a": ms}, rules, 2).code == code
+    assert why_nothing(state(), judged, {"a": ms}, rules, 2).code == code
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_what_came_out_faster_is_told_where_speed_is_what_counts(objective: str) -> None:
-    books, chosen, other = ledger(objective), Standing("a", 1.2, (0.0, 0.0)), Standing("b", 1.5, (0.0,))
-    decision = Decision("adopt", (Reason("none_measured"),), (chosen,), 0)
+    books, chosen, other = state(objective), Standing("a", 1.2, (0.0, 0.0)), Standing("b", 1.5, (0.0,))
+    decision = Decision("adopt", (Reason("none_measured"),), (chosen,), 0, timing_noise=0.01)
     found = with_faster(books, decision, chosen, [chosen, other], Rules(), 2)
     timed = objective == "throughput"
     assert [reason.code for reason in found.reasons[1:]] == ["faster_not_taken"] * timed

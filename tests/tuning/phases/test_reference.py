@@ -114,9 +114,9 @@ def test_the_noise_floor_is_what_one_rounding_of_the_weights_does() -> None:
     made = plain_search().made
     kinds = {record.kind: record for record in made.records}
     assert kinds["reference"]["divergence"] == 0.0
-    assert made.ledger is not None
-    assert made.ledger.reference.noise_floor == kinds["noise"]["divergence"] > 0.0
-    assert made.ledger.reference.deterministic
+    assert made.state is not None
+    assert made.state.reference.noise_floor == kinds["noise"]["divergence"] > 0.0
+    assert made.state.reference.deterministic
 
 
 class Unsteady(SimulatedRunner):
@@ -138,9 +138,9 @@ def test_two_trials_that_differ_are_told_without_blaming_the_script() -> None:
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: Unsteady(simulated, seed))
     made.run()
-    assert made.ledger is not None
-    assert not made.ledger.reference.deterministic
-    (note,) = [note for note in made.ledger.notes if "two trials of the unchanged script differ by 0.010%" in note]
+    assert made.state is not None
+    assert not made.state.reference.deterministic
+    (note,) = [note for note in made.state.notes if "two trials of the unchanged script differ by 0.010%" in note]
     assert "not deterministic" not in note
     assert "was not tried" in note
 
@@ -150,8 +150,8 @@ def test_samples_are_those_of_the_scaled_step(here: Path) -> None:  # noqa: F811
     for scale, grown in (("tokens=32", 32), ("tokens=32,seq=4", 8)):
         asked = options(trials=1, seeds=1, sampler="random", target="h100", cost_scale=scale)
         made, result = search(script(device="cpu"), replace(asked, study=scale.replace(",", "-")))
-        assert made.ledger is not None
-        assert made.ledger.reference.samples == 8 * grown
+        assert made.state is not None
+        assert made.state.reference.samples == 8 * grown
         assert result.reference["samples_per_s"] == pytest.approx(8 * grown * result.reference["throughput"])
 
 
@@ -177,8 +177,8 @@ def test_what_follows_the_last_run_is_expected_too(here: Path) -> None:  # noqa:
     made.run()
     (told,) = (text for text in notes.kept if text.startswith("expected from here on"))
     assert ", the answer " in told
-    assert made.ledger is not None
-    assert made.ledger.needed_s > 4
+    assert made.state is not None
+    assert made.state.needed_s > 4
 
 
 def test_passes_for_gradient_errors_of_a_rehearsal_do_not_compile(here: Path) -> None:  # noqa: F811

@@ -64,12 +64,12 @@ def test_one_run_tells_whether_lowerings_that_save_nothing_are_taken_back(
     *_, safer = (run for run in made.records if SAFER in run.tags and run.kind == "search")  # one for each answer
     assert totals[safer.name] == 14, "it was told as trial 25 of 0"
     assert made.setup is not None
-    assert made.ledger is not None
-    assert made.ledger.table is not None
+    assert made.state is not None
+    assert made.state.table is not None
     first = next(run for run in made.records if f"{run.name}, {SAFER}" == safer.name and run.kind != "finalist")
     assert safer["gradient_error"] < first["gradient_error"]
     assert safer["step_time_ms"] <= first["step_time_ms"] * (1.0 + LEAST_SAVING)
-    prior = make_prior(made.setup, made.ledger, made.ledger.table)
+    prior = make_prior(made.setup, made.state, made.state.table)
     expectation = Expectation(made.setup.problem, prior, Goals())
     (reason,) = what_was_taken_back(made.setup, expectation, Standing(safer.name, 1.0, (0.0,), run=safer), [first])
     assert reason.code == "taken_back"
@@ -81,8 +81,8 @@ def test_one_run_tells_whether_lowerings_that_save_nothing_are_taken_back(
         standing = Standing(run.name, run["speedup"], (0.0,), run=run)
         decision = Decision("adopt", (), (standing,), 0, run=run)
         assert made.setup is not None
-        assert made.ledger is not None
-        return safer_policy(made.setup, made.ledger, expectation, decision, tried)
+        assert made.state is not None
+        return safer_policy(made.setup, made.state, expectation, decision, tried)
 
     found = again(first, [])
     assert found is not None

@@ -28,8 +28,8 @@ def test_a_time_budget_cuts_the_scan_and_the_answer_says_so(here: Path) -> None:
     assert [spec.within_s for spec in specs] == [pytest.approx(60.0, abs=3.0)]
     assert "the time budget of 300 s ended the gradient errors" in result.cut_short
     assert result.resume
-    assert made.ledger is not None
-    assert np.isfinite(made.ledger.table.error2).any()  # type: ignore[union-attr]
+    assert made.state is not None
+    assert np.isfinite(made.state.table.error2).any()  # type: ignore[union-attr]
 
 
 def test_without_a_time_budget_every_question_is_asked() -> None:
@@ -46,8 +46,8 @@ def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(mine:
     (mine.made.study_dir / "sensitivity.json").write_text('{"groups": []}')
     third = script()
     made, _ = search(third, replace(asked_more, max_memory=10**13))
-    assert made.ledger is not None
-    assert any("it is measured again" in note for note in made.ledger.notes)
+    assert made.state is not None
+    assert any("it is measured again" in note for note in made.state.notes)
     asked = [spec for _, spec in third.calls if spec.kind == "sensitivity"]
     assert {len(spec.probes) > 1 for spec in asked} == {True, False}
 

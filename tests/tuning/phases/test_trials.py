@@ -23,7 +23,7 @@ def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
     assert result.resume.startswith("autoprec search --resume")
     assert result.policy == ""
     assert not (here / "policy.yaml").exists()
-    assert any("time budget" in note for note in made.ledger.notes) if made.ledger else False
+    assert any("time budget" in note for note in made.state.notes) if made.state else False
 
 
 def test_what_was_cut_short_says_so_in_the_policy(here: Path) -> None:  # noqa: F811
@@ -44,7 +44,7 @@ def test_a_budget_that_the_setup_has_used_up_ends_the_search_without_an_answer(h
     assert result.verdict == "undecided", "nothing is said before what people write by hand has run"
     assert result.cut_short
     assert "--budget 0.01s" not in result.resume
-    assert made.options.with_budget_for(made.ledger.needed_s).budget_s >= 60 if made.ledger else False
+    assert made.options.with_budget_for(made.state.needed_s).budget_s >= 60 if made.state else False
     again, _ = search(script(), options(trials=2, budget_s=60.0, seeds=2, study="mine", resume=True))
     assert any(record.name in NAMES for record in again.records)
 
@@ -65,16 +65,16 @@ def test_nothing_is_kept_for_finalists_that_do_not_exist() -> None:
 
     made = plain_search().made
     assert made.setup is not None
-    assert made.ledger is not None
+    assert made.state is not None
     setup = replace(made.setup, options=replace(made.setup.options, budget_s=100.0))
     for fewest, kept in ((2, 2.0), (4, 6.0)):  # where the loss cannot judge, all seeds are run
-        race: Any = SimpleNamespace(seed_s=2.0, fewest=fewest)
-        assert reserve(setup, race, made.ledger) == kept
+        allocation: Any = SimpleNamespace(seed_s=2.0, fewest=fewest)
+        assert reserve(setup, allocation, made.state) == kept
     nothing: Any = SimpleNamespace(acceptable_ones=list)
-    assert reserve(setup, race, nothing) == 0.0
-    best = made.ledger.acceptable_ones()[0]
+    assert reserve(setup, allocation, nothing) == 0.0
+    best = made.state.acceptable_ones()[0]
     slower: Any = SimpleNamespace(acceptable_ones=lambda: [best.with_metrics({"speedup": Metric(0.9)})])
-    assert reserve(setup, race, slower) == 0.0  # bf16 at 0.9x once left a third of a budget unused
+    assert reserve(setup, allocation, slower) == 0.0  # bf16 at 0.9x once left a third of a budget unused
 
 
 def test_what_was_cut_short_has_not_converged() -> None:
@@ -82,37 +82,34 @@ def test_what_was_cut_short_has_not_converged() -> None:
 
     from autoprec.tuning.phases.trials import _Loop
 
-    ledger: Any = SimpleNamespace(cut_short=[], stopped="", note=lambda _text: None)
+    told: list[str] = []
+    state: Any = SimpleNamespace(cut_short=[], end=told.append)
     loop: Any = SimpleNamespace(
-        ledger=ledger, done=3, goal=6, used_up=False, left=lambda: 0.0, sampler=object.__new__(PrecisionSampler)
+        state=state, done=3, goal=6, used_up=False, left=lambda: 0.0, sampler=object.__new__(PrecisionSampler)
     )
     loop.sampler.finished = lambda _study: "nothing is worth it"
-    ledger.store = SimpleNamespace(live=None)
-    told = []
+    state.store = SimpleNamespace(live=None)
     for cut in ([], ["the time budget ended the gradient errors"]):
-        ledger.cut_short = cut
+        state.cut_short = cut
         _Loop.conclude(loop)
-        told.append(ledger.stopped)
     assert told == [f"{word} after 3 of 6 trials: nothing is worth it" for word in ("converged", "ended")]
 
 
 def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -> None:  # noqa: F811
     from types import SimpleNamespace
 
-    from autoprec.tuning.phases.trials import _Loop
+    from autoprec.tuning.phases.trials import seconds_left
 
     search(script(), options(study="mine", sampler="random", trials=3, seeds=1))
     made, result = search(script(), options(study="mine", sampler="random", trials=2, seeds=1, resume=True))
     assert result.stopped == "ran the 2 trials that it was allowed"
     assert made.setup is not None
-    assert made.ledger is not None
-    race: Any = SimpleNamespace(seed_s=2.0, fewest=2)
-    loop: Any = SimpleNamespace(
-        setup=made.setup, ledger=made.ledger, race=race, runner=SimpleNamespace(workers=1), goal=2, done=6
-    )
-    left = _Loop.seconds_left(loop)
-    loop.done = 2
-    assert left == _Loop.seconds_left(loop) > 0.0  # trials that are not run take nothing from what is
+    assert made.state is not None
+    allocation: Any = SimpleNamespace(seed_s=2.0, fewest=2)
+    runner: Any = SimpleNamespace(workers=1)
+    setups = [replace(made.setup, options=replace(made.options, trials=trials)) for trials in (2, 3)]
+    more, same = (seconds_left(setup, runner, made.state, allocation) for setup in setups)
+    assert more == same > 0.0  # trials that are not run take nothing from what is
 
 
 def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgive() -> None:
@@ -121,7 +118,7 @@ def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgiv
     from autoprec.tuning.phases.trials import hopeless_gap
 
     setup: Any = SimpleNamespace(options=SimpleNamespace(max_divergence=0.0025))
-    ledger: Any = SimpleNamespace(reference=SimpleNamespace(noise_floor=0.001))
-    assert hopeless_gap(setup, ledger) == 20 * 0.0025
-    ledger.reference.noise_floor = 0.01
-    assert hopeless_gap(setup, ledger) == 10 * 0.01
+    state: Any = SimpleNamespace(reference=SimpleNamespace(noise_floor=0.001))
+    assert hopeless_gap(setup, state) == 20 * 0.0025
+    state.reference.noise_floor = 0.01
+    assert hopeless_gap(setup, state) == 10 * 0.01

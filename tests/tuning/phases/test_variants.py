@@ -24,6 +24,7 @@ from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.variants import choose
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.telling import introduction
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import here, options  # noqa: F401
 
@@ -194,7 +195,10 @@ def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here:
     assert [reason["code"] for reason in result.reasons][-1] == "under_variant"
     assert "give the script --half: the search was of the script under this variant (half)" in result.reason
     assert load_policy(here / "policy.yaml").evidence["variant"] == "half: --half"
-    told = made._introduction(made.setup, made._store).options  # what MLflow's parameters are made of
+    assert made.setup is not None
+    told = introduction(
+        made.setup, made.command, made.options, "", made._chosen
+    ).options  # what MLflow's parameters are made of
     assert (told["variant"], told["variants"]) == ("half: --half", VARIANTS)
     _, again = search(simulated, replace(asked, resume=True, trials=8), all_kinds(simulated))
     assert again.variants == result.variants

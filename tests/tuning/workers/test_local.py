@@ -32,9 +32,9 @@ def test_a_host_is_started_once_when_first_needed_and_ended_with_the_pool(tmp_pa
     started: list[int] = []
     with pool(tmp_path, closed, started) as hosts:
         hosts.prepare(1)
-        assert hosts.run(TrainSpec(steps=4), 1).ok
-        assert hosts.run(TrainSpec(steps=4), 0).ok
-        assert hosts.run(TrainSpec(steps=4), 1).ok
+        assert hosts.host(1).run(TrainSpec(steps=4)).ok
+        assert hosts.host(0).run(TrainSpec(steps=4)).ok
+        assert hosts.host(1).run(TrainSpec(steps=4)).ok
         assert started == [1, 0]
         hosts.release(1)
         assert closed == [1]
@@ -63,4 +63,4 @@ def test_a_script_that_fails_is_reported_where_its_host_is_needed(tmp_path: Path
     with HostPool(lambda seed, _folder: Failing(SimulatedScript(), seed), tmp_path) as hosts:
         hosts.prepare(0)
         with pytest.raises(ScriptError, match="first step"):
-            hosts.run(TrainSpec())
+            hosts.host().run(TrainSpec())

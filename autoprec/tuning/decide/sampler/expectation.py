@@ -11,13 +11,13 @@ further run of any policy pays.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autoprec.policy.solver import FloatTable, Limit
 from autoprec.support.arrays import np, npt
-from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.problem import Params, Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of
 from autoprec.tuning.decide.table import families
@@ -154,7 +154,7 @@ class Expectation:
     """
 
     def __init__(
-        self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, Mapping[str, Any]]] = ()
+        self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, Params]] = ()
     ) -> None:
         self.problem, self.goals = problem, goals
         self._start_from(prior)
@@ -173,7 +173,7 @@ class Expectation:
             for known in (prior.parameter_time_ms, prior.parameter_memory)
         )
 
-    def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
+    def points(self, many: Sequence[Params]) -> Points:
         """Return params as points that the models are fitted to and asked about."""
         return points_of(self.problem, many, self.prior.parameter_error2)
 
@@ -210,7 +210,7 @@ class Expectation:
         if not failed or (table := self.prior.memory) is None:
             return
 
-        def modelled(many: Sequence[Mapping[str, Any]]) -> list[float]:
+        def modelled(many: Sequence[Params]) -> list[float]:
             at = self.points(many)
             held = table[np.arange(at.index.shape[1]), at.index].sum(axis=1) + at.features @ self._sizes
             return [float(size) + self.prior.base_memory for size in held]

@@ -18,13 +18,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.policy.solver import solve
 from autoprec.support.arrays import np
-from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.problem import Params, Problem
 from autoprec.tuning.decide.sampler.expectation import LAST_VALUE, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
 from autoprec.tuning.study.run import Run
 
 #: (name, params) of policies that people run today.
-Presets = Sequence[tuple[str, dict[str, Any]]]
+Presets = Sequence[tuple[str, Params]]
 #: Why a search ends that has asked for everything.
 NOTHING_NEW = "no other policy is on the front of time and error"
 #: Multiples of the budget that are solved for: close together around it, far apart where nothing is decided.
@@ -47,7 +47,7 @@ class Proposal:
     next to nothing for one in ``doubt``, which is run last of all.
     """
 
-    params: dict[str, Any]
+    params: Params
     preset: str
     gain: float
     value: float
@@ -81,7 +81,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         """Return the distributions of everything: layers and parameters are decided in one sample."""
         return dict(self.problem.distributions())
 
-    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, *_space: Any) -> dict[str, Any]:
+    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, *_space: Any) -> Params:
         """Return the params of the next trial; the baseline's where nothing new is left."""
         self.last = self.best(study, trial.number)
         params = self.last.params if self.last is not None else self.problem.params_of(self.problem.baseline)
@@ -155,14 +155,14 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         gains = self.expectation.drawn_gains(self.expectation.points(best), rng) if best else np.zeros(1)
         return max(self.expectation.goals.resolution, float(np.quantile(gains, 0.95)))
 
-    def _hoped(self) -> list[dict[str, Any]]:
+    def _hoped(self) -> list[Params]:
         """Return what may be fastest for all that timed runs leave possible; nothing where times are modelled.
 
         A recipe that is slow in most layers and fast in a few of them is not on the front of what is most likely.
         """
         return self._drawn(np.random.default_rng(0)) if self.expectation.goals.timed else []
 
-    def _drawn(self, rng: np.random.Generator) -> list[dict[str, Any]]:
+    def _drawn(self, rng: np.random.Generator) -> list[Params]:
         """Return the fastest policies within the budget by laws drawn from all that what ran leaves possible."""
         found = []
         for _ in range(_DRAWS):
@@ -170,9 +170,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
             found.append(self._solved(self.expectation.divergence.drawn_law(rng), table, self._options(effects)[0]))
         return [params for params in found if params is not None]
 
-    def _solved(
-        self, law: tuple[Any, float, Any], table: Any, values: dict[str, Any], factor: float = 1.0
-    ) -> dict[str, Any] | None:
+    def _solved(self, law: tuple[Any, float, Any], table: Any, values: Params, factor: float = 1.0) -> Params | None:
         """Return the fastest policy within a multiple of the budget by a law; None where nothing is."""
         expected, (squares, scale, worse) = self.expectation, law
         point = expected.points([values])
@@ -183,9 +181,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         index = solve(table, squares, max(most - scale * base2, 0.0), limits=expected.limits(z, base2))
         return None if index is None else self.problem.from_indices(index, values)
 
-    def _new(
-        self, asked: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]
-    ) -> tuple[list[str], list[dict[str, Any]]]:
+    def _new(self, asked: Sequence[Params], more: Sequence[Params]) -> tuple[list[str], list[Params]]:
         """Return names (of presets, or empty) and params of presets and more that was not asked, within the limits."""
         seen, found = {self.problem.key(params) for params in asked}, []
         for name, params in (*self._presets, *(("", params) for params in more)):
@@ -197,7 +193,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         kept = [one for one, fit in zip(found, fits, strict=True) if fit]
         return [name for name, _ in kept], [params for _, params in kept]
 
-    def _front(self) -> list[dict[str, Any]]:
+    def _front(self) -> list[Params]:
         """Return the front by the fitted models: the fastest policies within multiples of the budget.
 
         From the budget on a policy may also be within it under another value of a parameter that costs no time (margin,
@@ -205,7 +201,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         """
         law, (table, effects) = self.expectation.divergence.law(), self.expectation.cost_table()
         free = [f for f, effect in zip(self._features, effects, strict=True) if abs(effect) < _LEAST_EFFECT]
-        found: list[dict[str, Any]] = []
+        found: list[Params] = []
         for turn, values in enumerate(self._options(effects)):
             for factor in _FACTORS if turn == 0 else (1.0,):
                 params = self._solved(law, table, values, factor)
@@ -213,10 +209,10 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
                     continue
                 found.append(params)
                 if turn == 0 and 1.0 <= factor < _BINDING:
-                    found += [params | {name: value} for name, value in free]
+                    found += [{**params, name: value} for name, value in free]
         return found
 
-    def _options(self, effects: Any) -> list[dict[str, Any]]:
+    def _options(self, effects: Any) -> list[Params]:
         """Return the parameter values to solve under: the cheapest, with each of its savings left out, and defaults.
 
         The one that turns out harmful is found so. A value that gains nothing stays at its default.
@@ -230,7 +226,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         return [cheapest, *but_one, *([default] if len(but_one) > 1 else [])]
 
 
-def _params_of(trial: FrozenTrial) -> dict[str, Any] | None:
+def _params_of(trial: FrozenTrial) -> Params | None:
     """Return the params of a trial, also of one that is queued; None when it has none yet."""
     if trial.state == TrialState.WAITING:
         fixed = trial.system_attrs.get("fixed_params")

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 
+from autoprec.support.plain import Document
 from autoprec.tuning.decide.decision import Rules, gradient_limit
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.problem import VARIANT
+from autoprec.tuning.decide.ranking import Ranking
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions
@@ -28,42 +29,95 @@ MOST_LOADED = 4.0
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The books of one search.
+class Seconds:
+    """What the phases of a search took; None before. Each is written by the phase beside it, and by nothing else."""
+
+    verdict_s: float | None = None  # the engine: until the bound was known
+    reference_run_s: float | None = None  # the reference: its first run
+    compile_s: float | None = None  # by_block: of the whole model, with nothing cached
+    step_s: float | None = None  # by_block: a step of the reference's first run
+    sensitivity_s: float | None = None  # sensitivity: the table
+    error_run_s: float | None = None  # sensitivity: the last gradient error of a whole policy
+    finalists_s: float | None = None  # finalists: further paired seeds
+    duels_s: float | None = None  # duels
+
+    def to_json(self) -> dict[str, float]:
+        """Return those that are known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a search's trials took in all, over all threads; :class:`~autoprec.tuning.paired.PairedRunner` counts it.
+
+    Attributes:
+        starts: trials; ``start_s_sum`` what they took until their first step.
+        training_s: from there to their end.
+        trial_wall_s: of all of them, as the driver saw it.
+        passes: forward and backward passes, wherever and however fast they were run.
+    """
+
+    starts: float = 0.0
+    start_s_sum: float = 0.0
+    training_s: float = 0.0
+    trial_wall_s: float = 0.0
+    passes: float = 0.0
+
+    def plus(self, other: Work) -> Work:
+        """Return the sum of both."""
+        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    @property
+    def start_s(self) -> float:
+        """Seconds of a trial until its first step, on average; 0 before there was one."""
+        return self.start_s_sum / max(1.0, self.starts)
+
+    def to_json(self) -> dict[str, float]:
+        """Return all by name; nothing before there was a trial."""
+        return asdict(self) if self.starts else {}
+
+
+@dataclass(slots=True)
+class SearchState:
+    """What one search has learnt. Every attribute has one writer, which is named beside it.
 
     Attributes:
         options: what makes a trial acceptable, and better than another.
         started: ``time.monotonic()`` when the search began.
-        references: the reference run by paired seed; seed 0 is the script's own.
-        whole: where runs compile blocks (:mod:`autoprec.tuning.by_block`), references as the script compiles them.
-        table: gradient errors by group and choice; None until they were measured.
-        measured_errors: gradient errors of whole policies, by their records' names; all others are predicted.
-        accepted, refused: names of policies that are surely acceptable, and of those that break a limit.
-        timings: seconds by phase, and what else is counted.
-        cut_short: what was left out for want of time; empty when the search came to its own end.
-        stopped: why no further trial was run; empty where none was asked for.
-        needed_s: seconds that the whole search usually takes; 0 before the reference was measured.
         variants: how each variant went, as rows of the result.
+        only_sixteen_bit: the space was narrowed to 16-bit policies.
+        own: the reference under the script's own seed (reference).
+        whole: where runs compile blocks (:mod:`autoprec.tuning.by_block`), the same as the script compiles it
+            (reference).
+        needed_s: seconds that the whole search usually takes; 0 before the reference was measured (reference).
+        table: gradient errors by group and choice; None until they were measured (sensitivity).
+        measured_errors: gradient errors of whole policies, by their records' names; all others are predicted
+            (finalists).
+        ranking: every policy that was tried, judged (finalists).
+        seconds: what the phases took.
+        notes: all that was reported (:meth:`note`).
+        cut_short: what was left out for want of time; empty when the search came to its own end (:meth:`cut`).
+        ended: why no further trial was run; empty where none was asked for (:meth:`end`).
     """
 
     store: StudyStore
     listener: Listener
     options: SearchOptions
     started: float
-    references: dict[int, Reference] = field(default_factory=dict)
-    whole: dict[int, Reference] = field(default_factory=dict)
+    variants: Sequence[Document] = ()
+    only_sixteen_bit: bool = False
+    own: Reference | None = None
+    whole: Reference | None = None
+    needed_s: float = 0.0
     table: SensitivityTable | None = None
     measured_errors: dict[str, float] = field(default_factory=dict)
-    accepted: frozenset[str] = frozenset()
-    refused: frozenset[str] = frozenset()
-    timings: dict[str, float] = field(default_factory=dict)
+    ranking: Ranking = field(default_factory=Ranking)
+    seconds: Seconds = field(default_factory=Seconds)
     notes: list[str] = field(default_factory=list)
     cut_short: list[str] = field(default_factory=list)
-    stopped: str = ""
-    needed_s: float = 0.0
-    variants: list[dict[str, Any]] = field(default_factory=list)
+    ended: str = ""
 
-    def variant(self, run: Run | None) -> dict[str, Any]:
+    def variant(self, run: Run | None) -> Document:
         """Return the row of a run's variant, the reference's where none is named; empty for the script as given."""
         chosen = next((row["name"] for row in self.variants if row.get("chosen")), "")
         name = run.params.get(VARIANT, chosen) if run is not None else chosen
@@ -84,10 +138,20 @@ class Ledger:
             self.cut_short.append(text)
             self.note(text)
 
+    def end(self, text: str) -> None:
+        """Tell, and remember, why no further trial is run."""
+        self.ended = text
+        self.note(text)
+
+    @property
+    def stopped(self) -> str:
+        """Why no further trial was run, as the result says it; where 16 bit alone was tried, the verdict says why."""
+        return "tried 16 bit alone" if self.ended and self.only_sixteen_bit else self.ended
+
     def seconds_per_run(self) -> float:
         """Return what one short run takes: the median trial of this study, before the first one the reference."""
         seconds = [record.seconds for record in self.store.learned() if record.ok]
-        return statistics.median(seconds) if seconds else self.timings.get("reference_run_s", 0.0)
+        return statistics.median(seconds) if seconds else self.seconds.reference_run_s or 0.0
 
     def seconds_per_seed(self, setup_s: float, at_once: int) -> float:
         """Return what one more paired seed takes: the median of this study, before the first one an estimate.
@@ -102,21 +166,18 @@ class Ledger:
     def seconds_to_close(self) -> float:
         """Return what is left to do after the last run: the gradient error of what is adopted, policy and reports."""
         loaded = min(MOST_LOADED, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
-        return self.timings.get("error_run_s", self.timings.get("reference_run_s", 0.0)) + CLOSING_S * loaded
-
-    def add_seconds(self, name: str, seconds: float) -> None:
-        """Add to a running total of :attr:`timings`."""
-        self.timings[name] = self.timings.get(name, 0.0) + seconds
+        return (self.seconds.error_run_s or self.seconds.reference_run_s or 0.0) + CLOSING_S * loaded
 
     @property
     def reference(self) -> Reference:
-        """The reference under the script's own seed."""
-        return self.references[0]
+        """The reference under the script's own seed; ask for it once it was measured."""
+        assert self.own is not None
+        return self.own
 
     @property
     def written(self) -> Reference:
         """The reference under the script's own seed, compiled as the script compiles it."""
-        return self.whole.get(0, self.reference)
+        return self.whole or self.reference
 
     @property
     def gradient_noise(self) -> float | None:
@@ -129,7 +190,7 @@ class Ledger:
         Args:
             baseline: what its loss is compared with, where that is more than what one seed has told of the script.
         """
-        own = self.references[0].baseline if self.references else Baseline(0.0)  # stopped before it was measured
+        own = self.own.baseline if self.own is not None else Baseline(0.0)  # stopped before it was measured
         asked, blank = self.options, uninformative(self.options.max_divergence, own) is not None
         most = gradient_limit(self.gradient_noise, asked.max_gradient_error, uninformative=blank)
         return Rules(asked.max_divergence, baseline or own, most, asked.memory_limit, self.gradient_noise)
@@ -146,22 +207,22 @@ class Ledger:
         """Say whether a trial was measured, and is within every limit."""
         return record.ok and bool(record.metrics) and not self.exceeded(record)
 
-    def rank(self, record: Run) -> float:
+    def cost(self, record: Run) -> float:
         """Return what the objective minimises, of a run."""
-        return rank(record.figures, self.options.objective)
+        return objective_cost(record.figures, self.options.objective)
 
     def acceptable_ones(self) -> list[Run]:
         """Return the acceptable trials so far, the best first."""
-        return sorted((r for r in self.store.learned() if self.acceptable(r)), key=self.rank)
+        return sorted((r for r in self.store.learned() if self.acceptable(r)), key=self.cost)
 
     def best(self) -> Run | None:
         """Return the best of those that are surely acceptable; before there is one, of those that may be; or None."""
-        sure = [r for r in self.store.learned() if r.ok and r.name in self.accepted]
-        fine = sure or [r for r in self.acceptable_ones() if r.name not in self.refused]
-        return min(fine, key=self.rank, default=None)
+        sure = [r for r in self.store.learned() if r.ok and r.name in self.ranking.sure]
+        fine = sure or [r for r in self.acceptable_ones() if r.name not in self.ranking.breaking]
+        return min(fine, key=self.cost, default=None)
 
 
-def rank(metrics: Mapping[str, float], objective: str) -> float:
+def objective_cost(metrics: Mapping[str, float], objective: str) -> float:
     """Return what an objective minimises: milliseconds, bytes, or (``balanced``) their product."""
     if objective == "memory":
         return metrics["memory_bytes"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoprec.policy import Policy
-from autoprec.trial.inside import lanes
+from autoprec.trial.inside import forked_duel
 from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrialResult
@@ -64,8 +64,8 @@ def test_ten_steps_go_by_before_a_block_unless_they_are_long(
     """After two steps each still asked the system for pages, and a policy was said to gain 6 % less than it does."""
     found = duel(host, tmp_path, 14, EMPTY).answer
     assert found.steps == 4 * 2 * len(found.rounds)
-    monkeypatch.setattr(lanes, "_SETTLING_S", 0.0)  # now any step is long
-    monkeypatch.setattr(lanes, "_BLOCK_S", 1e-9)
+    monkeypatch.setattr(forked_duel, "_SETTLING_S", 0.0)  # now any step is long
+    monkeypatch.setattr(forked_duel, "_BLOCK_S", 1e-9)
     found = duel(host, tmp_path, 9, EMPTY).answer
     assert found.steps == 2 * len(found.rounds)
 

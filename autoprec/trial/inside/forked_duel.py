@@ -42,7 +42,7 @@ _BLOCK_S = 0.4
 _SETTLING, _SETTLING_S, _LEAST_SETTLING = 10, 1.0, 2
 
 
-class Lanes:
+class ForkedDuel:
     """Times the policies of ``spec.probes`` against ``spec.policy``; create it inside a training forward.
 
     Args:
