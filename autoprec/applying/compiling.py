@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autoprec.backends.casts import leave_to_torch
 from autoprec.policy import LayerPlan
 from autoprec.support.living import living
 
@@ -304,6 +305,7 @@ def run_eagerly() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
+        leave_to_torch()
 
 
 def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,17 @@ def _install_root(
         root_execution.scales = any(made is not None and made.plan.scaled for made in executions.values())
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
+        root_execution.first = partial(_know_gathered, root, executions)
+        _know_gathered(root, executions)
         install(root, "root", root_execution)
+
+
+def _know_gathered(root: nn.Module, executions: dict[str, Any]) -> None:
+    """Tell layers whether FSDP2 gathers their weights: now, and before the first forward (a policy may come first)."""
+    gathered = is_sharded(root)
+    for made in executions.values():
+        if isinstance(made, LinearExecution):
+            made.gathered = gathered
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +37,32 @@ def _is_alone(spec: Spec | None) -> bool:
 
 def _parts(x: Tensor, uses: tuple[Spec | None, ...]) -> Parts:
     made = [None if spec is None else quantize(x, spec) for spec in uses]
-    return [(None, None, None) if one is None else (one.codes, one.scale, one.groups) for one in made]
+    found: Parts = [(None, None, None) if one is None else (one.codes, one.scale, one.groups) for one in made]
+    last = uses[-1]
+    if len(uses) == 2 and last is not None and last.scheme in ("tensor", "row"):
+        # the GEMM that sums along columns reads the transposed matrix: written as such here, it is not copied there
+        codes, *scales = found[1]
+        found[1] = (None if codes is None else codes.t().contiguous().t(), *scales)  # type: ignore[assignment]
+    return found
+
+
+def _own_code(uses: tuple[Spec | None, ...]) -> Callable[[Tensor], Parts]:
+    """Return what casts in one way, as code of its own: Dynamo counts what it compiles, and limits it, by code."""
+
+    def parts(x: Tensor) -> Parts:
+        return _parts(x, uses)
+
+    return FunctionType(parts.__code__.replace(), parts.__globals__, "parts", closure=parts.__closure__)
+
+
+#: Whether torch's operators cast in this process: see :func:`leave_to_torch`.
+_left = False
+
+
+def leave_to_torch() -> None:
+    """Compile no casts any more in this process, for good: where hundreds of policies are tried, it takes minutes."""
+    global _left
+    _left = True
 
 
 @functools.cache
@@ -44,11 +70,15 @@ def _compiled(
     uses: tuple[Spec | None, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], Parts] | None:
     """Return the compiled cast; None, with a warning, where it cannot be compiled or gives other codes."""
-    compiled: Any = torch.compile(functools.partial(_parts, uses=uses), dynamic=True)
+    compiled: Any = torch.compile(_own_code(uses), dynamic=True)
+    frames: Any = torch._dynamo.eval_frame
 
     def run(x: Tensor) -> Parts:
-        with torch._dynamo.config.patch(recompile_limit=256):  # Dynamo counts by code: all kinds of casts are one
+        if frames._stance.stance == "default":
             parts: Parts = compiled(x)
+        else:  # what a policy or a script says of the script's own code (execution: eager) is not about this
+            with torch.compiler.set_stance("default"):
+                parts = compiled(x)
         return parts
 
     x = torch.linspace(-3.0, 5.0, 128 * 256, device=device).pow(3).reshape(128, 256).to(dtype)
@@ -86,7 +116,7 @@ class CompiledCasts:
             first, second: how, for each of the two GEMMs; None where a GEMM does not need it.
             operand: ``input``, ``weight`` or ``grad_output``.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _left:
             return None, None  # the compiler fuses casts with what comes before
         uses = tuple(spec if _is_alone(spec) else None for spec in (first, second))
         if x.device.type != self.device or uses == (None, None) or self.state.groups.get(operand):

@@ -83,6 +83,8 @@ class LinearExecution(Execution):
         quantizers: delayed scales and the private random stream.
         casts: casts an operand for both of its GEMMs at once; None, or what it leaves out: torch's operators do.
         experts: runs grouped GEMMs; None, or what it refuses: one expert after another.
+        gathered: FSDP2 gathers the weight before each pass and frees it afterwards: the backward pass casts it again,
+            as codes kept from forward to backward would be all that it has saved.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
@@ -94,6 +96,7 @@ class LinearExecution(Execution):
     casts: Casts | None = None
     experts: Experts | None = None
     emulates_casts: bool = False
+    gathered: bool = False
     traced: dict[str, str] | None = None
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
     compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
@@ -333,7 +336,8 @@ class _PlannedLinear(torch.autograd.Function):
         how = {"update": update}
         a = b = saved_x = saved_w = None
         if layer.casts is not None:
-            across, second = steps.wgrad.second if needs[1] else None, steps.dgrad.second if needs[0] else None
+            across = steps.wgrad.second if needs[1] else None
+            second = steps.dgrad.second if needs[0] and not layer.gathered else None
             a, saved_x = layer.casts.pair(x, steps.fprop.first, across, "input")
             b, saved_w = layer.casts.pair(weight, steps.fprop.second, second, "weight")
         options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
@@ -351,7 +355,7 @@ class _PlannedLinear(torch.autograd.Function):
             if needs[1] and saved_x is None:
                 kept_x = _for_backward(x, a, steps.wgrad.second, "input", how | {"state": layer.quantizers})
             if needs[0] and saved_w is None:
-                kept_w = _for_backward(weight, b, steps.dgrad.second, "weight", None)
+                kept_w = weight if layer.gathered else _for_backward(weight, b, steps.dgrad.second, "weight", None)
             _save(ctx, kept_x, kept_w)
             ctx.layer, ctx.steps = layer, steps
             ctx.shapes = (input.shape, input.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -385,6 +389,8 @@ class _PlannedLinear(torch.autograd.Function):
             step = steps.dgrad
             if d is None:
                 d = quantize(g, step.first, values=step.values, **options)
+            if isinstance(w, Tensor) and layer.casts is not None:
+                w = layer.casts.pair(w, None, step.second, "weight")[1] or w
             if isinstance(w, Tensor):
                 w = quantize(w, step.second, operand="weight", state=layer.quantizers, update=False, values=step.values)
             grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)

@@ -180,6 +180,59 @@ def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
     assert all(first["alone"][key][0] != second["alone"][key][0] for key in shared if " weight " not in key)
 
 
+def kept(_rank: int, how: str) -> tuple[int, list[list[float]]]:
+    """Bytes saved for the backward pass that are not a weight's own, under FSDP2; and the gradients of two steps."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    name, *words = how.split()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to(torch.bfloat16)
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES[name]}, "default": "r"})
+    if "first" in words:
+        policy.apply(model)
+    for layer in () if "alone" in words else (*model, model):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    if "first" not in words:
+        policy.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    grads, total, weights = [], 0, set()
+    for layer in model:
+        layer.register_forward_pre_hook(lambda m, _: weights.add(m.weight.untyped_storage()._cdata))
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += 0 if saved.untyped_storage()._cdata in weights else saved.numel() * saved.element_size()
+        return saved
+
+    for step in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            out = model(x)
+        out.float().square().mean().backward()
+        found = [p.grad for p in model.parameters()]
+        full = [getattr(g, "full_tensor", lambda g=g: g)() for g in found]
+        grads.append(torch.cat([g.flatten() for g in full]).tolist())
+        optimizer.step()
+        optimizer.zero_grad()
+    return total, grads
+
+
+@pytest.mark.slow
+def test_fsdp2_keeps_no_codes_of_gathered_weights(tmp_path: Path) -> None:
+    """Codes kept from forward to backward are a byte of every weight of the model on each rank."""
+    names = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8")
+    cases = ("bf16", *names, "fp8_tensorwise first", *(f"{name} alone" for name in names))
+    first, second = on_two_ranks(kept, cases, tmp_path)
+    assert first == second
+    for name in names:
+        scales = 2 * 4 * (128 + 64 + 128 * 64 // 32 if name in ("fp8_rowwise", "mxfp8") else 2)  # of both steps' inputs
+        assert first[name][0] <= first["bf16"][0] + scales, name
+        keeps = name in ("fp8_tensorwise", "fp8_delayed")  # the others' dgrad has codes of its own
+        assert not keeps or first[f"{name} alone"][0] > first[name][0] + 2 * 64 * 128, name
+        assert first[name][1] == first[f"{name} alone"][1], name
+    assert first["fp8_tensorwise first"] == first["fp8_tensorwise"]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

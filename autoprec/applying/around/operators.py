@@ -287,6 +287,7 @@ class RootExecution:
         low_precision: the model holds bfloat16 or float16 parameters.
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
         context: what a backend needs around the whole forward, if anything.
+        first: called before the first forward, outside of compiled graphs, if anything.
         before: begins each forward for delayed scales, where the policy has any.
         after_step: called when an optimizer has stepped, if anything.
         backends: what runs the layers; the next phase's layers are theirs as well.
@@ -309,6 +310,7 @@ class RootExecution:
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     idle: dict[bool, bool] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
+    first: Callable[[], None] | None = None
     before: DelayedReduction | None = None
     after_step: Callable[[], None] | None = None
     backends: tuple[Backend, ...] = ()
@@ -353,6 +355,9 @@ class RootExecution:
         self.called = True
         if torch.compiler.is_compiling():
             self.traced = True
+        elif self.first is not None:
+            self.first()
+            self.first = None
         device = self.device
         if self.before is not None:
             self.before()

@@ -92,12 +92,15 @@ def data_parallel_groups(root: nn.Module) -> list[Any]:
 
 
 class _Weights:
-    """The trained Parameters of a model, and whether they were written to."""
+    """The trained Parameters of a model, and whether they were written to.
+
+    ``before``: those of the model that this one was copied from were, since the first forward of the step.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.held: list[Tensor] = []
-        self.versions = -1
+        self.versions, self.before = -1, False
 
     def find(self) -> list[Tensor]:
         """Return them as optimizers hold them; those that FSDP2 gathers for a forward are not the ones it trains."""
@@ -106,15 +109,19 @@ class _Weights:
 
     def forget(self) -> None:
         """Begin a step: the next forward finds them as they are then."""
-        self.held, self.versions = [], -1
+        self.held, self.versions, self.before = [], -1, False
 
     def written(self) -> bool:
         """Say whether one has been written to since the first forward of this step."""
-        first = self.versions < 0
-        if first:
+        if self.versions < 0:
+            return self.before
+        return sum(p._version for p in self.held) != self.versions
+
+    def look(self) -> None:
+        """Know them as they are now, where this is the first forward of a step."""
+        if self.versions < 0:
             self.held = self.find()
-        before, self.versions = self.versions, sum(p._version for p in self.held)
-        return not first and self.versions != before
+            self.versions = sum(p._version for p in self.held)
 
 
 class DelayedReduction:
@@ -141,6 +148,7 @@ class DelayedReduction:
         """A copied model reduces its own scales; process groups are found anew."""
         made = DelayedReduction(copy.deepcopy(self.root, memo), ())
         made.slots = copy.deepcopy(self.slots, memo)
+        made.by_weights, made.weights.before = self.by_weights, self.weights.written()
         made.scales = [state.history(operand, spec) for state, operand, spec in made.slots]
         return made
 
@@ -157,7 +165,7 @@ class DelayedReduction:
         self.by_weights = self.by_weights or written
         if written or (not self.by_weights and not self.groups and self._gradients_taken()):
             self.end_step()
-            self.weights.written()
+        self.weights.look()
         self.groups = [] if _alone else [g for g in data_parallel_groups(self.root) if dist.get_world_size(g) > 1]
 
     def _gradients_taken(self) -> bool:
