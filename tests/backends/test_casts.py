@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoprec.applying.compiling import run_eagerly
 from autoprec.backends import casts
 from autoprec.backends.casts import CompiledCasts
+from autoprec.backends.scaled_mm import scaled_multiply
 from autoprec.errors import AutoPrecWarning
 from autoprec.numerics import quantize as quantizing
 from autoprec.numerics import rounding
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.plan import compile_plan
 from autoprec.numerics.quantize import quantize, spec_of
-from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.policy import LayerPlan
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own
 
@@ -106,6 +112,60 @@ def test_a_compiler_that_fails_is_told_once_and_not_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "compile", lambda *_args, **_how: broken)
     with pytest.warns(AutoPrecWarning, match="no compiler here"):
         assert here().pair(values(), *specs("fp8_tensorwise"), "input") == (None, None)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of whole matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("clone", "copy_", "_to_copy", "contiguous")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
+def test_no_product_copies_codes_into_the_layout_that_it_reads(name: str) -> None:
+    """torch's scaled product reads both operands along the sum: for dgrad and wgrad that is across the rows."""
+    plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+    steps = compile_plan(plan, torch.float32, "cpu", dict.fromkeys(GEMMS, scaled_multiply))
+    x, w, g = torch.randn(32, 64), torch.randn(48, 64), torch.randn(32, 48)
+    a, x_again = here().pair(x, steps.fprop.first, steps.wgrad.second, "input")
+    b, w_again = here().pair(w, steps.fprop.second, steps.dgrad.second, "weight")
+    d, e = here().pair(g, steps.dgrad.first, steps.wgrad.first, "grad_output")
+    exact = {"fprop": x @ w.t(), "dgrad": g @ w, "wgrad": g.t() @ x}
+    for gemm, first, second in (("fprop", a, b), ("dgrad", d, w_again), ("wgrad", e, x_again)):
+        assert first is not None
+        assert second is not None
+        with Copies() as copies:
+            out = scaled_multiply(first, second, getattr(steps, gemm), torch.float32)
+        assert copies.count == 0, gemm
+        assert (out - exact[gemm]).norm() < 0.1 * exact[gemm].norm(), gemm
+
+
+def compiles_a_cast() -> bool:
+    torch._dynamo.reset()
+    casts._compiled.cache_clear()
+    counters.clear()
+    assert here().pair(values(), *specs("fp8_rowwise"), "input")[0] is not None
+    return bool(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.usefixtures("traced")
+def test_casts_are_compiled_where_a_policy_lets_the_script_run_eagerly() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        assert compiles_a_cast()
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"  # for everything else
+    assert compiles_a_cast()
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_scan_of_hundreds_of_policies_compiles_no_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "_left", False)
+    with torch.compiler.set_stance("default"):
+        run_eagerly()
+        assert here().pair(values(), *specs("fp8_rowwise"), "input") == (None, None)
 
 
 @pytest.mark.usefixtures("traced")
