@@ -214,7 +214,11 @@ class CostModel:
         return sum(known.get(family, _unknown(known, family)) for family in families) / len(families)
 
     def _works_under(self, name: str, plan: LayerPlan) -> tuple[GemmWork, ...]:
-        """Return a layer's GEMMs: of a result that selective checkpointing keeps in 16 and 8 bits alone, once more."""
+        """Return the GEMMs of a layer under a plan.
+
+        Selective checkpointing keeps the results of some layers, in 16 and 8 bits only: in another format such a layer
+        multiplies once more in the backward pass.
+        """
         works = self._works[name]
         if "kept" not in self._layers[name].flags or plan.fprop is None or plan.fprop.format not in NOT_LISTED:
             return works

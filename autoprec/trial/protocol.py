@@ -60,8 +60,8 @@ class TrialSpec:
             left it (forked trials share it by construction).
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
-        variant: under which other arguments of the script it runs; empty for those of the reference. It says which host
-            is asked, and nothing to that.
+        variant: name of the variant (other arguments of the script) that it runs under; empty for the reference's
+            arguments. It chooses the host; the host itself does not read it.
     """
 
     kind: ClassVar[str] = ""

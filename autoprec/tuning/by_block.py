@@ -56,7 +56,13 @@ class ByBlock:
         self.active = False
 
     def instead(self, spec: TrialSpec, result: TrialResult, seed: int) -> TrainSpec | None:
-        """Return what is run after a trial that failed by block under the script's own seed: the same as a whole."""
+        """Return what is run after a trial that failed by block under the script's own seed: the same as a whole.
+
+        Args:
+            spec: of the trial.
+            result: that it gave.
+            seed: the paired seed.
+        """
         if not self._is_by_block(spec) or result.status not in ("oom", "crashed") or spec.policy is None or seed:
             return None
         return replace(spec, by_block=False)

@@ -237,11 +237,16 @@ def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget
 
 
 def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[TrialResult]) -> Baseline:
-    """Return what two runs of the reference and its benign perturbations tell about the script itself."""
+    """Return what two runs of the reference and its benign perturbations tell about the script itself.
+
+    Args:
+        first, second: runs of the reference.
+        perturbed: runs with every weight rounded once.
+    """
     gaps = tuple(divergence(result.losses, first.losses) for result in perturbed)
     return Baseline(
         floor=max(divergence(second.losses, first.losses), statistics.fmean(gaps)),
-        benign=gaps,
-        benign_excess=tuple(signed_gap(result.losses, first.losses) for result in perturbed),
+        rounding_gaps=gaps,
+        rounding_excess=tuple(signed_gap(result.losses, first.losses) for result in perturbed),
         learnt=has_learnt(first.losses),
     )

@@ -76,6 +76,7 @@ class Contender:
 
     @property
     def name(self) -> str:
+        """Of the policy."""
         return self.standing.name
 
     @property
@@ -159,6 +160,11 @@ class Verification:
 def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> dict[str, float]:
     """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones.
 
+    Args:
+        policy: whose evidence may say them.
+        max_divergence: asked for: a fraction; None for nothing.
+        max_gradient_error: asked for: a share of the gradient noise; None for nothing.
+
     Raises:
         UsageError: one that was asked for is not above 0.
     """
@@ -198,6 +204,11 @@ def first_fresh_seed(policy: Policy) -> int:
 def refuse_another_model(policy: Policy, pool: HostPool, backend: str) -> None:
     """Try one step under a policy that was found on another model: what does not fit is refused before all runs.
 
+    Args:
+        policy: to be verified.
+        pool: hosts.
+        backend: who multiplies.
+
     Raises:
         PolicyMismatchError, UnsupportedError: it cannot be applied here.
     """
@@ -219,6 +230,11 @@ def _check_fit(one: TrialResult | Run) -> None:
 
 def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
     """Return what a search for the policy's target would be of, where all that it says is measured on this device.
+
+    Args:
+        policy: to be verified.
+        pool: hosts.
+        options: with the script's command and the limits.
 
     Raises:
         ScriptError: the script's training step could not be recorded.
@@ -412,7 +428,13 @@ def _gradient_errors(
 
 
 def judge(rules: Rules, name: str, runs: Sequence[Run]) -> Contender:
-    """Return a policy with what the rules of a search say of its runs, one per paired seed."""
+    """Return a policy with what the rules of a search say of its runs, one per paired seed.
+
+    Args:
+        rules: of a search.
+        name: of the policy.
+        runs: one per paired seed, and its duel, if any.
+    """
     errors, limit = [max(error, TINY) for error in _errors(runs)], rules.gradient_limit
     error = statistics.geometric_mean(errors) if errors else None
     found = rules.judge(Standing.of(name, runs, error))
@@ -434,14 +456,21 @@ def _is_unsure(one: Standing, rules: Rules, *, failed: bool, known: bool) -> boo
     """Whether further seeds may take a rejection back, unless the gradient error is beyond its limit for sure."""
     if not one.rejection or failed or (one.final and not known):
         return False
-    if rules.baseline.reach > rules.max_divergence:  # what the loss says there is said for sure
+    if rules.baseline.noise_floor_upper > rules.max_divergence:  # what the loss says there is said for sure
         return not one.by_loss
     # the bound lies as far below the mean as the upper one above it, in the logarithm
     return one.upper is not None and one.mean * one.mean / one.upper <= rules.max_divergence
 
 
 def decide(rows: Sequence[Contender], rules: Rules, *, timed: bool, reference_memory: float) -> tuple[str, Reason]:
-    """Return (verdict, reason) for the first of the judged rows, beside the others."""
+    """Return (verdict, reason) for the first of the judged rows, beside the others.
+
+    Args:
+        rows: the policy that is verified, and what it is compared with.
+        rules: of a search.
+        timed: whether step times mean anything.
+        reference_memory: bytes of a step of the script as written.
+    """
     policy, one = rows[0], rows[0].standing
     if policy.failures:
         return "fails", Reason("failed", {"runs": len(policy.failures), "first": policy.failures[0]})

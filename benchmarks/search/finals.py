@@ -23,7 +23,7 @@ from autoprec.tuning.decide.decision import Rules, Standing, choose
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.ranking import Ranking, rank
-from autoprec.tuning.decide.sampler.expectation import DOUBT, Expectation
+from autoprec.tuning.decide.sampler.expectation import EXPLORATORY, Expectation
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.study.run import Run, metrics_of
 from benchmarks.search.cases import MAX_DIVERGENCE
@@ -57,7 +57,7 @@ class Replay:
         others = [s for s in TRIAL_SEEDS if s != seed]
         self.order = [seed, *(others[(seed + k) % len(others)] for k in range(len(others))), *TRUTH_SEEDS]
         self.rows: dict[bytes, list[float]] = {}
-        self.doubts: set[bytes] = set()
+        self.exploratory: set[bytes] = set()
         self.references = {0}
         self.told: list[str] = []
         self.rules = Rules(MAX_DIVERGENCE, Baseline(case.scans[seed].floor))
@@ -95,7 +95,7 @@ class Replay:
                 "ok",
                 metrics=metrics_of({"divergence": gap, "step_time_ms": self.case.time(row)}),
                 seed=k,
-                tags=(DOUBT,) if row in self.doubts and not k else (),
+                tags=(EXPLORATORY,) if row in self.exploratory and not k else (),
             )
             for row, gaps in self.rows.items()
             for k, gap in enumerate(gaps)
@@ -150,8 +150,8 @@ def searched(case: Case, seed: int, trials: int = TRIALS, told: list[str] | None
             continue
         assert best is not None
         row = case.row(best.params)
-        if best.doubt:
-            replay.doubts.add(row)
+        if best.exploratory:
+            replay.exploratory.add(row)
         replay.run(row)
         tell(study, case, best.params, row, seed)
 

@@ -318,7 +318,7 @@ def test_a_limit_of_nothing_is_refused_instead_of_taking_another(asked: tuple[fl
 
 def test_where_training_is_chaotic_what_the_loss_says_for_sure_is_not_undecided() -> None:
     """Nor is it where the gradient error is beyond its limit as well, by so little that chance may explain that."""
-    chaotic = Baseline(0.01, benign=(0.01, 0.011, 0.009), benign_excess=(0.0, 0.0, 0.0))
+    chaotic = Baseline(0.01, rounding_gaps=(0.01, 0.011, 0.009), rounding_excess=(0.0, 0.0, 0.0))
     errors = (0.0612, 0.0612, 0.0612)
     rules = Rules(baseline=chaotic, max_gradient=0.06, gradient_noise=0.5)
     for gaps, found in (((0.5, 0.6, 0.55), "fails"), ((0.01, 0.012, 0.011), "undecided")):

@@ -29,7 +29,7 @@ from autoprec.tuning.decide.noise import (
     compare_excess,
     compare_gaps,
     confidence_bound,
-    is_worse_than_benign,
+    is_worse_than_rounding,
     screening_limit,
     uninformative,
 )
@@ -227,9 +227,9 @@ class Rules:
         return uninformative(self.max_divergence, self.baseline)
 
     @property
-    def benign(self) -> tuple[float, ...]:
+    def rounding_gaps(self) -> tuple[float, ...]:
         """Divergences of the benign perturbations."""
-        return self.baseline.benign or (self.baseline.floor,)
+        return self.baseline.rounding_gaps or (self.baseline.floor,)
 
     @property
     def gradient_limit(self) -> float | None:
@@ -276,13 +276,15 @@ class Rules:
             return Reason("incomplete")
         if upper <= self.max_divergence:
             return None
-        if self.baseline.reach <= self.max_divergence:
+        if self.baseline.noise_floor_upper <= self.max_divergence:
             gaps = {"least": min(one.divergences), "most": max(one.divergences), "seeds": one.seeds}
             return Reason("divergence", {"mean": mean, "upper": upper, "limit": self.max_divergence} | gaps)
         # gaps of benign changes are beyond the budget as well
-        if is_worse_than_benign(one.divergences, self.benign):
-            return Reason("beyond_benign", {"mean": mean, "ratio": compare_gaps(one.divergences, self.benign)[0]})
-        excess, least = compare_excess(one.excess, self.baseline.benign_excess) if one.excess else (0.0, -math.inf)
+        if is_worse_than_rounding(one.divergences, self.rounding_gaps):
+            return Reason(
+                "beyond_rounding", {"mean": mean, "ratio": compare_gaps(one.divergences, self.rounding_gaps)[0]}
+            )
+        excess, least = compare_excess(one.excess, self.baseline.rounding_excess) if one.excess else (0.0, -math.inf)
         return (
             Reason("worse_loss", {"excess": excess, "limit": self.max_divergence})
             if (least > self.max_divergence)
@@ -305,8 +307,8 @@ class Rules:
         loss = self.uninformative
         if loss is None or (upper <= self.max_divergence and self.baseline.learnt):
             return None
-        chaotic = self.baseline.reach > self.max_divergence
-        ratio = compare_gaps(one.divergences, self.benign)[0] if chaotic else None
+        chaotic = self.baseline.noise_floor_upper > self.max_divergence
+        ratio = compare_gaps(one.divergences, self.rounding_gaps)[0] if chaotic else None
         error, limit = one.gradient_error or 0.0, self.gradient_limit or 0.0
         return Reason("judged_by_gradient", {"loss": loss, "error": error, "limit": limit, "ratio": ratio})
 

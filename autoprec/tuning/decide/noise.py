@@ -70,20 +70,20 @@ class Baseline:
 
     Attributes:
         floor: mean divergence of the benign perturbations, a fraction.
-        benign: their divergences; the floor alone when empty.
-        benign_excess: their signed relative loss gaps.
+        rounding_gaps: their divergences; the floor alone when empty.
+        rounding_excess: their signed relative loss gaps.
         learnt: whether the script's own loss moved over the steps that are compared.
     """
 
     floor: float = 0.0
-    benign: tuple[float, ...] = ()
-    benign_excess: tuple[float, ...] = ()
+    rounding_gaps: tuple[float, ...] = ()
+    rounding_excess: tuple[float, ...] = ()
     learnt: bool = True
 
     @property
-    def reach(self) -> float:
+    def noise_floor_upper(self) -> float:
         """How far the benign perturbation itself may be from the reference: upper 95 % bound of the floor."""
-        return max(self.floor, confidence_bound(self.benign)[1] if self.benign else 0.0)
+        return max(self.floor, confidence_bound(self.rounding_gaps)[1] if self.rounding_gaps else 0.0)
 
     def over_seeds(self, further: Sequence[tuple[float, float]]) -> Baseline:
         """Return it with (divergence, signed gap) of the benign perturbation under further seeds: one of each counts.
@@ -93,9 +93,11 @@ class Baseline:
         if not further:
             return self
         gaps, excess = zip(*further, strict=True)
-        benign = (*self.benign[:1], *gaps)
-        floor = max(self.floor, float(np.mean(benign)))
-        return replace(self, floor=floor, benign=benign, benign_excess=(*self.benign_excess[:1], *excess))
+        rounding_gaps = (*self.rounding_gaps[:1], *gaps)
+        floor = max(self.floor, float(np.mean(rounding_gaps)))
+        return replace(
+            self, floor=floor, rounding_gaps=rounding_gaps, rounding_excess=(*self.rounding_excess[:1], *excess)
+        )
 
 
 def student95(freedom: int) -> float:
@@ -177,8 +179,11 @@ def uninformative(budget: float, baseline: Baseline) -> Reason | None:
     Args:
         budget: of the divergence, a fraction.
     """
-    if baseline.reach > budget:
-        return Reason("noise_beyond_budget", {"floor": baseline.floor, "reach": baseline.reach, "budget": budget})
+    if baseline.noise_floor_upper > budget:
+        return Reason(
+            "noise_beyond_budget",
+            {"floor": baseline.floor, "noise_floor_upper": baseline.noise_floor_upper, "budget": budget},
+        )
     return None if baseline.learnt else Reason("loss_flat")
 
 
@@ -192,16 +197,16 @@ def screening_limit(budget: float, floor: float) -> float:
     return budget if floor <= _NEARLY * budget else max(budget, _EVERY_STEP * _ONE_TRIAL * floor)
 
 
-def compare_gaps(gaps: Sequence[float], benign: Sequence[float]) -> tuple[float, float]:
+def compare_gaps(gaps: Sequence[float], rounding_gaps: Sequence[float]) -> tuple[float, float]:
     """Return (ratio, lower 95 % bound of the ratio) of a policy's gaps to those of benign perturbations.
 
     Both are lognormal with one spread, known beforehand to about 0.5 and pooled from both.
 
     Args:
         gaps: divergences of the policy, one per paired seed, finite; at least one.
-        benign: divergences of the perturbed reference; at least one.
+        rounding_gaps: divergences of the perturbed reference; at least one.
     """
-    ours, theirs = _logs(gaps), _logs(benign)
+    ours, theirs = _logs(gaps), _logs(rounding_gaps)
     freedom = _KNOWN_DF + len(ours) + len(theirs) - 2
     squares = _KNOWN_DF * _CHAOTIC_SD**2 + _squares(ours) + _squares(theirs)
     error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
@@ -209,9 +214,9 @@ def compare_gaps(gaps: Sequence[float], benign: Sequence[float]) -> tuple[float,
     return math.exp(ratio), math.exp(ratio - student95(freedom) * error)
 
 
-def is_worse_than_benign(gaps: Sequence[float], benign: Sequence[float]) -> bool:
+def is_worse_than_rounding(gaps: Sequence[float], rounding_gaps: Sequence[float]) -> bool:
     """Say whether a policy's gaps are surely larger than rounding in every step explains."""
-    return compare_gaps(gaps, benign)[1] > _EVERY_STEP
+    return compare_gaps(gaps, rounding_gaps)[1] > _EVERY_STEP
 
 
 def error_over_limit(shares: Sequence[float]) -> tuple[float, float]:
@@ -226,17 +231,17 @@ def error_over_limit(shares: Sequence[float]) -> tuple[float, float]:
     return math.exp(float(logs.mean())), math.exp(float(logs.mean()) - student95(freedom) * error)
 
 
-def compare_excess(excess: Sequence[float], benign: Sequence[float]) -> tuple[float, float]:
+def compare_excess(excess: Sequence[float], rounding_excess: Sequence[float]) -> tuple[float, float]:
     """Return (mean, lower 95 % bound of the mean) of a policy's excess loss over that of benign perturbations.
 
     Args:
         excess: signed relative gaps of the policy (positive: its loss is higher), one per paired seed.
-        benign: the same of the perturbed reference; may be empty (then it counts as zero on average).
+        rounding_excess: the same of the perturbed reference; may be empty (then it counts as zero on average).
 
     Returns:
         Fractions; the bound is minus infinity where fewer than three values cannot tell the spread.
     """
-    samples = [np.asarray(values, dtype=np.float64) for values in (excess, benign) if len(values)]
+    samples = [np.asarray(values, dtype=np.float64) for values in (excess, rounding_excess) if len(values)]
     mean = float(samples[0].mean()) - sum(float(theirs.mean()) for theirs in samples[1:])
     freedom = sum(len(sample) - 1 for sample in samples)
     if freedom < 2:

@@ -74,8 +74,8 @@ def _apart(value: float, limit: float, unit: str = "") -> str:
 
 
 # --- the loss cannot judge -------------------------------------------------------------------------------------------
-def _noise_beyond_budget(floor: float, reach: float, budget: float) -> str:
-    up_to = f" (up to {reach:.3%} at 95 % confidence)" if floor <= budget else ""
+def _noise_beyond_budget(floor: float, noise_floor_upper: float, budget: float) -> str:
+    up_to = f" (up to {noise_floor_upper:.3%} at 95 % confidence)" if floor <= budget else ""
     return (
         f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {floor:.3%}{up_to}, "
         f"beyond the budget of {budget:.3%}"
@@ -264,7 +264,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     # why a policy is not acceptable, or not taken
     "incomplete": lambda: "it was not measured to the end in every seed",
     "divergence": _divergence_beyond,
-    "beyond_benign": lambda mean, ratio: (
+    "beyond_rounding": lambda mean, ratio: (
         f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
     ),
     "worse_loss": lambda excess, limit: (

@@ -42,7 +42,10 @@ FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 
 
 def settled(decision: Decision, state: SearchState) -> Decision:
-    """Return the decision as far as it can be made: what was cut short says so, and never says "stay"."""
+    """Return the decision as far as the measurements carry it.
+
+    Of a search that was cut short the answer says so; it is never "stay", for something faster may have been missed.
+    """
     if not state.cut_short:
         return decision
     cut = Reason("cut_short", {"what": list(state.cut_short)})
@@ -93,7 +96,13 @@ def _figures(setup: Setup, state: SearchState, run: Run, tried: Mapping[str, Run
 
 
 def final_metrics(setup: Setup, state: SearchState, decision: Decision) -> dict[str, Any]:
-    """Return the metrics of the chosen policy, of all its runs; of the reference where none is."""
+    """Return the metrics of the chosen policy, of all its runs; of the reference where none is.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        decision: the answer.
+    """
     if decision.run is None:
         return reference_metrics(setup, state) | {"name": "script as written"}
     out = _figures(setup, state, decision.run, pooled(state.store.records)).to_row() | {"seeds": decision.seeds}
@@ -165,7 +174,13 @@ def _under(variant: Mapping[str, Any]) -> dict[str, str]:
 
 
 def emitted_policy(setup: Setup, state: SearchState, decision: Decision) -> Policy:
-    """Return the policy to write: the chosen point (or one that changes nothing), how it was found, what to watch."""
+    """Return the policy to write: the chosen point (or one that changes nothing), how it was found, what to watch.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        decision: the answer.
+    """
     evidence = _evidence(setup, state, decision)
     seen = known_layers(layer.name for layer in setup.graph.layers)
     model = ModelInfo.model_validate({**setup.graph.model, "layers": seen})
@@ -300,7 +315,13 @@ def _front_policy(setup: Setup, state: SearchState, record: Run, point: Mapping[
 
 
 def save_front(setup: Setup, state: SearchState, result: SearchResult) -> None:
-    """Write ``front/00.yaml``, ``01.yaml``, ... into the study's folder, in the order of the result's front."""
+    """Write ``front/00.yaml``, ``01.yaml``, ... into the study's folder, in the order of the result's front.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        result: whose front it is.
+    """
     records = {record.name: record for record in state.store.learned()}
     for index, point in enumerate(result.front):
         policy = _front_policy(setup, state, records[str(point["name"])], point)

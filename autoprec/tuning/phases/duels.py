@@ -321,7 +321,14 @@ def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[flo
 
 
 def duel_run(name: str, policy: Document, times: Sequence[tuple[float, float]], reference_ms: float) -> Run:
-    """Return a duel as a run: a speed-up, and the step time that follows from the reference's, with intervals."""
+    """Return a duel as a run: a speed-up, and the step time that follows from the reference's, with intervals.
+
+    Args:
+        name: of the policy.
+        policy: its document.
+        times: milliseconds per step of the reference and of the policy, round by round.
+        reference_ms: step time of the reference, to which the ratio is applied.
+    """
     middle, low, high = median_interval([reference / own for reference, own in times])
     step = Metric(reference_ms / middle, low=reference_ms / high, high=reference_ms / low)
     metrics = {"speedup": Metric(middle, low=low, high=high), "step_time_ms": step}

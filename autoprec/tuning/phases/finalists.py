@@ -150,9 +150,10 @@ class SeedAllocation:
         self._state.seconds.finalists_s = (self._state.seconds.finalists_s or 0.0) + time.monotonic() - began
 
     def _must_end(self) -> bool:
-        """Say whether no further run is made: the time is used up, or the script fails under one seed after the other.
+        """Say whether the search has to end here.
 
-        One policy is measured under a second seed where that ends soon after the budget.
+        It ends where the time budget is used up, and where the script itself fails under one seed after the other. A
+        second seed of one policy may end a little after the budget, as without it nothing can be adopted.
         """
         if self.seedless:
             failed = [*self._seeds.unusable.values()]
@@ -221,11 +222,11 @@ class SeedAllocation:
         """
         budget = self._setup.options.max_divergence
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
-        if self._seeds.benign or all(run["divergence"] <= budget for run in runs) or self._must_end():
+        if self._seeds.rounding_gaps or all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
         for seed in [seed for seed in self._seeds.references if seed]:
             self._seeds.perturb(seed)
-        return bool(self._seeds.benign)
+        return bool(self._seeds.rounding_gaps)
 
     def _confirm(self) -> None:
         """Measure the gradient error of the best that is accepted by a predicted one, and judge it again."""

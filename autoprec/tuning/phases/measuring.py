@@ -32,6 +32,11 @@ def make_prior(setup: Setup, state: SearchState, table: SensitivityTable) -> Pri
 
     Where steps are timed, modelled times are in units of the reference's measured one: gains are ratios, and under a
     model that overstates every time no policy would look faster than the script.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        table: gradient errors.
     """
     level = state.reference.step_ms / setup.steps.of_reference().time_ms if setup.measured else 1.0
 
@@ -53,7 +58,13 @@ def make_prior(setup: Setup, state: SearchState, table: SensitivityTable) -> Pri
 
 
 def goals_of(setup: Setup, state: SearchState, table: SensitivityTable) -> Goals:
-    """Return what the search is for, in the units of the sampler's models."""
+    """Return what the search is for, in the units of the sampler's models.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        table: gradient errors.
+    """
     reference, limit = state.reference, state.gradient_limit()
     return Goals(
         max_divergence=setup.options.max_divergence,
@@ -87,7 +98,7 @@ class PairedSeeds:
 
     Attributes:
         references: the reference's run by seed, compiled as runs are.
-        benign: (divergence, signed gap) of the benign perturbation by seed, where it was run.
+        rounding_gaps: (divergence, signed gap) of the benign perturbation by seed, where it was run.
         unusable: why the reference could not be run, by seed.
     """
 
@@ -95,13 +106,13 @@ class PairedSeeds:
         self._setup, self._runner, self._state = setup, runner, state
         self.references = {0: state.reference}
         self._whole = {} if state.whole is None else {0: state.whole}
-        self.benign: dict[int, tuple[float, float]] = {}
+        self.rounding_gaps: dict[int, tuple[float, float]] = {}
         self.unusable: dict[int, str] = {}
 
     @property
     def baseline(self) -> Baseline:
         """What policies are compared with: benign gaps under further seeds, too, where they were measured."""
-        return self._state.reference.baseline.over_seeds(list(self.benign.values()))
+        return self._state.reference.baseline.over_seeds(list(self.rounding_gaps.values()))
 
     def measure(self, plan: Run, error: float, *, by_block: bool) -> Run | None:
         """Run a policy under the seed of its plan, and return its record; None where that seed cannot be used.
@@ -139,7 +150,7 @@ class PairedSeeds:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._state.reference
             references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
-            if own.baseline.reach > self._setup.options.max_divergence and not whole:
+            if own.baseline.noise_floor_upper > self._setup.options.max_divergence and not whole:
                 self.perturb(seed)
         return references[seed]
 
@@ -148,7 +159,7 @@ class PairedSeeds:
         result = self._runner.measure(self._runner.train_spec(self._setup.reference_policy(), perturb="bf16"), seed)
         if result.ok:
             losses = self.references[seed].losses
-            self.benign[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
+            self.rounding_gaps[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
 
 
 def scored(
@@ -186,7 +197,13 @@ def scored(
 
 
 def with_gain(setup: Setup, state: SearchState, record: Run) -> Run:
-    """Return a record with its gain over the best 16-bit run that is known by now, where there is one."""
+    """Return a record with its gain over the best 16-bit run that is known by now, where there is one.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        record: a run that ended.
+    """
     known = state.store.records
     stored = any(r.number == record.number for r in known)
     over = over_sixteen_bit(record.figures, sixteen_bit_speedup(setup, known if stored else [*known, record]))

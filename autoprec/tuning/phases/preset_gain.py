@@ -32,6 +32,14 @@ def best_preset(
     One that was not run is predicted to be as fast as the chosen policy at most, or a run of it would have paid, and
     stands for those that were only where it is faster by more than a tenth. A preset that was chosen is the best one.
     None where there are no presets, or speed is not the objective.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        expectation: the models that are fitted to every run.
+        standings: of all that was tried.
+        tried: their first runs, in the same order.
+        chosen: what would be adopted.
     """
     problem = setup.problem
     offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
@@ -55,7 +63,14 @@ def best_preset(
 
 
 def over_preset(chosen: Standing, best: Standing | None, duels: Duels, noise: float) -> tuple[Reason, ...]:
-    """Return what a chosen policy gains over the best preset: with an interval where both were timed in duels."""
+    """Return what a chosen policy gains over the best preset: with an interval where both were timed in duels.
+
+    Args:
+        chosen: what is adopted.
+        best: the best preset; None for none.
+        duels: of the search.
+        noise: of timings: what two speed-ups differ by through noise alone, relative.
+    """
     if best is None:
         return ()
     data = {"name": best.name, "gain": max(0.0, chosen.speedup / best.speedup - 1.0), "measured": best.seeds > 0}

@@ -17,6 +17,11 @@ A = TypeVar("A", bound=Answer)
 def record_step(host: Runner, label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
     """Record one training step of a script that is held at its first.
 
+    Args:
+        host: holds the script.
+        label: what the script is called in messages.
+        timeout_s: seconds for the step.
+
     Raises:
         ScriptError: the step could not be recorded.
     """
@@ -25,6 +30,12 @@ def record_step(host: Runner, label: str, *, timeout_s: float = PATIENCE_S) -> G
 
 def answer_of(result: TrialResult, kind: type[A], label: str, done: str = "measured") -> A:
     """Return what a trial was asked for.
+
+    Args:
+        result: of the trial.
+        kind: type of its answer.
+        label: what the script is called in messages.
+        done: what was to be done with the step, in the message.
 
     Raises:
         ScriptError: it failed; the message carries the script's own output.

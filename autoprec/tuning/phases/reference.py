@@ -31,6 +31,11 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState) ->
 
     A script that compiles its model is run once as it is, and then by block where that pays.
 
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+
     Raises:
         ScriptError: the reference itself fails in the script's own code.
         NothingAcceptableError: the script has fewer steps than asked for, or its loss is not finite.
@@ -86,7 +91,9 @@ def _tell_uninformative(setup: Setup, state: SearchState) -> None:
     baseline = state.reference.baseline
     why = uninformative(setup.options.max_divergence, baseline)
     if why is not None:
-        benign = " and by the gaps of benign changes" if baseline.reach > setup.options.max_divergence else ""
+        benign = (
+            " and by the gaps of benign changes" if baseline.noise_floor_upper > setup.options.max_divergence else ""
+        )
         which = "policies are judged by their"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"
@@ -111,7 +118,13 @@ def reference_of(setup: Setup, *results: TrialResult) -> Reference:
 
 
 def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str]:
-    """Tell how long the search will take, from what the reference took, and how its trials are run to that end."""
+    """Tell how long the search will take, from what the reference took, and how its trials are run to that end.
+
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+    """
     options, work, seconds = setup.options, runner.work, state.seconds
     steps, training_s = options.steps + options.warmup, work.training_s / max(work.starts, 1.0)
     step_s = training_s / steps if seconds.step_s is None else seconds.step_s

@@ -53,7 +53,15 @@ def taken_back(index: IntVector, time: FloatTable, errors: Sequence[FloatTable],
 def safer_policy(
     setup: Setup, state: SearchState, expectation: Expectation, decision: Decision, tried: Sequence[Run]
 ) -> Run | None:
-    """Return what is adopted without the lowerings that can be taken back, as a run to make; None for none."""
+    """Return what is adopted without the lowerings that can be taken back, as a run to make; None for none.
+
+    Args:
+        setup: what is searched.
+        state: what the search has learnt so far.
+        expectation: the models that are fitted to every run.
+        decision: the answer as it stands.
+        tried: first runs of all that was tried.
+    """
     problem, first, chosen, table = setup.problem, decision.run, decision.chosen, state.table
     if first is None or chosen is None or table is None or SAFER in first.tags:
         return None
@@ -73,7 +81,14 @@ def safer_policy(
 def what_was_taken_back(
     setup: Setup, expectation: Expectation, chosen: Standing, tried: Sequence[Run]
 ) -> tuple[Reason, ...]:
-    """Return the reason that names what a chosen policy has taken back; nothing for other policies."""
+    """Return the reason that names what a chosen policy has taken back; nothing for other policies.
+
+    Args:
+        setup: what is searched.
+        expectation: the models that are fitted to every run.
+        chosen: what is adopted.
+        tried: first runs of all that was tried.
+    """
     safer = chosen.run
     first = next((run for run in tried if safer is not None and run.name + _NAMED == safer.name), None)
     if safer is None or first is None:

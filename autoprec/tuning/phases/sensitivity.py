@@ -38,6 +38,11 @@ def scan_warmup(steps: int) -> int:
 def measure_table(setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:
     """Measure (or, on resume, read back) the table of gradient errors.
 
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+
     Raises:
         NothingAcceptableError: the scan could not be run, or no gradient to compare with was seen.
     """
@@ -112,7 +117,14 @@ def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequen
 def measure_errors(
     setup: Setup, runner: PairedRunner, state: SearchState, policies: Mapping[str, Document]
 ) -> dict[str, float]:
-    """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
+    """Return the measured relative gradient error of whole policies, by name; those that failed are left out.
+
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+        policies: name -> document.
+    """
     began = time.monotonic()
     try:
         found = probe_policies(setup, runner, state, policies)
@@ -127,6 +139,13 @@ def probe_policies(
     setup: Setup, runner: PairedRunner, state: SearchState, policies: Mapping[str, Document], seed: int = 0
 ) -> GradientErrors:
     """Compare the gradients of whole policies on one state and batch, and return what the scan says of each.
+
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+        policies: name -> document.
+        seed: the paired seed.
 
     Raises:
         NothingAcceptableError: it could not be run.

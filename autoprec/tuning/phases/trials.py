@@ -20,7 +20,7 @@ from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import VARIANT, Params, Point
-from autoprec.tuning.decide.sampler.expectation import DOUBT, Expectation, Goals
+from autoprec.tuning.decide.sampler.expectation import EXPLORATORY, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
 from autoprec.tuning.decide.table import SensitivityTable
@@ -53,7 +53,13 @@ def hopeless_gap(setup: Setup, state: SearchState) -> float:
 
 
 def reserve(setup: Setup, allocation: SeedAllocation, state: SearchState) -> float:
-    """Return the seconds kept for the further seeds without which nothing is adopted; none before anything may be."""
+    """Return the seconds kept for the further seeds without which nothing is adopted; none before anything may be.
+
+    Args:
+        setup: what is searched.
+        allocation: which seeds the contenders have had.
+        state: what the search has learnt so far.
+    """
     speed_alone = setup.options.objective == "throughput"  # then what is slower than the script is never adopted
     may_be = [record for record in state.acceptable_ones() if not setup.problem.is_script(record.params)]
     if not any(record["speedup"] > 1.0 or not speed_alone for record in may_be):
@@ -62,7 +68,14 @@ def reserve(setup: Setup, allocation: SeedAllocation, state: SearchState) -> flo
 
 
 def seconds_left(setup: Setup, runner: PairedRunner, state: SearchState, allocation: SeedAllocation) -> float:
-    """Return the seconds until the search ends at most, further seeds included: it may converge before."""
+    """Return the seconds until the search ends at most, further seeds included: it may converge before.
+
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+        allocation: which seeds the contenders have had.
+    """
     more = max(0, setup.options.trials - len(state.store.learned()))
     trials = more * state.seconds_per_run() / max(1, runner.workers)
     left = trials + reserve(setup, allocation, state) + state.seconds_to_close()
@@ -82,7 +95,7 @@ class _Loop:
         running: trials that have not ended yet.
         by_hand: keys of what people write by hand, which is run first, whatever the budget says.
         used_up: the sampler proposed nothing new any more.
-        taught: how many records there were when the models were last fitted.
+        fitted_at: how many records there were when the models were last fitted.
         saved: name of the best policy so far, which is in ``best.yaml``.
     """
 
@@ -99,12 +112,12 @@ class _Loop:
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
     by_hand: frozenset[Point] = frozenset()
     used_up: bool = False
-    taught: int = -1
+    fitted_at: int = -1
     saved: str = ""
 
     def __post_init__(self) -> None:
         """Count on from what earlier sessions left."""
-        self.teach()
+        self.refit()
 
     def trial(self, number: int, name: str, params: Params, tags: tuple[str, ...]) -> Run:
         setup, state = self.setup, self.state
@@ -130,7 +143,7 @@ class _Loop:
         state.store.tell(trial, record)
         self.done += 1
         self.seen[self.setup.problem.key(record.params)] = record
-        self.teach()
+        self.refit()
         best = state.best()
         if best is not None and best.name != self.saved:  # so that not even kill -9 loses it
             save_policy(Policy.model_validate(best.policy), self.setup.study_dir / "best.yaml")
@@ -151,11 +164,11 @@ class _Loop:
                 fix=f"its output ended with:\n{first.tail}" if first.tail else "run with -v to see every trial",
             )
 
-    def teach(self) -> None:
+    def refit(self) -> None:
         """Refit to what was measured since the last time."""
-        if self.taught == len(self.state.store.records):
+        if self.fitted_at == len(self.state.store.records):
             return
-        self.taught = len(self.state.store.records)
+        self.fitted_at = len(self.state.store.records)
         self.allocation.update()
         if isinstance(self.sampler, PrecisionSampler):
             self.sampler.learn(self.allocation.runs(), self.allocation.now.best_cost)
@@ -168,14 +181,14 @@ class _Loop:
     # --- going on or not --------------------------------------------------------------------------------------------
     def expected(self) -> float:
         """Return what the best policy not tried yet is expected to gain per run; 0 where no trial may be run."""
-        return 0.0 if self.out_of_time() else self.left()
+        return 0.0 if self.out_of_time() else self.best_untried_value()
 
-    def left(self) -> float:
+    def best_untried_value(self) -> float:
         if self.done + len(self.running) >= self.goal or self.used_up:
             return 0.0
         if not isinstance(self.sampler, PrecisionSampler) or self.state.store.queued():
             return math.inf
-        self.teach()
+        self.refit()
         best = self.sampler.best(self.state.store.live)
         return best.value if best is not None else 0.0
 
@@ -186,9 +199,9 @@ class _Loop:
     def conclude(self) -> None:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
         state, done = self.state, f"{self.done} of {counted(self.goal, 'trial')}"
-        if self.left() > 0 and self.allocation.seedless:
+        if self.best_untried_value() > 0 and self.allocation.seedless:
             state.end(f"ended after {done}: the script as written fails under further paired seeds")
-        elif self.left() > 0:  # only the time ends a search that has something left to try
+        elif self.best_untried_value() > 0:  # only the time ends a search that has something left to try
             state.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             state.end(f"ran out of time after {done}")
         elif self.done >= self.goal:
@@ -220,6 +233,12 @@ class _Loop:
 
 def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: SensitivityTable) -> Decision:
     """Run trials and further seeds, whichever has more value, until no run pays any more; return the answer.
+
+    Args:
+        setup: what is searched.
+        runner: runs trials beside the reference.
+        state: what the search has learnt so far.
+        table: gradient errors.
 
     Raises:
         NothingAcceptableError: five trials in a row failed, ten where another one was measured.
@@ -285,8 +304,8 @@ def _drive(loop: _Loop) -> None:
                     continue
                 queued, proposed = str(trial.user_attrs.get("preset", "")), loop.proposed(params)
                 name = queued or (proposed.preset if proposed is not None else "")
-                doubt = proposed is not None and proposed.doubt and not queued
-                tags = (*(("preset",) if name else ()), *((DOUBT,) if doubt else ()))
+                exploratory = proposed is not None and proposed.exploratory and not queued
+                tags = (*(("preset",) if name else ()), *((EXPLORATORY,) if exploratory else ()))
                 number = loop.state.store.next_number()
                 name = name or f"trial {number}" + (f", {params[VARIANT]}" if loop.runner.is_elsewhere(params) else "")
                 future = threads.submit(loop.trial, number, name, params, tags)

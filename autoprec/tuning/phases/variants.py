@@ -93,8 +93,8 @@ def choose(
         if rest < needed or not results:
             row |= {"status": NOT_TRIED, "reason": "the time budget left no time for it"}
             continue
-        first, second, *benign = results
-        limit = max(baseline_of(first, second, benign).reach, _ROUNDING)
+        first, second, *rounding_gaps = results
+        limit = max(baseline_of(first, second, rounding_gaps).noise_floor_upper, _ROUNDING)
         # its share of what is left, so that one that hangs leaves the others theirs
         within = min(rest, max(_SLOWER * needed, rest / (len(variants) - number)))
         ends = time.monotonic() + within

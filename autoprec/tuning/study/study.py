@@ -185,7 +185,13 @@ class StudyStore:
         distributions: Distributions,
         presets: Sequence[tuple[str, Params]],
     ) -> None:
-        """Open the in-memory study: replay what is finished, then enqueue the presets that are not."""
+        """Open the in-memory study: replay what is finished, then enqueue the presets that are not.
+
+        Args:
+            sampler: what proposes trials.
+            distributions: what may be drawn of every parameter.
+            presets: name and params of what is run first.
+        """
         self._distributions = dict(distributions)
         live = optuna.create_study(directions=["minimize"] * len(self.objectives), sampler=sampler)
         for record in self.learned():

@@ -75,6 +75,7 @@ class HostPool:
         return self._runners[seed].size
 
     def release(self, seed: int) -> None:
+        """End the host of a paired seed."""
         runner = self._runners.pop(seed, None)
         self._infos.pop(seed, None)
         if runner is not None:
@@ -96,6 +97,7 @@ class HostPool:
         threads.shutdown()
 
     def close(self) -> None:
+        """End all hosts."""
         with self._lock:
             self._closed = True
         self._starter.shutdown(wait=False, cancel_futures=True)

@@ -76,7 +76,7 @@ def test_beyond_the_budget_nothing_is_adopted_without_a_word() -> None:
 
 def test_gaps_far_above_those_of_benign_changes_are_rejected_where_the_budget_says_nothing() -> None:
     far = candidate("far", 1.5, 0.4, gradient_error=0.04)
-    assert choose([SCRIPT, far], baseline=CHAOS).rejected["far"].code == "beyond_benign"
+    assert choose([SCRIPT, far], baseline=CHAOS).rejected["far"].code == "beyond_rounding"
 
 
 def test_a_loss_that_is_surely_higher_is_rejected_where_the_budget_says_nothing() -> None:

@@ -16,7 +16,7 @@ from autoprec.tuning.decide.noise import (
     compare_gaps,
     confidence_bound,
     has_learnt,
-    is_worse_than_benign,
+    is_worse_than_rounding,
     needs_more_benign_runs,
     screening_limit,
     student95,
@@ -36,7 +36,7 @@ def lognormal(rng: np.random.Generator, level: float, sd: float = 0.5, count: in
 def test_what_is_no_worse_than_benign_is_hardly_ever_called_worse() -> None:
     rng = np.random.default_rng(0)
     for level, most in ((1.0, 0.001), (4.0, 0.07)):  # the second is as far as rounding in every step may go
-        called = [is_worse_than_benign(lognormal(rng, 0.02 * level), lognormal(rng, 0.02)) for _ in range(1000)]
+        called = [is_worse_than_rounding(lognormal(rng, 0.02 * level), lognormal(rng, 0.02)) for _ in range(1000)]
         assert np.mean(called) <= most
 
 
@@ -44,7 +44,7 @@ def test_what_is_far_worse_than_benign_is_found_out() -> None:
     rng = np.random.default_rng(1)
     for seeds, level in ((4, 16.0), (8, 10.0)):
         called = [
-            is_worse_than_benign(lognormal(rng, 0.02 * level, count=seeds), lognormal(rng, 0.02, count=seeds))
+            is_worse_than_rounding(lognormal(rng, 0.02 * level, count=seeds), lognormal(rng, 0.02, count=seeds))
             for _ in range(500)
         ]
         assert np.mean(called) > 0.9
@@ -182,10 +182,10 @@ def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
 def test_the_loss_is_uninformative_above_the_budget_or_when_it_stands_still() -> None:
     assert uninformative(BUDGET, Baseline(0.001)) is None
     above = uninformative(BUDGET, Baseline(0.017))
-    assert above == Reason("noise_beyond_budget", {"floor": 0.017, "reach": 0.017, "budget": BUDGET})
+    assert above == Reason("noise_beyond_budget", {"floor": 0.017, "noise_floor_upper": 0.017, "budget": BUDGET})
     near = uninformative(BUDGET, Baseline(0.0019, (0.0012, 0.0025, 0.0021, 0.0018)))  # the rules would reject it
     assert near is not None
-    assert near.data["floor"] < BUDGET < near.data["reach"]
+    assert near.data["floor"] < BUDGET < near.data["noise_floor_upper"]
     assert uninformative(BUDGET, Baseline(0.0006, (0.0006,))) is None
     assert uninformative(BUDGET, Baseline(learnt=False)) == Reason("loss_flat")
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from autoprec.tuning.decide.sentences import SENTENCES, Reason, sentence, statements
 
-NOISY = Reason("noise_beyond_budget", {"floor": 0.02, "reach": 0.03, "budget": 0.0025})
+NOISY = Reason("noise_beyond_budget", {"floor": 0.02, "noise_floor_upper": 0.03, "budget": 0.0025})
 BEYOND = Reason("divergence", {"mean": 0.0055, "upper": 0.0096, "limit": 0.0025})
 ADOPTED = {"name": "trial 3", "objective": "throughput", "speedup": 1.5, "divergence": 0.001, "budget": 0.0025}
 ADOPTED |= {"sixteen_bit": None, "caveat": None, "merit": 1.5, "tied": 1}
 REASONS = [
     NOISY,
-    Reason("noise_beyond_budget", {"floor": 0.0019, "reach": 0.003, "budget": 0.0025}),
+    Reason("noise_beyond_budget", {"floor": 0.0019, "noise_floor_upper": 0.003, "budget": 0.0025}),
     Reason("loss_flat"),
     Reason("judged_by_gradient", {"loss": Reason("incomplete"), "error": 0.04, "limit": 0.1, "ratio": 1.5}),
     BEYOND,
     Reason("divergence", BEYOND.data | {"upper": 0.0055, "least": 0.0029, "most": 0.0081, "seeds": 2}),
-    Reason("beyond_benign", {"mean": 0.4, "ratio": 21.0}),
+    Reason("beyond_rounding", {"mean": 0.4, "ratio": 21.0}),
     Reason("worse_loss", {"excess": 0.05, "limit": 0.0025}),
     Reason("gradient_error", {"error": 0.1111, "limit": 0.1108, "noise": 0.9233333333333333}),
     Reason("memory_bytes", {"memory": 2147483648, "limit": 1073741824}),

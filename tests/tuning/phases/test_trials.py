@@ -85,7 +85,12 @@ def test_what_was_cut_short_has_not_converged() -> None:
     told: list[str] = []
     state: Any = SimpleNamespace(cut_short=[], end=told.append)
     loop: Any = SimpleNamespace(
-        state=state, done=3, goal=6, used_up=False, left=lambda: 0.0, sampler=object.__new__(PrecisionSampler)
+        state=state,
+        done=3,
+        goal=6,
+        used_up=False,
+        best_untried_value=lambda: 0.0,
+        sampler=object.__new__(PrecisionSampler),
     )
     loop.sampler.finished = lambda _study: "nothing is worth it"
     state.store = SimpleNamespace(live=None)

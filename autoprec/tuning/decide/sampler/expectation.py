@@ -58,12 +58,12 @@ FEWEST_SEEDS, MOST_SEEDS = 2, 24
 #: Predicted gradient errors are right within a few percent: a policy at the very limit would be refused half the time.
 _GRADIENT_MARGIN = 1.03
 #: Tag of a trial that was not expected to gain, and might: what is run last of all before a search ends.
-DOUBT = "doubt"
+EXPLORATORY = "exploratory"
 #: The value that stands for: above nothing, below all that is expected to pay.
 LAST_VALUE = 1e-9
 #: What it has to gain if the tables are wrong, times the chance of that, for a first run; and, times its chance after
 #: it, for each further one up to so many, as the first hardly moves what is predicted. A search runs so many of them.
-_LEAST_HOPE, _LEAST_DOUBT, _DOUBT_SEEDS, _MOST_DOUBTS = 0.001, 0.01, 8, 3
+_LEAST_HOPE, _LEAST_EXPLORED, _EXPLORATORY_SEEDS, _MOST_EXPLORATORY = 0.001, 0.01, 8, 3
 #: Numbers of further seeds that are considered for a policy.
 _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: What a run under a seed that others ran under says, against one under a new seed: they share part of the seed noise.
@@ -79,7 +79,7 @@ _MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
 _SUREST = 1e-3
 #: How far the modelled effect of a parameter may be off, in parts of a step: of those that change operators outside the
 #: layers. (`dlrm` under INT8 is 11 % faster without autocast than with it.)
-_DOUBT = {"activations": 0.05, "norm": 0.02, "softmax": 0.02, "attention": 0.02}
+_OPERATOR_TIME_SD = {"activations": 0.05, "norm": 0.02, "softmax": 0.02, "attention": 0.02}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,9 @@ class Expectation:
             noise=prior.time_noise,
             trust=prior.time_trust,
             kinds=self._kinds if self.goals.timed else (),
-            doubt=np.array([_DOUBT.get(name, 0.0) * self.goals.timed for name, _ in features_of(self.problem)]),
+            effect_sd=np.array(
+                [_OPERATOR_TIME_SD.get(name, 0.0) * self.goals.timed for name, _ in features_of(self.problem)]
+            ),
         )
         held = prior.memory if prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
         base = prior.base_memory or max((run.get("memory_bytes") or 0.0 for run in runs), default=0.0)
@@ -252,7 +254,7 @@ class Expectation:
         self.memory.fit(points, sizes)
         self._references = 1 + int(seeds.max(initial=0))
         self._seeds = dict(sorted(zip(keys, (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
-        self._doubts = {key for run, key in zip(runs, keys, strict=True) if DOUBT in run.tags}
+        self._exploratory = {key for run, key in zip(runs, keys, strict=True) if EXPLORATORY in run.tags}
         # per choice and parameter value that never ran to its end: the runs that failed with it
         used, failed = self._used(points), np.isnan(times)
         self._failed = np.where(used[~failed].any(axis=0), 0, used[failed].sum(axis=0))
@@ -312,17 +314,17 @@ class Expectation:
         accepted, runs = self._plan(points, log_gap, sd, gain)
         gain = gain * accepted
         value = np.where(gain > least, gain - self._price * runs, np.minimum(gain - least, 0.0))
-        doubted = np.array(
-            [key in self._doubts and self._seeds[key] < _DOUBT_SEEDS for key in _keys(points)], dtype=bool
+        explored = np.array(
+            [key in self._exploratory and self._seeds[key] < _EXPLORATORY_SEEDS for key in _keys(points)], dtype=bool
         )
-        hoped = doubted & (np.expm1(self._to_beat() - cost) * within > _LEAST_DOUBT)
+        hoped = explored & (np.expm1(self._to_beat() - cost) * within > _LEAST_EXPLORED)
         value = np.where(hoped, np.maximum(value, LAST_VALUE), value)
         return Outlook(cost, upper, possible * within, gain, value)
 
     @property
-    def may_doubt(self) -> bool:
+    def may_explore(self) -> bool:
         """Whether another policy is run that is not expected to gain."""
-        return len(self._doubts) < _MOST_DOUBTS
+        return len(self._exploratory) < _MOST_EXPLORATORY
 
     def optimistic(self, points: Points) -> Vector:
         """Return what points ``[N]`` may gain where the tables are as wrong as they can be of what no run has shown.

@@ -242,7 +242,7 @@ class LinearModel:
         noise: possible relative noises of one measurement -> their prior weights; the study itself shows which it is.
         trust: relative uncertainty of a choice's times in groups of one kind; half of its variance is the kind's own.
         kinds: positions of groups of one kind.
-        doubt: ``[K]`` how far each parameter's effect may be off, relative to the whole quantity.
+        effect_sd: ``[K]`` how far each parameter's effect may be off, relative to the whole quantity.
     """
 
     def __init__(
@@ -254,14 +254,14 @@ class LinearModel:
         noise: Mapping[float, float],
         trust: float = 0.2,
         kinds: Sequence[Sequence[int]] = (),
-        doubt: Vector | float = 0.0,
+        effect_sd: Vector | float = 0.0,
     ) -> None:
         self._allowed = np.isfinite(table)
         self._table = np.where(self._allowed, table, 0.0)
         self._base, self._prior, self._features, self._kinds = base, parameter, len(parameter), kinds
         #: The size of the whole quantity: its prior at the most expensive choices.
         self.scale = max(abs(base) + float(np.abs(self._table).max(axis=1).sum()), 1e-12)
-        effect = trust * np.abs(parameter) + (0.01 * trust + doubt) * self.scale  # most parameters cost nothing
+        effect = trust * np.abs(parameter) + (0.01 * trust + effect_sd) * self.scale  # most parameters cost nothing
         shared, wrong = trust / math.sqrt(2.0) if kinds else trust, _WRONG if kinds else {1.0: 1.0}
         counts = (table.shape[1], len(kinds) * table.shape[1], table.size)
         sds = [

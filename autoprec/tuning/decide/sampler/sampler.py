@@ -44,14 +44,14 @@ class Proposal:
     """The policy of most value, and the name of the preset that it is (empty for others).
 
     ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs, and
-    next to nothing for one in ``doubt``, which is run last of all.
+    next to nothing for one in ``exploratory``, which is run last of all.
     """
 
     params: Params
     preset: str
     gain: float
     value: float
-    doubt: bool = False
+    exploratory: bool = False
 
 
 class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
@@ -134,13 +134,13 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         value = outlook.value * needed
         top = int(np.argmax(np.where([bool(name) for name in names], value / _AS_GOOD, value)))
         gain = float((outlook.gain * needed).max())
-        if value[top] <= 0 and not len(running.cost) and expected.may_doubt:
+        if value[top] <= 0 and not len(running.cost) and expected.may_explore:
             more = self._new([*old, *fresh], self._hoped())[1]
             names, fresh = [*names, *([""] * len(more))], [*fresh, *more]
             hoped = expected.optimistic(expected.points(fresh))
             if hoped.max() > 0:
                 top = int(np.argmax(hoped))
-                return Proposal(fresh[top], names[top], gain, 0.5 * LAST_VALUE, doubt=True)
+                return Proposal(fresh[top], names[top], gain, 0.5 * LAST_VALUE, exploratory=True)
         return Proposal(fresh[top], names[top], gain, float(value[top]))
 
     def bound(self) -> float:

@@ -6,7 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.sampler.expectation import DOUBT, MODEL_RESOLUTION, MODELLED, TIMES_SD, Expectation, Goals
+from autoprec.tuning.decide.sampler.expectation import (
+    EXPLORATORY,
+    MODEL_RESOLUTION,
+    MODELLED,
+    TIMES_SD,
+    Expectation,
+    Goals,
+)
 from autoprec.tuning.decide.sampler.posterior import TIMED_NOISE
 from autoprec.tuning.study.run import Metric
 from tests.tuning.synthetic import run_of, synthetic
@@ -141,7 +148,7 @@ def doubtful(*gaps: float) -> Expectation:
     gap = 1.8 * GOALS.max_divergence / ratio
     known = [run_of(SAFE, seed, gap * math.exp(0.4 * (-1) ** seed), step) for seed in range(8)]
     own = [run_of(FAST, seed, gap, 0.5 * step) for seed, gap in enumerate(gaps)]
-    made.fit([*known, *(replace(run, tags=(DOUBT,)) for run in own)])
+    made.fit([*known, *(replace(run, tags=(EXPLORATORY,)) for run in own)])
     made.best_cost = float(made.outlook(made.points([SAFE])).cost[0])
     return made
 
@@ -150,7 +157,7 @@ def test_what_is_predicted_to_be_beyond_the_budget_is_asked_where_no_run_has_sho
     """A rehearsal ended at 1.16x where 1.28x was within the budget: nothing in FP8 had run to its end there."""
     made = doubtful()
     points = made.points([FAST])
-    assert made.may_doubt
+    assert made.may_explore
     assert made.optimistic(points)[0] > 0.0
     sure = doubtful()
     sure._shown[:] = True

@@ -282,8 +282,8 @@ def test_an_effect_that_is_doubted_follows_what_was_measured() -> None:
     runs = Points(index, np.array([[0.0], [0.0], [1.0], [1.0]]), np.zeros(4))
     times = np.array([14.6, 14.6, 16.1, 16.1])
     learnt = []
-    for doubt in (0.0, 0.05):
-        model = LinearModel(prior, 5.0, np.zeros(1), noise={0.02: 1.0}, trust=0.3, doubt=np.array([doubt]))
+    for effect_sd in (0.0, 0.05):
+        model = LinearModel(prior, 5.0, np.zeros(1), noise={0.02: 1.0}, trust=0.3, effect_sd=np.array([effect_sd]))
         model.fit(runs, times)
         learnt.append(float(model.mean()[2][0]))
     assert learnt[0] < 0.3 < 1.0 < learnt[1] < 1.6
