@@ -171,7 +171,10 @@ def _described() -> str:
     for name, about in OPTIONS.items():
         words = f" One of {', '.join(about.choices)}." if about.choices else ""
         unit = f" In {about.python}." if about.python else ""
-        lines.append(f"        {name}: {about.help}{words}{unit} Default: {about.default!r}.\n")
+        # a switch of the command line that turns something off says what happens then
+        off = about.default is True and about.flag.startswith("--no-")
+        text = f"False: {about.help[0].lower()}{about.help[1:]}" if off else about.help
+        lines.append(f"        {name}: {text}{words}{unit} Default: {about.default!r}.\n")
     return "".join(lines)
 
 

@@ -35,6 +35,11 @@ LONGEST_NAME = 200
 MOST_NAMES = 2000
 
 
+#: Why nothing in a TorchScript model can be tuned, and what to do about it.
+IN_TORCHSCRIPT = "a TorchScript model runs compiled code, in which no layer can be given another precision"
+BEFORE_TORCHSCRIPT = "the model as it was before torch.jit.script or torch.jit.trace"
+
+
 def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
     """Return up to ``limit`` valid names that look most like ``name``, best first.
 

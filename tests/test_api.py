@@ -118,3 +118,10 @@ def test_a_function_becomes_a_script_of_its_name(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_named_with_what_it_takes(script: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(AutoPrecError, match=says):
         autoprec.search(script, track=False, **options)
+
+
+def test_help_says_what_each_value_of_a_switch_does() -> None:
+    """``track: Track nothing. Default: True`` was the opposite of what it does."""
+    text = autoprec.search.__doc__ or ""
+    assert "track: False: track nothing. Default: True." in text
+    assert "resume: Continue a study; finished trials are not repeated. Default: False." in text

@@ -27,7 +27,7 @@ from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import install, root_of, swapped_base, uninstall
 from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
-from autoprec.errors import AutoPrecWarning, UnsupportedError
+from autoprec.errors import BEFORE_TORCHSCRIPT, IN_TORCHSCRIPT, AutoPrecWarning, UnsupportedError
 from autoprec.numerics.delayed.steps import DelayedReduction
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.plan import NATIVE
@@ -55,9 +55,9 @@ def put_stage(
     root = unwrap(model)
     if isinstance(root, torch.jit.ScriptModule):
         raise UnsupportedError(
-            "a TorchScript model runs compiled code, in which no layer can be given another precision",
+            IN_TORCHSCRIPT,
             where=swapped_base(root).__name__,
-            fix="apply the policy to the model as it was before torch.jit.script or torch.jit.trace",
+            fix=f"apply the policy to {BEFORE_TORCHSCRIPT}",
         )
     units = tunable_units(root)
     plans = resolve(policy, units, strict=strict)

@@ -6,7 +6,6 @@ the script is ended again. Nothing it would write is kept.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from autoprec.cli.phases import Phases
 from autoprec.errors import UsageError
 from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
+from autoprec.precision.hardware import cores
 from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import PATIENCE_S, GradientErrors, HostInfo, Probe, ScanSpec
@@ -171,7 +171,7 @@ def gradient_errors(
         seed=None if host.launch == "fork" else 0,
         backend=backend,
         probes=tuple(probes),
-        side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
+        side_by_side=min(MOST_SIDE_BY_SIDE, cores()),
     )
     answers: list[GradientErrors] = []
     before = 0

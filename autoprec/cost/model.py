@@ -157,7 +157,8 @@ class CostModel:
             return self
         if self._other is None:
             self._other = copy.copy(self)
-            self._other.compiled, self._other._rests, self._other._costs = compiled, {}, {}
+            self._other.compiled = compiled
+            self._other._rests, self._other._costs, self._other._memory = {}, {}, {}
         return self._other
 
     def layer(self, name: str) -> Layer:

@@ -308,6 +308,12 @@ def cpu_instructions() -> str:
     return f"int8: {', '.join(int8) or 'none'}; bf16: {', '.join(bf16) or 'none'}"
 
 
+def cores() -> int:
+    """Return how many cores this process may run on: those it is bound to, where the system tells (macOS does not)."""
+    bound = getattr(os, "sched_getaffinity", None)
+    return len(bound(0)) if bound is not None else os.cpu_count() or 1
+
+
 def free_bytes(meminfo: Path | str = "/proc/meminfo", group: Path | str = "/sys/fs/cgroup") -> int | None:
     """Return the bytes that a process can still have on this machine, within its control group; None: unknown."""
     known = []

@@ -45,6 +45,16 @@ _TOKEN = re.compile(
     r"|(?:eyJ|SG\.)[\w.+/=-]{24,}+)"
 )
 _KEY = re.compile(r"-----(BEGIN|END) (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----")
+#: A line of a key that comes alone: base64 of the lengths that keys are wrapped to; not a digest, not a path.
+_KEY_LINE = re.compile(
+    r"(?=(?:.{64}|.{70}|.{76})$)(?=.*[a-z])(?=.*[A-Z])(?=.*\d)(?!.*[a-z]{8})"
+    r"(?!/(?:home|root|usr|tmp|mnt|data|opt|var|etc|srv|scratch|work)/)[A-Za-z0-9+/]{60,76}={0,2}$"
+)
+#: ``login u password p`` of a netrc file, in one line or a line each, and ``sshpass -p p``.
+_LOGIN = re.compile(
+    r"(\b(?:machine|login|account|default)\s{1,9}(?:\S++\s{1,9})?password\s{1,9}|^\s{0,20}password\s{1,9}(?=\S+\s*$)"
+    r"|\bsshpass\s{1,9}-p\s{0,9})(\S++)"
+)
 #: Lines after which a key that was begun is taken for a mention of one.
 _KEY_LINES = 400
 _URL_LOGIN = re.compile(
@@ -114,7 +124,12 @@ class Redactor:
         for secret in _known:
             text = text.replace(secret, HIDDEN)
         lines = _TOKEN.sub(HIDDEN, text).splitlines(keepends=True)
-        return "".join(self._line(line) if self._key_lines or _TRIGGER.search(line.lower()) else line for line in lines)
+        return "".join(map(self._shown, lines))
+
+    def _shown(self, line: str) -> str:
+        if 60 < len(line) < 80 and _KEY_LINE.match(line.strip()):
+            return _whole(line)
+        return self._line(line) if self._key_lines or _TRIGGER.search(line.lower()) else line
 
     def _line(self, line: str) -> str:
         """Return what is shown of a line; of a private key only that there was one."""
@@ -137,7 +152,7 @@ def _whole(line: str, shown: str = HIDDEN) -> str:
 
 
 def _redact_line(text: str) -> str:
-    text = redact_uri(text)
+    text = _LOGIN.sub(rf"\1{HIDDEN}", redact_uri(text))
     return _OPTION.sub(_hide, _ASSIGNED.sub(_hide, text))
 
 

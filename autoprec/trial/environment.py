@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from autoprec.precision.hardware import cores
+
 #: Names the JSON file that tells the hooks what to do; its absence makes the injected code inert.
 CONFIG_VARIABLE = "AUTOPREC_TRIAL"
 #: Carries the runner's mark into every descendant, so that all of them can be found and ended.
@@ -74,8 +76,7 @@ def trial_environment(
 def own_threads(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what gives a copy of a one-thread process the thread settings that the user's own process would have."""
     env = os.environ if base is None else base
-    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    threads = env.get("OMP_NUM_THREADS", cores)
+    threads = env.get("OMP_NUM_THREADS", str(cores()))
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": env.get("MKL_NUM_THREADS", threads),

@@ -17,6 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from autoprec.precision.hardware import cores
 from autoprec.support.plain import Document
 from autoprec.trial.protocol import (
     DuelRounds,
@@ -85,7 +86,7 @@ class PairedRunner:
             return 1
         if asked or self._setup.measured:
             return asked or 1
-        return min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0)))
+        return min(MOST_SIDE_BY_SIDE, cores())
 
     @property
     def on_one_gpu(self) -> bool:
@@ -161,11 +162,11 @@ class PairedRunner:
 
     def doubt_load(self) -> None:
         """Say so where other programs keep this machine's cores busy while steps are timed on them."""
-        cores = os.cpu_count() or 1
+        count = os.cpu_count() or 1
         load = os.getloadavg()[0] - self.workers  # the script's own processes
-        if self._setup.measured and self._setup.target.is_cpu and load > BUSY * cores:
+        if self._setup.measured and self._setup.target.is_cpu and load > BUSY * count:
             self._state.note(
-                f"this machine is busy with other work (load {load:.1f} on {cores} cores): measured times are "
+                f"this machine is busy with other work (load {load:.1f} on {count} cores): measured times are "
                 "uncertain, and speed-ups are those beside it, which are mostly smaller than without"
             )
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
 from autoprec.support.plain import Document
+from autoprec.support.redact import redact_text
 from autoprec.tuning.decide.decision import Rules, gradient_limit
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.noise import Baseline, uninformative
@@ -128,12 +129,14 @@ class SearchState:
         return time.monotonic() - self.started
 
     def note(self, text: str) -> None:
-        """Report something a person should know, and keep it for the result."""
+        """Report something a person should know, and keep it for the result, with what is secret in it hidden."""
+        text = redact_text(text)
         self.notes.append(text)
         self.listener.note(text)
 
     def cut(self, text: str) -> None:
         """Tell, and remember, that something was left out."""
+        text = redact_text(text)
         if text not in self.cut_short:
             self.cut_short.append(text)
             self.note(text)

@@ -210,6 +210,18 @@ def test_a_policy_may_compile_what_the_script_does_not(tiny: GraphReport) -> Non
     assert compiled.executed("eager").estimate({}).time_ms == eager.estimate({}).time_ms
 
 
+@pytest.mark.parametrize("first", ["eager", "compile"])
+@pytest.mark.parametrize("plan", ["bf16", "fp8_tensorwise", "mxfp8"])
+def test_an_execution_has_its_own_memory(large: GraphReport, first: str, plan: str) -> None:
+    """Eager read the figure that the compiled step had left, and the other way round."""
+    plans = dict.fromkeys((layer.name for layer in large.tunable), LayerPlan.uniform(R[plan]))
+    fresh = {how: CostModel(large, H100).executed(how).estimate(plans).memory_bytes for how in ("eager", "compile")}
+    shared = CostModel(large, H100)
+    shared.executed(first).estimate(plans)
+    assert {how: shared.executed(how).estimate(plans).memory_bytes for how in fresh} == fresh
+    assert plan == "bf16" or fresh["eager"] != fresh["compile"]
+
+
 def test_a_compiled_step_casts_the_input_of_q_k_and_v_once(large: GraphReport) -> None:
     plan = LayerPlan.uniform(R["fp8_tensorwise"])
     compiled, eager = CostModel(large, H100), CostModel(large, H100, compiled=False)

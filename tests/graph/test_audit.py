@@ -1,5 +1,7 @@
 """Executed precisions: protections are seen in the recorded step, not believed."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -173,3 +175,24 @@ def test_a_float64_step_ran_in_float64():
     model = Decoder().double()
     ran = executed_precisions(recorded(model, autocast=True))
     assert {dtype for roles in ran["layers"].values() for dtype in roles.values()} == {"fp64"}
+
+
+class HoldsTorchScript(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.inner, self.head = made, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(4, 8))])
+def test_a_layer_inside_torchscript_says_so(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = HoldsTorchScript(make(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+        report = record_step(model, lambda: model(torch.randn(8, 8)).square().sum().backward())
+    inner = [layer for layer in report.layers if layer.name != "head"]
+    assert inner
+    assert all("TorchScript" in layer.reason and not layer.tunable for layer in inner)
+    assert [layer.name for layer in report.tunable] == ["head"]

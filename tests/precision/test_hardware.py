@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from autoprec.precision.hardware import (
     TARGETS,
     alignment,
     by_device_name,
+    cores,
     cpu_bf16_units,
     cpu_int8_units,
     free_bytes,
@@ -314,3 +316,14 @@ def test_grouped_gemms_say_what_they_run(recipe: str, capability: tuple[int, int
 def test_compute_capabilities_are_numbers() -> None:
     assert TARGETS["h100"].compute_capability == (9, 0)
     assert TARGETS["mi300x"].compute_capability == (0, 0)
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores() >= 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {1, 5, 7}, raising=False)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert cores() == 8
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1

@@ -118,3 +118,52 @@ def test_a_secret_is_hidden_however_it_is_written(name: str, secret: str) -> Non
 @given(st.text(min_size=1, max_size=40))
 def test_redaction_is_stable(text: str) -> None:
     assert redact_text(redact_text(text)) == redact_text(text)
+
+
+KEY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        KEY,
+        f"  {KEY}\n",
+        KEY + "MzEfYy",  # OpenSSH wraps at 70
+        KEY + "MzEfYyjiWA4R",  # MIME at 76
+        "b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAABlwAAAAdzc2gtcn",
+    ],
+)
+def test_a_line_of_a_private_key_is_known_by_itself(line: str) -> None:
+    assert redact_text(line).strip() == HIDDEN
+    assert redact_text(line).endswith("\n") == line.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "secret"),
+    [
+        ("machine api.wandb.ai login user password pa55w0rd", "pa55w0rd"),
+        ("machine h password pa55w0rd login u", "pa55w0rd"),
+        ("default login u password hunter", "hunter"),
+        ("  password hunter", "hunter"),
+        ("login u\npassword hunter\n", "hunter"),
+        ("sshpass -p hunter ssh host", "hunter"),
+    ],
+)
+def test_lines_of_a_netrc_are_known(line: str, secret: str) -> None:
+    assert secret not in redact_text(line)
+    assert HIDDEN in redact_text(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",  # a digest
+        "/home/user/projects/Experiments2024/runs/checkpoints/model/step/10000",
+        "=" * 64,
+        "the password of the machine was not asked for",
+        "machine learning",
+        "step 12 loss 0.25 lr 1e-3 tokens 4096 time 0.12 memory 12345 epoch 1",
+    ],
+)
+def test_other_lines_stay_as_they_are(line: str) -> None:
+    assert redact_text(line) == line

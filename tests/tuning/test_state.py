@@ -136,3 +136,23 @@ def test_without_a_known_noise_or_a_memory_limit_neither_forbids_anything(state:
 
 def test_each_objective_ranks_by_its_own_figure() -> None:
     assert [objective_cost(GOOD, name) for name in ("throughput", "memory", "balanced")] == [2.0, 100.0, 200.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("postgresql://me:pa55w0rd@host/db is locked", "pa55w0rd"),
+        ("mysql+pymysql://me:pa55w0rd@host:3306/db", "pa55w0rd"),
+        ("(psycopg2.OperationalError) password=pa55w0rd", "pa55w0rd"),
+        ("HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "hf_abcdefghij"),
+        ("crashed: RuntimeError: https://tok3n@host/x", "tok3n"),
+    ],
+)
+def test_what_is_noted_and_what_was_cut_hold_no_secret(state: SearchState, text: str, secret: str) -> None:
+    """Both are in the result, and ``cut_short`` is in the policy's evidence."""
+    state.cut(text)
+    state.cut(text)
+    state.note(text)
+    assert len(state.cut_short) == 1
+    assert len(state.notes) == 2
+    assert secret not in "".join([*state.notes, *state.cut_short])

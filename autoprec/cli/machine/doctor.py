@@ -19,7 +19,15 @@ from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.errors import AutoPrecError, UsageError
 from autoprec.policy import dump_yaml
-from autoprec.precision.hardware import TARGETS, Target, by_device_name, cpu_instructions, load_targets, target
+from autoprec.precision.hardware import (
+    TARGETS,
+    Target,
+    by_device_name,
+    cores,
+    cpu_instructions,
+    load_targets,
+    target,
+)
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import EXTRAS, how_to_install, installed_version, is_available
 from autoprec.support.tables import Table
@@ -44,7 +52,7 @@ def _products() -> str:
 def _devices(torch: Any) -> list[dict[str, Any]]:
     from autoprec.cost.device.cpu import cpu_model
 
-    note = "; ".join(filter(None, (f"{len(os.sched_getaffinity(0))} cores", cpu_instructions(), _products())))
+    note = "; ".join(filter(None, (f"{cores()} cores", cpu_instructions(), _products())))
     rows = [{"device": "cpu", "name": cpu_model(), "target": "cpu", "note": note}]
     if not torch.cuda.is_available():
         built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"

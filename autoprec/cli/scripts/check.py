@@ -32,6 +32,7 @@ from autoprec.policy import Policy, policy_from_dict
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import GEMMS, KEEP, by_recipe
 from autoprec.support.units import counted
+from autoprec.trial.driver.failures import how_to_mend
 from autoprec.trial.protocol import Answer, GemmFindings, HostInfo, NumericsSpec, TrainSpec, TrialResult
 from autoprec.tuning.phases.record import answer_of
 
@@ -94,11 +95,11 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
     kind = _REFUSALS.get(result.status)
     if kind is None:
         after = counted(len(result.losses), "training step")
-        fix = result.tail or "it reached its first step as written: run it under the policy with `autoprec run`"
-        what = f"the policy could not be checked: the script failed under it, after {after}: {what}"
-        return AutoPrecError(what, where=where, fix=fix)
-    fix = fix or result.tail or "run the script under it with `autoprec run` to see more"
-    return kind(f"the policy could not be checked: {what}", where=where, fix=fix)
+        run = "it reached its first step as written: run it under the policy with `autoprec run`"
+        shown = f"the policy could not be checked: the script failed under it, after {after}: {what}\n{result.tail}"
+        return AutoPrecError(shown.rstrip(), where=where, fix=how_to_mend(what + result.tail, run))
+    fix = fix or "run the script under it with `autoprec run` to see more"
+    return kind(f"the policy could not be checked: {what}\n{result.tail}".rstrip(), where=where, fix=fix)
 
 
 def _differences(policy: Policy, host: HostInfo, rows: list[dict[str, Any]]) -> list[str]:

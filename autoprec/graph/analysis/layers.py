@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from torch import nn
 
 from autoprec.applying.units import why_not_a_weight
@@ -265,7 +266,10 @@ _SEEN_BY_FUNCTIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_gro
 
 def _outside(record: LayerRecord, names: ModelNames) -> str:
     """Return why no policy reaches a weight that no layer module runs."""
-    parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
+    owner, _, attribute = record.weight.rpartition(".")
+    parameter = names.parameters.get(record.weight)
+    if isinstance(names.modules.get(owner), torch.jit.ScriptModule):
+        return "inside TorchScript, whose compiled code no policy reaches"
     if parameter is not None and parameter.is_complex():
         return why_not_a_weight(attribute, parameter)
     if record.kind == "attention_projection":

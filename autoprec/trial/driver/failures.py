@@ -12,7 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
+from autoprec.errors import BEFORE_TORCHSCRIPT, IN_TORCHSCRIPT, NoSpaceError, NothingAcceptableError, ScriptError
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit, is_own_fault, last_lines
@@ -24,6 +24,11 @@ _SESSION = (
 )
 _BARE = "does `{command}` run to its first step? If it does, please report this with the output above"
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+#: What torch says of two dtypes that an operator does not take together.
+_MEETING_DTYPES = re.compile(
+    r"dtypes? (?:to )?match|(?:the same|different|to have) (?:scalar type|d?type)s?|expected (?:scalar type|m1 and m2)"
+    r"|but got: c10::|dtype to be equal to|mat1 and mat2 must have the same dtype|should be the same|same dtype"
+)
 #: What the hooks can tell about a loop, and what to do about it.
 _ADVICE = {
     "functional": (
@@ -133,13 +138,26 @@ def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptErro
     return ScriptError(f"its first training steps failed: {result.reason}{tail}", where=command.label, fix=fix)
 
 
-def nothing_tunable(command: ScriptCommand, model: str) -> NothingAcceptableError:
-    """Return the error of a model in which there is nothing to decide."""
+def nothing_tunable(command: ScriptCommand, model: str, *, scripted: bool = False) -> NothingAcceptableError:
+    """Return the error of a model without anything to decide; ``scripted``: it is TorchScript, or a part is."""
+    if scripted:
+        what = f"the model {model} is, or holds, TorchScript, and no other trainable GEMM: {IN_TORCHSCRIPT}"
+        return NothingAcceptableError(what, where=command.label, fix=f"train {BEFORE_TORCHSCRIPT}")
     return NothingAcceptableError(
         f"the model {model} has no trainable GEMM a policy could decide about",
         where=command.label,
         fix="AutoPrec decides about Linear, Conv and Conv1D layers whose weights are trained",
     )
+
+
+def how_to_mend(output: str, otherwise: str) -> str:
+    """Return what to change where a script runs as written, and fails under a policy with this output."""
+    if _MEETING_DTYPES.search(output):
+        return (
+            "tensors of two dtypes meet where the output ends, one of them in 16 bits under the policy: cast one to "
+            "the other's there (x.to(y.dtype)), or leave activations, or the layer that makes it, as the script has it"
+        )
+    return otherwise
 
 
 def no_space(folder: Path, reason: str) -> NoSpaceError:

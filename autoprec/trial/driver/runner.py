@@ -197,7 +197,7 @@ class TrialRunner(Runner):
         if not info.layers:
             control.close()
             self._host.end()
-            raise failures.nothing_tunable(self.command, str(info.model.get("class", "")))
+            raise failures.nothing_tunable(self.command, str(info.model.get("class", "")), scripted=info.scripted)
         if info.launch == "fork":
             self._forks = Forks(control, messages)
         else:  # this host only said what the script is: every trial is a process of its own

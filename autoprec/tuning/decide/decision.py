@@ -341,7 +341,7 @@ def choose(
     if not accepted:
         no = [{"first": one.name, "why": one.rejection} for one in ranking if one.rejection is not None]
         return stay(Reason("none_acceptable", {**(no[0] if no else {}), "more": max(0, len(no) - 1)}))
-    merit = {i: _merit(ranking[i], objective, reference_memory) for i in accepted}
+    merit = {i: merit_of(ranking[i], objective, reference_memory) for i in accepted}
     leader, timed = max(accepted, key=lambda i: merit[i]), objective == "throughput"
     spans = {i: _span(ranking[i], merit[i], timing_noise, timed=timed) for i in accepted}
     least = 1.0 + (_LEAST_GAIN if timed else 0.0)
@@ -389,7 +389,8 @@ def _span(one: Standing, merit: float, noise: float, *, timed: bool) -> tuple[fl
     return min(merit / (1.0 + noise), one.slowest if timed else math.inf), merit
 
 
-def _merit(one: Standing, objective: str, reference_memory: float) -> float:
+def merit_of(one: Standing, objective: str, reference_memory: float) -> float:
+    """Return what an objective maximises, over the script as written: speed, memory, or the root of their product."""
     saved = reference_memory / one.memory_bytes if one.memory_bytes > 0 and reference_memory > 0 else 1.0
     if objective == "memory":
         return saved

@@ -13,7 +13,6 @@ would be the answer, and what people write by hand, is in a last one of whole mo
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
+from autoprec.precision.hardware import free_bytes
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval
@@ -192,9 +192,9 @@ class Duels:
         """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
         eager = all(run.policy.get("execution", "keep") == "keep" for run in runs)
         needed = self._state.reference.memory_bytes
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        host = self._setup.host
-        return host.launch == "fork" and eager and not host.compiled and needed < _OF_FREE_MEMORY * free
+        free, host = free_bytes(), self._setup.host
+        fits = free is not None and needed < _OF_FREE_MEMORY * free
+        return host.launch == "fork" and eager and not host.compiled and fits
 
     def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False, compile_s: float = 0.0) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.

@@ -360,8 +360,8 @@ class SeedAllocation:
         while True:
             decision = self._decide()
             if decision is None:
-                ranks = {one.name: state.cost(self._corrected(_run(one))) for one in self.now.standings}
-                return Decision("stay", (why_nothing(state, self.now.standings, ranks, self._rules(), self.fewest),))
+                failed = [run for run in self._tried if not run.ok]
+                return Decision("stay", (why_nothing(state, self.now.standings, self._rules(), self.fewest, failed),))
             if not (self.measured_whole() or self._made_surer(decision)):
                 break
         for name, why in decision.rejected.items():

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autoprec.tuning.decide.decision import Decision, Rules, Standing, faster_ones
+from autoprec.tuning.decide.decision import Decision, Rules, Standing, faster_ones, merit_of
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.state import SearchState, objective_cost
+from autoprec.tuning.state import SearchState
+from autoprec.tuning.study.run import Run
 
 
 def why_nothing(
-    state: SearchState, standings: Sequence[Standing], ranks: Mapping[str, float], rules: Rules, fewest: int
+    state: SearchState, standings: Sequence[Standing], rules: Rules, fewest: int, failed: Sequence[Run] = ()
 ) -> Reason:
     """Return why nothing is acceptable where no policy was measured under enough seeds.
 
     Args:
         standings: policies that were measured.
-        ranks: what the objective minimises, by their names.
         fewest: paired seeds that it takes to be accepted.
+        failed: first trials that could not be measured.
     """
     if not standings:
-        return Reason("none_measured")
+        told = [f"{run.name}: {run.status}: {run.reason}" for run in failed]
+        return Reason("none_measured", {"first": told[0], "more": len(told) - 1} if told else {})
     script, objective = state.reference, state.options.objective
     fine = [one for one in standings if not rules.breaks(one)]
-    first = min(fine or standings, key=lambda one: ranks[one.name])
-    figures = {"step_time_ms": script.step_ms, "memory_bytes": script.memory_bytes}
-    merit, timed = objective_cost(figures, objective) / ranks[first.name], first.timed and objective == "throughput"
+    # speeds as they are told, over the reference of their own seed: step times of other minutes are not comparable
+    merits = {one.name: merit_of(one, objective, script.memory_bytes) for one in standings}
+    first = max(fine or standings, key=lambda one: merits[one.name])
+    merit, timed = merits[first.name], first.timed and objective == "throughput"
     if fine and (merit <= 1.0 or (timed and not first.is_surely_above(1.0))):
         bounds = {"low": first.low, "high": first.high} if timed else {}
         return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0} | bounds)

@@ -44,9 +44,9 @@ def answer_of(result: TrialResult, kind: type[A], label: str, done: str = "measu
         return result.answer
     short = result.status == "too_short"
     raise ScriptError(
-        f"the step could not be {done}: {result.reason or result.status}",
+        f"the step could not be {done}: {result.reason or result.status}\n{result.tail}".rstrip(),
         where=label,
-        fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
+        fix="use a smaller --warmup" if short else "run the script by itself first",
     )
 
 

@@ -15,6 +15,7 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy, save_policy
 from autoprec.support.units import counted
+from autoprec.trial.driver.failures import how_to_mend
 from autoprec.trial.protocol import OUT_OF_TIME
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
@@ -160,8 +161,8 @@ class _Loop:
         if self.failures >= most:
             first = state.store.learned()[-most]
             raise NothingAcceptableError(
-                f"{most} trials in a row failed; the first: {first.status}: {first.reason}",
-                fix=f"its output ended with:\n{first.tail}" if first.tail else "run with -v to see every trial",
+                f"{most} trials in a row failed; the first: {first.status}: {first.reason}\n{first.tail}".rstrip(),
+                fix=how_to_mend(first.reason + first.tail, "-v shows every trial; `autoprec check` runs one policy"),
             )
 
     def refit(self) -> None:
@@ -257,10 +258,13 @@ def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: Sen
     loop = _Loop(setup, runner, state, table, allocation, sampler, goal, done, seen=seen, by_hand=hand)
     state.listener.phase("search")
     while True:
+        known = len(store.records), len(state.measured_errors)
         _drive(loop)
         state.listener.phase("finalists")
         allocation.run(loop.expected)
-        exhausted = loop.expected() <= 0 or allocation.seedless
+        # where a seed is worth more than a trial, and there is time for a trial alone, neither runs
+        stuck = known == (len(store.records), len(state.measured_errors))
+        exhausted = loop.expected() <= 0 or allocation.seedless or stuck
         if exhausted and not allocation.timed_first() and not allocation.measured_whole():
             break
         state.listener.phase("search")

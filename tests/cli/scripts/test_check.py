@@ -111,14 +111,23 @@ def test_what_a_recorded_step_shows_counts_in_the_documents_ok() -> None:
     ("reason", "tail", "fix"),
     [
         (str(PolicyMismatchError("no layer", fix="correct the glob")), "", "correct the glob"),
-        ("no layer", "Traceback", "Traceback"),
+        ("no layer", "Traceback", "run the script under it with `autoprec run` to see more"),
         ("no layer", "", "run the script under it with `autoprec run` to see more"),
     ],
 )
 def test_a_refusal_has_one_fix(reason: str, tail: str, fix: str) -> None:
     error = _refusal(TrialResult("mismatch", reason, tail=tail), "train.py")
     assert isinstance(error, PolicyMismatchError)
-    assert str(error) == f"train.py: the policy could not be checked: no layer\n  fix: {fix}"
+    shown = f"no layer\n{tail}" if tail else "no layer"
+    assert str(error) == f"train.py: the policy could not be checked: {shown}\n  fix: {fix}"
+
+
+def test_a_script_that_fails_under_the_policy_is_shown_and_the_fix_says_what_to_change() -> None:
+    tail = "Traceback\nRuntimeError: Index put requires the source and destination dtypes match"
+    error = _refusal(TrialResult("crashed", "RuntimeError", tail=tail), "train.py")
+    assert tail in error.what
+    assert "x.to(y.dtype)" in error.fix
+    assert "Traceback" not in error.fix
 
 
 @pytest.mark.parametrize(

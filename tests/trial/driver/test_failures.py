@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.failures import first_step_failed, no_host, nothing_trained, script_failed
+from autoprec.trial.driver.failures import (
+    first_step_failed,
+    how_to_mend,
+    no_host,
+    nothing_trained,
+    nothing_tunable,
+    script_failed,
+)
 from autoprec.trial.protocol import TrialResult
 
 COMMAND = ScriptCommand("script", "train.py", ("--lr", "1"), Path("/"))
@@ -70,3 +79,51 @@ def test_what_was_seen_of_a_loop_is_named(seen: dict[str, object], says: str) ->
 def test_a_script_that_takes_no_step_gets_the_lines_that_fit() -> None:
     for error in (script_failed(COMMAND, 0, ""), first_step_failed(COMMAND, TrialResult("too_short", "0 of 1"))):
         assert "autoprec.Session(model, optimizer)" in str(error.fix)
+
+
+@pytest.mark.parametrize("model", ["RecursiveScriptModule", "TopLevelTracedModule", "Wrapper"])
+def test_torchscript_is_named_where_nothing_can_be_tuned_for_it(model: str) -> None:
+    error = nothing_tunable(COMMAND, model, scripted=True)
+    assert model in error.what
+    assert "TorchScript model runs compiled code" in error.what
+    assert "before torch.jit.script" in error.fix
+    assert "TorchScript" not in nothing_tunable(COMMAND, model).what
+
+
+def _message(run: Any) -> str:
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        run()
+    return str(raised.value)
+
+
+def _put(a: torch.Tensor, b: torch.Tensor) -> None:
+    a[a[:, 0] >= 0] = b
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _put,
+        lambda a, b: a @ b,
+        lambda a, b: torch.addmm(a, a, b),
+        lambda a, b: torch.nn.functional.linear(a, b),
+        lambda a, b: torch.nn.functional.conv1d(a[None], b[None]),
+        lambda a, b: a.index_add_(0, torch.arange(4), b),
+        lambda a, b: a.scatter_(0, torch.zeros(4, 4, dtype=torch.int64), b),
+        lambda a, b: torch.dot(a[0], b[0]),
+        lambda a, b: torch.nn.functional.scaled_dot_product_attention(a[None], b[None], b[None]),
+        lambda a, b: torch.nn.functional.layer_norm(a, (4,), b[0], b[0]),
+        lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    ],
+)
+def test_two_dtypes_that_meet_are_answered_with_a_cast(run: Any) -> None:
+    """Messages of torch's own operators, of which each says it in other words."""
+    said = _message(lambda: run(torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16)))
+    assert "x.to(y.dtype)" in how_to_mend(said, "other"), said
+
+
+@pytest.mark.parametrize(
+    "said", ["CUDA out of memory", "KeyError: 'dtype'", "size mismatch, got 3 and 4", "", "assert"]
+)
+def test_other_failures_keep_their_advice(said: str) -> None:
+    assert how_to_mend(said, "other") == "other"

@@ -63,6 +63,10 @@ def test_reasons_in_words() -> None:
 
 
 def test_reasons_are_joined_in_their_order() -> None:
+    failed = {"first": "all bf16: crashed: RuntimeError: same dtype", "more": 2}
+    assert str(Reason("none_measured", failed)).endswith(
+        "all bf16: crashed: RuntimeError: same dtype; nor any of the 2 others"
+    )
     cut, none = Reason("cut_short", {"what": ["no duel", "after 2 of 30 trials"]}), Reason("none_measured")
     assert sentence((none, cut)) == f"{none}; cut short: no duel; after 2 of 30 trials"
     assert statements((none, cut)) == [str(none), "cut short: no duel", "cut short: after 2 of 30 trials"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -243,3 +245,24 @@ def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
     assert result.verdict == "stay"
     known = [run.name for run in made.records if run.kind == DUEL]
     assert any(known.count(name) == 2 for name in ("bf16 autocast", "all bf16"))
+
+
+@pytest.mark.parametrize(
+    ("free", "execution", "launch", "can"),
+    [
+        (300, "keep", "fork", True),
+        (150, "keep", "fork", False),  # another model would take more than half of it
+        (None, "keep", "fork", False),  # macOS does not say
+        (300, "compile", "fork", False),
+        (300, "keep", "process", False),
+    ],
+)
+def test_contenders_have_processes_where_memory_that_can_be_had_holds_them(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, execution: str, launch: str, can: bool
+) -> None:
+    monkeypatch.setattr(duels, "free_bytes", lambda: free)
+    made: Any = SimpleNamespace(
+        _state=SimpleNamespace(reference=SimpleNamespace(memory_bytes=100)),
+        _setup=SimpleNamespace(host=SimpleNamespace(launch=launch, compiled=False)),
+    )
+    assert Duels._can_fork(made, [Run(0, DUEL, "a", {}, {"execution": execution}, "ok")]) is can

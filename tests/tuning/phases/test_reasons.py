@@ -11,6 +11,7 @@ from autoprec.tuning.decide.decision import Decision, Rules, Standing
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.phases.reasons import why_nothing, with_faster
+from autoprec.tuning.study.run import Run
 
 
 def state(objective: str = "throughput") -> Any:
@@ -24,19 +25,50 @@ def state(objective: str = "throughput") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("standings", "ms", "code"),
+    ("standings", "code"),
     [
-        ([], 0.0, "none_measured"),
-        ([Standing("a", 0.9, (0.0,))], 110.0, "no_gain"),
-        ([Standing("a", 1.2, (0.0,))], 80.0, "none_acceptable"),
-        ([Standing("a", 1.2, (0.5,))], 80.0, "none_acceptable"),
+        ([], "none_measured"),
+        ([Standing("a", 0.9, (0.0,))], "no_gain"),
+        ([Standing("a", 1.2, (0.0,))], "none_acceptable"),
+        ([Standing("a", 1.2, (0.5,))], "none_acceptable"),
     ],
     ids=["nothing ran", "slower", "too few seeds", "beyond the budget"],
 )
-def test_why_nothing(standings: list[Standing], ms: float, code: str) -> None:
+def test_why_nothing(standings: list[Standing], code: str) -> None:
     rules = Rules()
     judged = [rules.judge(one) for one in standings]
-    assert why_nothing(state(), judged, {"a": ms}, rules, 2).code == code
+    assert why_nothing(state(), judged, rules, 2).code == code
+
+
+def test_what_failed_first_is_why_nothing_was_measured() -> None:
+    names = ("autocast", "all bf16")
+    failed = [Run(i, "preset", name, {}, {}, "crashed", "same dtype") for i, name in enumerate(names)]
+    why = why_nothing(state(), [], Rules(), 2, failed)
+    assert str(why).endswith("could be measured: autocast: crashed: same dtype; nor the other")
+
+
+@pytest.mark.parametrize(
+    ("speedups", "objective", "memory", "code"),
+    [
+        ((0.87,), "throughput", 1000, "no_gain"),
+        ((0.69, 0.87, 0.5), "throughput", 500, "no_gain"),
+        ((1.02, 0.9), "throughput", 1000, "none_acceptable"),
+        ((0.87, 0.9), "memory", 500, "none_acceptable"),
+        ((0.87,), "memory", 1200, "no_gain"),
+        ((0.9,), "balanced", 1100, "no_gain"),
+        ((0.9,), "balanced", 500, "none_acceptable"),
+    ],
+)
+def test_what_is_slower_by_every_trial_is_not_said_to_lack_seeds(
+    speedups: tuple[float, ...], objective: str, memory: int, code: str
+) -> None:
+    """Speeds are over the reference of their own seed, whatever the script took when the search began."""
+    standings = [Standing(f"p{i}", speed, (0.0,), memory_bytes=memory) for i, speed in enumerate(speedups)]
+    why = why_nothing(state(objective), standings, Rules(), 2)
+    assert why.code == code
+    assert ("paired seeds that it takes" in str(why)) == (code == "none_acceptable")
+    if code == "no_gain" and objective == "throughput":
+        assert f"{max(speedups):.2f}x" in str(why)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])

@@ -4,10 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autoprec.policy import load_policy
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.phases import finalists
 from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.study.run import Metric
+from tests.simulated import SimulatedScript
 from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
 
 
@@ -127,3 +131,22 @@ def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgiv
     assert hopeless_gap(setup, state) == 20 * 0.0025
     state.reference.noise_floor = 0.01
     assert hopeless_gap(setup, state) == 10 * 0.01
+
+
+def test_a_search_in_which_nothing_can_run_any_more_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A seed was worth more than a trial, and only a trial had time: the phases were begun anew until the end."""
+    ranked = finalists.rank
+
+    def seeds_first(*args: Any, **options: Any) -> Any:
+        return replace(ranked(*args, **options), next=0, gain=1e9)
+
+    def no_time(allocation: Any) -> bool:
+        begun.append(allocation)
+        return True
+
+    begun: list[Any] = []
+    monkeypatch.setattr(finalists, "rank", seeds_first)
+    monkeypatch.setattr(finalists.SeedAllocation, "_must_end", no_time)
+    _, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=30, budget_s=60.0))
+    assert len(begun) <= 4
+    assert result.cut_short
