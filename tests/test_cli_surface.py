@@ -12,7 +12,7 @@ SURFACE = {
     "demo": "",
     "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden]) + " --json --quiet --verbose",
     "inspect": "--json --sensitivity --space --target",
-    "estimate": "--batch --cost-scale --json --policy --recompute --seq --shards --space --target",
+    "estimate": "--batch --config --cost-scale --json --policy --recompute --seq --shards --space --target",
     "run": "--audit --backend --policy",
     "check": "--backend --json --numerics --policy --sensitivity --steps --strict",
     "verify": "--backend --json --max-divergence --max-gradient-error --policy --seeds --steps",

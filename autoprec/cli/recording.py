@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoprec.cli.phases import Phases
@@ -75,10 +73,12 @@ def record_step(
 
 
 def is_description(text: str) -> bool:
-    """Say whether a word names a model that is described: a preset (or nearly one), a configuration, a saved step."""
-    from autoprec.cost.transformer import PRESETS
+    """Say whether a word names a model that is described: a configuration, or a saved step.
 
-    return text.endswith(".json") or (bool(get_close_matches(text, PRESETS)) and not Path(text).exists())
+    Args:
+        text: the first word in the place of a script.
+    """
+    return text.endswith(".json")
 
 
 def step_of(
@@ -94,14 +94,14 @@ def step_of(
     """Return one step of what a command line ends with; what its script was found to be, where it is one.
 
     Args:
-        words: a script with its arguments, or else one word: a preset, a ``config.json``, a saved step.
-        batch, seq, recompute: of a configuration, see :func:`autoprec.cost.transformer.decoder_report`.
+        words: a script with its arguments, or else one word: a ``config.json``, a saved step.
+        batch, seq, recompute: of a configuration, see :func:`autoprec.cost.configuration.config_report`.
         weights, timeout_s: of a script, see :func:`running`.
 
     Raises:
         ScriptError: the script failed before or in its first step.
         UsageError: arguments follow what is not a script, or a size or recomputation is asked of a saved step.
-        UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
+        FileError, MissingDependencyError: see :func:`autoprec.cost.configuration.config_report`.
     """
     if not is_description(words[0]):
         return record_step(words, phases, timeout_s=timeout_s, weights=weights)
@@ -112,22 +112,19 @@ def step_of(
             what = "--batch, --seq and --recompute have no effect on a saved step"
             raise UsageError(what, where=words[0], fix="leave them out")
         return load_report(words[0]), None
-    from autoprec.cost.transformer import config_report, is_mixture
+    from autoprec.cost.configuration import config_report
 
-    if is_mixture(words[0]):
-        phases.begin("building the mixture of experts without weights, and recording one step of it")
+    phases.begin("building the configuration's model without weights, and recording one step of it")
     return config_report(words[0], batch=batch, seq=seq, recompute=recompute), None
 
 
 def is_saved_step(text: str) -> bool:
-    """Say whether a word is a file of ``autoprec inspect --json``, and not a configuration or a preset.
+    """Say whether a word is a file of ``autoprec inspect --json``, and not a configuration.
 
     Raises:
         FileError: it is not a file of JSON.
     """
-    from autoprec.cost.transformer import PRESETS
-
-    if not text.endswith(".json") or text in PRESETS:
+    if not text.endswith(".json"):
         return False
     found = read_document(text, most_bytes=MAX_GRAPH_BYTES)
     return "operators" in found and "schema" not in found  # a policy has both

@@ -1,6 +1,6 @@
 """Every figure of the cost model: published tables, this CPU, memory, carried-over sensitivities, Llama-70B.
 
-    python benchmarks/cost/cost_model.py [--only published,peer,cpu,memory,zoo,carried,llama] [--out FILE.md]
+    python benchmarks/cost/cost_model.py [--only published,peer,cpu,memory,zoo,carried] [--out FILE.md]
 
 Parameters were fitted on the rows marked `fit` and nothing else; goals are judged on the others. Misses stay in.
 """
@@ -11,7 +11,6 @@ import argparse
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -234,59 +233,6 @@ def zoo() -> Lines:
     return lines
 
 
-_TRACED = """
-import time
-start = time.process_time()
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from autoprec.cost import CostModel
-from autoprec.graph.fake import record_fake
-from autoprec.precision.hardware import target
-config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-                     num_key_value_heads=8, vocab_size=128256, use_cache=False)
-def step(model):
-    ids = torch.zeros(1, 4096, dtype=torch.long)
-    model(input_ids=ids, labels=ids).loss.backward()
-torch.set_default_dtype(torch.bfloat16)
-report = record_fake(lambda: LlamaForCausalLM(config), step)
-found = CostModel(report, target("h200")).estimate({})
-print(len(report.layers), round(found.time_ms), round(time.process_time() - start, 1))
-"""
-
-
-def llama() -> Lines:
-    from autoprec.cost import CostModel
-    from autoprec.cost.transformer import PRESETS, decoder_report
-    from autoprec.precision.hardware import target
-    from autoprec.support.optional import is_available
-
-    start = time.process_time()
-    report = decoder_report(PRESETS["llama3-70b"], batch=1, seq=4096)
-    found = CostModel(report, target("h200")).estimate({})
-    spent = time.process_time() - start
-    lines = [
-        "",
-        "## Llama-70B on paper",
-        "",
-        f"- written down from its sizes: {found.time_ms:.0f} ms per step on an H200 (bf16, 4096 tokens), "
-        f"{spent:.1f} s of CPU time",
-    ]
-    goal("Llama-70B from its sizes", "<= 30 s", f"{spent:.1f} s", spent <= 30)
-    if is_available("transformers"):
-        done = subprocess.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines.append(f"- traced from its configuration: failed: {done.stderr.strip().splitlines()[-1]}")
-            goal("Llama-70B from its configuration, traced", "<= 30 s", "failed", False)
-        else:
-            layers, time_ms, cpu = done.stdout.split()
-            lines.append(
-                f"- traced from its Hugging Face configuration: {layers} layers, "
-                f"{time_ms} ms per step, {cpu} s of CPU time with imports"
-            )
-            goal("Llama-70B from its configuration, traced", "<= 30 s", f"{cpu} s", float(cpu) <= 30)
-    return lines
-
-
 def environment() -> str:
     """Hardware, versions and command, in one line."""
     from autoprec.cost.device.cpu import cpu_model
@@ -302,7 +248,7 @@ def environment() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="published,peer,cpu,memory,zoo,carried,llama")
+    parser.add_argument("--only", default="published,peer,cpu,memory,zoo,carried")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     which = arguments.only.split(",")
@@ -317,8 +263,6 @@ def main() -> None:
         lines += zoo()
     if "carried" in which:
         lines += carried()
-    if "llama" in which:
-        lines += llama()
     head = [f"# Cost model, {time.strftime('%Y-%m-%d')}", "", environment(), ""]
     head += ["| what | goal | found | met |", "|---|---|---|---|"]
     head += [f"| {what} | {wanted} | {found} | {'yes' if met else 'NO'} |" for what, wanted, found, met in GOALS]

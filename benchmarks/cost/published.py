@@ -16,12 +16,12 @@ from autoprec.cost.kernels import gemm_seconds, layer_cost, operand_cast
 from autoprec.cost.model import CostModel
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.scale import GemmWork
-from autoprec.cost.transformer import PRESETS, decoder_report
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target, target
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import read_document
+from benchmarks.cost.decoder import PRESETS, decoder_report
 
 __all__ = ["Row", "evaluate", "family_plan", "published", "published_target"]
 

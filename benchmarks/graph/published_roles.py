@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from autoprec.cost.transformer import PRESETS, config_report
 from autoprec.errors import PolicyMismatchError
 from autoprec.graph.report import GraphReport
 from autoprec.graph.roles import places
@@ -26,6 +25,7 @@ from autoprec.policy import resolve
 from autoprec.policy.library import PREFIX, SCALED, published, published_names
 from autoprec.policy.space import Choice
 from autoprec.tuning.decide.published import is_of, resolve_published
+from benchmarks.cost.decoder import PRESETS, decoder_report
 
 
 def families(depth: int) -> Iterator[tuple[str, GraphReport]]:
@@ -43,7 +43,7 @@ def families(depth: int) -> Iterator[tuple[str, GraphReport]]:
             model(**batch).loss.backward()
         yield name, recorder.report()
     for name in PRESETS:
-        yield f"configuration {name}", config_report(name, batch=1, seq=64)
+        yield f"configuration {name}", decoder_report(PRESETS[name], batch=1, seq=64)
 
 
 def judged(name: str, report: GraphReport) -> Counter[str]:

@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).with_name("golden")
 TYPICAL: dict[str, list[str]] = {
     "search": ["search --max-divergence 0.25 train.py", "search --max-memory 60 train.py", "search nowhere.py"],
     "inspect": ["inspect", "inspect nowhere.py"],
-    "estimate": ["estimate --target h200 llama3-8b", "estimate --target h20 llama3-8b"],
+    "estimate": ["estimate --target h20 config.json", "estimate --target h200 config.json"],
     "run": ["run train.py --policy policy.yaml"],
     "check": ["check --policy nowhere.yaml train.py"],
     "show": ["show policy.yaml", "show policy.yaml other.yaml", "show polcy.yaml"],

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from benchmarks.cost.decoder import PRESETS, DecoderConfig, decoder_report
 
 FP8 = ("bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
 

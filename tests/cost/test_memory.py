@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from autoprec.cost import CostModel, CostScale
 from autoprec.cost.memory import MemoryEstimate, step_memory
 from autoprec.cost.saved import Setting
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
 
 PLAIN = OptimizerPolicy()
 ONE = CostScale()

@@ -113,7 +113,7 @@ def test_scaling_up_makes_the_step_longer_and_fp8_better(tiny: GraphReport, unif
 
 
 def test_scaled_costs_match_the_model_that_is_really_that_large() -> None:
-    from autoprec.cost.transformer import DecoderConfig, decoder_report
+    from benchmarks.cost.decoder import DecoderConfig, decoder_report
 
     small = decoder_report(DecoderConfig(256, 2, 4, 1024, 4096, gated=False), batch=4, seq=256)
     big = decoder_report(DecoderConfig(2048, 8, 32, 8192, 4096, gated=False), batch=16, seq=256)
@@ -145,7 +145,7 @@ def test_can_run_asks_the_device(tiny: GraphReport, target: str, recipe: str, ok
 
 
 def test_can_run_asks_the_shapes(tiny: GraphReport) -> None:
-    from autoprec.cost.transformer import DecoderConfig, decoder_report
+    from benchmarks.cost.decoder import DecoderConfig, decoder_report
 
     odd = decoder_report(DecoderConfig(200, 1, 2, 808, 100, gated=False), batch=1, seq=24)
     ok, why = CostModel(odd, H100).can_run("lm_head", R["fp8_rowwise"])

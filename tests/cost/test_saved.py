@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.cost.saved import Setting, saved_bytes, walked
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
 
 
 class Block(nn.Module):

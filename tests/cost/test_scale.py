@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.cost.scale import CostScale, GemmWork, in_block, layer_works, scaled_parameters, short_dtype
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import UsageError
 from autoprec.graph.report import GemmCall, GraphReport, Layer
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
 
 
 def test_parse_reads_any_subset() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale, judge, reasons
-from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
 from autoprec.support.units import speed_text
+from benchmarks.cost.decoder import PRESETS, DecoderConfig, decoder_report
 
 Uniform = Callable[..., Any]
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import UnknownNameError, UsageError
 from autoprec.graph.report import GemmCall, Layer
 from autoprec.graph.roles import parse_hints, places, shown
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
 
 
 def layer(name: str, k: int = 64, n: int = 64, kind: str = "linear", flags: tuple[str, ...] = ()) -> Layer:

@@ -128,7 +128,7 @@ def _known(path: Path | None) -> set[str]:
         "autoprec lint policy.yaml",
         "autoprec lint policy.yaml -- train.py --width 768",
         "autoprec lint --target h100 --format github policy.yaml -- train.py",
-        "autoprec lint --target b200 policy.yaml -- llama3-70b",
+        "autoprec lint --target b200 policy.yaml -- config.json",
     ),
 )
 @options.of_search("target", help="What gains and shapes are judged for; default: the policy's.")
@@ -155,7 +155,7 @@ def lint(
 
     `autoprec lint [POLICY] -- train.py [SCRIPT ARGS]`. With a policy one step is recorded without weights; without one
     the script takes one step as it is, and its own precision is judged: updates that are lost, sums, positions and
-    losses in 16 bits. In the place of the script: a preset (llama3-70b) or a decoder's config.json.
+    losses in 16 bits. In the place of the script: a model's config.json.
 
     Without a script: is the file, a policy, a search space or a table of targets, valid? Exit 2 where it is not.
     docs/cli.md has every code, a GitHub Action and a pre-commit hook.

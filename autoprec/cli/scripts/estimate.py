@@ -183,10 +183,28 @@ def _policy_lines(found: dict[str, Any], name: str, verdict: Any) -> list[str]:
     return [f"policy    {_ms(found['step_ms'])} ms under {name}: {gain}; {verdict.label}"]
 
 
-@script_command("estimate")
+def _subject(script: tuple[str, ...], config: str | None) -> tuple[str, ...]:
+    """Return what is estimated: a script with its arguments, or one file.
+
+    Raises:
+        UsageError: neither was given, or both; or ``--config`` is not a configuration.
+    """
+    if config is None:
+        if not script:
+            raise UsageError("which script?", fix="autoprec estimate train.py, or --config config.json")
+        return script
+    if script:
+        raise UsageError(f"--config stands in the place of a script: found {script[0]}", fix="give one of them")
+    if not config.endswith(".json"):
+        raise UsageError(f"--config {config} is not a .json file", fix="--config config.json")
+    return (config,)
+
+
+@script_command("estimate", required=False)
 @options.of_search("target")
 @options.of_search("space", help="Search space whose choices are compared.")
 @options.of_search("cost_scale")
+@click.option("--config", metavar="FILE", help="In the place of SCRIPT: a config.json, built by transformers.")
 @click.option("--policy", metavar="FILE", help="Also: a step under this policy, or under published:NAME.")
 @click.option("--batch", default=SIZE[0], show_default=True, metavar="N", type=click.IntRange(min=1),
               help="Of a config: sequences per device.")  # fmt: skip
@@ -207,6 +225,7 @@ def estimate(
     target: str,
     space: str,
     cost_scale: str,
+    config: str | None,
     policy: str | None,
     batch: int,
     seq: int,
@@ -216,10 +235,11 @@ def estimate(
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not.
 
-    In the place of SCRIPT: a preset (llama3-70b), a decoder's config.json, or what `inspect --json` printed.
+    In the place of SCRIPT: a model's config.json (or --config FILE), or what `inspect --json` printed.
     """
     from autoprec.tuning.setup import Setup
 
+    script = _subject(script, config)
     if (batch, seq, recompute, shards) != (*SIZE, "none", 1) and not is_description(script[0]):
         what = "--batch, --seq, --recompute and --shards have no effect on a script"
         raise UsageError(what, fix="set it in the script, or leave them out")

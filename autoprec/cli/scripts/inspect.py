@@ -152,7 +152,7 @@ def inspect(
     """Record one training step: every operator, its class and precision, and what share of the step is tunable.
 
     And the census: which parameters, buffers, states, gradients, losses and scores are in which dtype.
-    In the place of SCRIPT: a preset, a decoder's config.json, or a file of what --json printed.
+    In the place of SCRIPT: a model's config.json, or a file of what --json printed.
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
     """
     if sensitivity:

@@ -176,7 +176,7 @@ class _TakesModel(click.Command):
     "proxy",
     type=click.Path(path_type=Path),
     metavar="STUDY|STEP|CONFIG",
-    help="Folder of the study that found POLICY; or a saved step of its own model, that model's config.json or preset.",
+    help="Folder of the study that found POLICY; or a saved step of its own model, that model's config.json.",
 )
 @click.option(
     "--spot",
@@ -212,7 +212,7 @@ def transfer(
     """Carry POLICY, found on a small model, over to a big one that cannot be searched.
 
     Rules go by role and relative depth; one that no longer pays there is dropped, with its reason. The script is
-    recorded without its weights, with --spot with them. In its place: a decoder's config.json or preset, a saved step,
+    recorded without its weights, with --spot with them. In its place: a model's config.json, a saved step,
     or a list of layer names (.txt, one per line).
     """
     from autoprec.cost import CostModel

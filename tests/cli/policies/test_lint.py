@@ -9,6 +9,7 @@ import pytest
 
 from autoprec.cli.policies.lint import _policies, _split
 from tests.cli.helpers import Outcome, autoprec
+from tests.stub_transformers import LLAMA_8B, install
 
 SCRIPT = """
 import torch
@@ -55,7 +56,7 @@ def test_the_policy_comes_first_and_the_script_after_a_dash() -> None:
     assert _split(("--", "torchrun", "train.py")) == ("", ("--", "torchrun", "train.py"))
     assert _split(("p.yaml", "--", "torchrun", "t.py", "c.json")) == ("p.yaml", ("--", "torchrun", "t.py", "c.json"))
     assert _split(("policy.yaml", "--", "-m", "package.train")) == ("policy.yaml", ("-m", "package.train"))
-    assert _split(("--", "llama3-70b")) == ("", ("llama3-70b",))
+    assert _split(("--", "config.json")) == ("", ("config.json",))
     assert _split(("policy.yaml",)) == ("policy.yaml", ())
 
 
@@ -129,9 +130,11 @@ def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -
     assert autoprec("lint", "--strict", "policy.yaml", "--", "train.py").code == 1
 
 
-def test_a_configuration_needs_no_script(project: Path) -> None:
+def test_a_configuration_needs_no_script(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    (project / "config.json").write_text(json.dumps(LLAMA_8B))
     (project / "policy.yaml").write_text(POLICY.replace("missing", "lm_head").replace("fc_in", "'*.up_proj'"))
-    found = autoprec("lint", "--target", "b200", "--format", "github", "policy.yaml", "--", "llama3-70b")
+    found = autoprec("lint", "--target", "b200", "--format", "github", "policy.yaml", "--", "config.json")
     assert (found.code, found.out) == (0, "")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from autoprec.cli.policies.published import bound
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.policy import parse_policy, resolve
 from autoprec.policy.library import published_names
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
 from tests.cli.helpers import autoprec
 
 

@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record_step
 from autoprec.cli.scripts.estimate import estimate
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import FileError, NothingAcceptableError, UnknownNameError, UsageError
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
+from tests.stub_transformers import LLAMA_8B, install
 
 
 def run(*args: str) -> Any:
@@ -29,9 +30,19 @@ def graph(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def wide(tmp_path: Path) -> str:
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The configuration of Llama3-8B, which a stand-in for transformers builds."""
+    install(monkeypatch)
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return str(path)
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Two layers of a model of 400 billion parameters."""
     heads = {"num_attention_heads": 128, "num_key_value_heads": 8}
+    install(monkeypatch)
     document = {"model_type": "llama", "hidden_size": 16384, "num_hidden_layers": 2, **heads}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(document | {"intermediate_size": 53248, "vocab_size": 128256}))
@@ -58,7 +69,7 @@ def test_without_a_script_auto_is_the_gpu_of_this_machine_where_there_is_one(
 
 def test_the_same_model_scaled_up_is_searched(graph: str) -> None:
     found = run("--target", "h100", "--cost-scale", "width=16,depth=4,tokens=32", "--json", graph)
-    document = json.loads(found.output)
+    document = json.loads(found.stdout)
     assert document["source"] == "modelled"
     assert document["verdict"]["kind"] == "search"
     assert document["verdict"]["bound_speedup"] > 1.3
@@ -67,11 +78,11 @@ def test_the_same_model_scaled_up_is_searched(graph: str) -> None:
     assert document["step"]["time_ms"] == pytest.approx(sum(document["step"]["breakdown"].values()))
 
 
-def test_where_there_is_no_script_no_part_of_the_document_speaks_of_one(tmp_path: Path) -> None:
+def test_where_there_is_no_script_no_part_of_the_document_speaks_of_one(tmp_path: Path, llama: str) -> None:
     space = tmp_path / "space.yaml"
     space.write_text("schema: autoprec.space/1\nname: rows\nchoices: [{match: '*', choices: [keep, fp8_rowwise]}]\n")
-    args = ("--seq", "128", "--space", str(space), "--json", "nanochat-d12")
-    document = json.loads(run("--target", "h100", *args).output)
+    args = ("--seq", "128", "--space", str(space), "--json", llama)
+    document = json.loads(run("--target", "h100", *args).stdout)
     assert "over the model in pure bf16 on" in document["verdict"]["reason"]
 
 
@@ -102,7 +113,7 @@ def test_it_says_of_a_script_what_a_search_of_it_would(tmp_path: Path, monkeypat
     assert found["as_compiled"]
 
 
-def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> None:
+def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str, llama: str) -> None:
     small = run("--target", "h100", graph).output
     assert "one device has 74.5 GiB" in small
     large = run("--target", "h100", "--seq", "4096", wide)
@@ -111,7 +122,7 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
         in large.output
     )
     assert "batch     no micro-batch fits in 64.1 GiB, not even of one sample: shard or checkpoint" in large.output
-    found = json.loads(run("--target", "h100", "--json", graph).output)["memory"]
+    found = json.loads(run("--target", "h100", "--json", graph).stdout)["memory"]
     assert f"of one device: bf16 {found['largest'][0]['micro_batch']:,} (" in small
     assert found["largest"][0]["choice"] == "bf16"
     assert all(row["samples"] > 0 < row["samples_per_s"] for row in found["largest"])
@@ -121,28 +132,28 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> N
     record["batch"]["tokens"] = record["batch"]["samples"]
     Path(graph).write_text(json.dumps(record))
     assert " samples/s)" in run("--target", "h100", graph).output, "a sample of one token is not a sequence"
-    document = json.loads(run("--target", "h100", "--json", "llama3-70b").output)["memory"]
+    document = json.loads(run("--target", "h100", "--json", "--config", llama).stdout)["memory"]
     assert not document["fits"]
-    assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)
+    assert document["baseline"]["parameters"] == pytest.approx(4 * 8.03e9, rel=0.01)
     assert document["best_uniform"]["saved"] < document["baseline"]["saved"]
 
 
-def test_the_choice_that_wins_at_the_memory_limit_is_named() -> None:
+def test_the_choice_that_wins_at_the_memory_limit_is_named(llama: str) -> None:
     """Eight choices and no ratio, in 3.818e+04 tokens/s, left that to the reader."""
     args = ("--target", "b200", "--shards", "8")
-    rows = {row["choice"]: row for row in json.loads(run(*args, "--json", "llama3-8b").output)["memory"]["largest"]}
+    rows = {row["choice"]: row for row in json.loads(run(*args, "--json", llama).stdout)["memory"]["largest"]}
     first, best = rows["bf16"], max(rows.values(), key=lambda row: row["tokens_per_s"])
     gain = best["tokens_per_s"] / first["tokens_per_s"]
     said = f"{best['choice']} {best['micro_batch']} ({best['tokens_per_s']:,.0f} tokens/s, {gain:.2f}x)"
-    line = next(line for line in run(*args, "llama3-8b").output.splitlines() if line.startswith("batch"))
+    line = next(line for line in run(*args, llama).output.splitlines() if line.startswith("batch"))
     assert said in line
     assert line.endswith(f"; {best['choice']} is the fastest there")
 
 
-def test_recomputation_and_shards_are_numbers_of_a_configuration() -> None:
+def test_recomputation_and_shards_are_numbers_of_a_configuration(llama: str) -> None:
     def memory(*args: str) -> dict[str, int]:
         size = ("--batch", "4", "--seq", "4096")
-        return json.loads(run("--target", "b200", "--json", *size, *args, "llama3-8b").output)["memory"]["baseline"]
+        return json.loads(run("--target", "b200", "--json", *size, *args, llama).stdout)["memory"]["baseline"]
 
     plain, half, full = (memory("--recompute", mode) for mode in ("none", "selective", "full"))
     assert plain["saved"] > 2 * half["saved"] > 4 * full["saved"]
@@ -170,7 +181,7 @@ def test_the_choices_and_the_space_are_named(graph: str) -> None:
     )
 
 
-def test_a_users_own_hopper_is_offered_fp8(tmp_path: Path) -> None:
+def test_a_users_own_hopper_is_offered_fp8(tmp_path: Path, llama: str) -> None:
     path = tmp_path / "card.yaml"
     path.write_text(
         """schema: autoprec.targets/1
@@ -179,7 +190,7 @@ targets:
            bandwidth: 1500, peaks: {bf16: 400, fp8: 800}, links: {}, source: me, date: "2026-02"}
 """
     )
-    document = json.loads(run("--target", str(path), "--json", "llama3-8b").output)
+    document = json.loads(run("--target", str(path), "--json", llama).stdout)
     assert (document["target"], document["space"]) == ("MyCard", "hopper-fp8")
     assert document["verdict"]["bound_speedup"] > 1.2
 
@@ -187,14 +198,16 @@ targets:
 @pytest.mark.parametrize(
     ("args", "error", "match"),
     [
-        (["llama3-8b", "train.py"], UsageError, "takes no arguments"),
-        (["--target", "h10", "llama3-8b"], UnknownNameError, "did you mean 'h100'"),
+        (["config.json", "train.py"], UsageError, "takes no arguments"),
+        ([], UsageError, "which script"),
+        (["--config", "config.json", "train.py"], UsageError, "--config stands in the place of a script"),
+        (["--config", "config.yaml"], UsageError, "is not a .json file"),
+        (["--target", "h10", "config.json"], UnknownNameError, "did you mean 'h100'"),
         (["--recompute", "full", "train.py"], UsageError, "--recompute and --shards have no effect on a script"),
         (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq, .* have no effect on a script"),
-        (["--target", "h100", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
         (["--target", "h100", "missing.json"], FileError, "no such file"),
-        (["--target", "h100", "--cost-scale", "widht=2", "llama3-8b"], UsageError, "unknown cost scale"),
-        (["--cost-scale", "width=2", "llama3-8b"], UsageError, "without --target would model this CPU"),
+        (["--target", "h100", "--cost-scale", "widht=2", "config.json"], UsageError, "unknown cost scale"),
+        (["--cost-scale", "width=2", "config.json"], UsageError, "without --target would model this CPU"),
     ],
 )
 def test_bad_input_is_refused(args: list[str], error: type[Exception], match: str) -> None:
@@ -244,13 +257,13 @@ def test_a_file_that_is_not_a_recorded_step_is_the_users_to_mend(tmp_path: Path,
         run("--target", "h100", str(path))
 
 
-def test_a_step_under_a_policy_is_told_and_one_that_the_target_cannot_run_is_refused_by_name() -> None:
+def test_a_step_under_a_policy_is_told_and_one_that_the_target_cannot_run_is_refused_by_name(llama: str) -> None:
     asked = ("--policy", "published:torchtitan-nvfp4-8b")
-    found = json.loads(run("--target", "b200", *asked, "--json", "llama3-8b").stdout)
+    found = json.loads(run("--target", "b200", *asked, "--json", llama).stdout)
     told = found["policy"]
     assert told["name"] == "published:torchtitan-nvfp4-8b"
     assert told["speedup"] == pytest.approx(found["step"]["time_ms"] / told["step_ms"])
     assert told["speedup"] > 1.1
-    assert f"{told['speedup']:.2f}x over bf16" in run("--target", "b200", *asked, "llama3-8b").output
-    other = run("--target", "h100", *asked, "llama3-8b").output
+    assert f"{told['speedup']:.2f}x over bf16" in run("--target", "b200", *asked, llama).output
+    other = run("--target", "h100", *asked, llama).output
     assert "does not run on the target: 189 layers: NVFP4 needs compute capability 10.0" in other

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from autoprec.cli.scripts.inspect import inspect
 from autoprec.errors import FileError, ScriptError, UsageError
 from autoprec.graph.report import GraphReport
+from tests.stub_transformers import LLAMA_8B, install
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -79,7 +80,7 @@ def test_of_a_model_of_many_layers_as_many_are_printed_as_can_be_read(saved, tmp
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["llama3-8b", "train.py"], UsageError),
+        (["config.json", "train.py"], UsageError),
         (["no-such-file.json"], FileError),
         (["no_such_train.py"], UsageError),
     ],
@@ -97,7 +98,10 @@ def test_a_script_that_fails_says_so(tmp_path):
     assert "the data is gone" in str(result.exception)
 
 
-def test_a_preset_is_inspected_without_a_script():
-    result = CliRunner().invoke(inspect, ["--json", "nanochat-d12"])
+def test_a_configuration_is_inspected_without_a_script(tmp_path, monkeypatch):
+    install(monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    result = CliRunner().invoke(inspect, ["--json", str(tmp_path / "config.json")])
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["source"] == "analytic"
+    assert json.loads(result.stdout)["source"] == "fake"
+    assert len(json.loads(result.stdout)["layers"]) == 7 * 32 + 1

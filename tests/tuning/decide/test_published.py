@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import PolicyMismatchError, UnknownNameError
 from autoprec.export.stacks.torchao import NAMED
 from autoprec.graph.report import GemmCall, GraphReport, Layer
@@ -16,6 +15,7 @@ from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.published import MOST_PRESETS, published_presets, resolve_published
 from autoprec.tuning.sixteen_bit import by_hand
+from benchmarks.cost.decoder import DecoderConfig, decoder_report
 from tests.levels import LEVELS
 
 

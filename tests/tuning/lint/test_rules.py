@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from autoprec.cost.transformer import config_report
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import parse_policy
 from autoprec.precision.hardware import target
@@ -20,8 +19,9 @@ from autoprec.tuning.lint.facts import Facts, Setting
 from autoprec.tuning.lint.judged import CODES
 from autoprec.tuning.lint.rules import RULES, Finding, findings, other_instructions
 from autoprec.tuning.lint.source import settings_of
+from benchmarks.cost.decoder import PRESETS, decoder_report
 
-GPT = config_report("gpt2", batch=1, seq=1024)
+GPT = decoder_report(PRESETS["gpt2"], batch=1, seq=1024)
 #: What the policy under test may name.
 _RECIPES = ("fp32", "bf16", "fp16", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4", "int8_tensor", "int8")
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from autoprec.cost.transformer import config_report
 from autoprec.graph.census import Judged, Observation
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.phases.soundness import faults, is_still, told, with_soundness
+from benchmarks.cost.decoder import config_report
 
 GPT = config_report("gpt2", batch=1, seq=64)
 LOST = {"unchanged": 0.96, "at_peak": 0.96, "arrives": 0.05, "half_ulp": 1e-4, "update": 1e-5, "rate": 1e-5}

@@ -1,9 +1,7 @@
-"""A decoder's training step written down from its configuration, without a model: shapes, FLOPs and traffic.
+"""A decoder's training step written down from its sizes, without a model: shapes, FLOPs and traffic.
 
-For planning on paper (a 70B model on a laptop) and for the published end-to-end figures the model is scored on.
-Reads the keys of a Hugging Face ``config.json`` of Llama, Mistral, Qwen2/3 and GPT-2 style decoders. A mixture of
-experts has no such formula (routers, shared experts and dense blocks differ from family to family): transformers builds
-it from its configuration, and one step is recorded on tensors without data.
+For the published end-to-end figures that the cost model is scored on, and as a step of any size for tests. What a user
+gives as a configuration is built by transformers and recorded instead (:mod:`autoprec.cost.configuration`).
 """
 
 from __future__ import annotations
@@ -11,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from autoprec.errors import FileError, UnknownNameError, UsageError
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
-from autoprec.support.files import read_document
-from autoprec.support.optional import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,68 +42,16 @@ class DecoderConfig:
         return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
 
 
-_KNOWN = read_document(Path(__file__).with_name("decoders.yaml"))
-PRESETS: dict[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in _KNOWN["presets"].items()}
-#: Each layer of a configuration becomes a dozen objects here; no decoder has a tenth of these.
-MOST_LAYERS, MOST_SIZE = 10_000, 10**9
-#: Keys that say how many experts a mixture has.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-#: Keys of a ``config.json`` that say where its weights or its code are, not what it is.
-_NOT_SIZES = ("auto_map", "quantization_config", "torch_dtype", "dtype", "model_type", "use_cache")
-
-
-def _check_decoder(document: Mapping[str, Any], path: Path | str) -> None:
-    """Refuse a configuration whose step would be written down as that of another model.
-
-    Raises:
-        FileError: not a decoder's.
-    """
-    fix = "record a step of the script itself: autoprec estimate train.py"
-    classes = [str(name) for name in document.get("architectures") or ()]
-    decoders = ("ForCausalLM", "LMHeadModel")
-    if document.get("is_encoder_decoder") or (classes and not any(name.endswith(decoders) for name in classes)):
-        named = ", ".join(classes) or "an encoder-decoder"
-        raise FileError(f"is the configuration of {named}, not of a decoder", where=str(path), fix=fix)
-
-
-def load_config(path: Path | str) -> DecoderConfig:
-    """Read a Hugging Face ``config.json``.
-
-    Raises:
-        FileError: missing, malformed, not of a dense decoder, or a size is absent.
-    """
-    document = read_document(path)
-    _check_decoder(document, path)
-    if _has_experts(document):
-        raise FileError("is a mixture of experts", where=str(path), fix="record it: config_report")
-
-    def size(*names: str, default: int | None = None, most: int = MOST_SIZE) -> int:
-        for name in names:
-            value = document.get(name)
-            if isinstance(value, int) and value > most:
-                raise FileError(f"{name} is {value:,}", where=str(path), fix=f"correct it; the most here is {most:,}")
-            if isinstance(value, int) and value > 0:
-                return value
-        if default is not None:
-            return default
-        raise FileError(f"no {' or '.join(names)}", where=str(path), fix="is this the config.json of a decoder?")
-
-    hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
-    gated = "intermediate_size" in document and document.get("model_type", "llama") not in _KNOWN["plain_mlp"]
-    family = str(document.get("model_type", "" if gated else "gpt2"))
-    # gemma2 and gemma3_text are gemma, but gpt_neox is not gpt_neo
-    tied = family in _KNOWN["tied"] or family.startswith(("gemma", "cohere"))
-    return DecoderConfig(
-        hidden=hidden,
-        layers=size("num_hidden_layers", "n_layer", most=MOST_LAYERS),
-        heads=heads,
-        intermediate=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
-        vocab=size("vocab_size"),
-        kv_heads=size("num_key_value_heads", default=heads),
-        head_dim=size("head_dim", default=hidden // heads),
-        gated=gated,
-        tied=bool(document.get("tie_word_embeddings", tied)),
-    )
+#: Sizes of well-known decoders, from their published configurations.
+PRESETS: dict[str, DecoderConfig] = {
+    "llama3-8b": DecoderConfig(4096, 32, 32, 14336, 128256, kv_heads=8),
+    "llama3-70b": DecoderConfig(8192, 80, 64, 28672, 128256, kv_heads=8),
+    "llama3-405b": DecoderConfig(16384, 126, 128, 53248, 128256, kv_heads=8),
+    "qwen3-8b": DecoderConfig(4096, 36, 32, 12288, 151936, kv_heads=8, head_dim=128),
+    "gpt2": DecoderConfig(768, 12, 12, 3072, 50257, gated=False, tied=True),
+    "nanochat-d12": DecoderConfig(768, 12, 6, 3072, 32768, gated=False),
+    "nanochat-d26": DecoderConfig(1664, 26, 13, 6656, 32768, gated=False),
+}
 
 
 def _layer(name: str, group: str, tokens: int, inp: int, out: int, flags: tuple[str, ...], recompute: bool) -> Layer:
@@ -340,74 +282,3 @@ def decoder_report(
         notes=("from the configuration: no model was run",),
         source="analytic",
     )
-
-
-def config_from(value: str) -> DecoderConfig:
-    """Return a preset by name, or the configuration in a file.
-
-    Raises:
-        UnknownNameError: neither a preset nor a path.
-        FileError: see :func:`load_config`.
-    """
-    if value in PRESETS:
-        return PRESETS[value]
-    if Path(value).name == value and not Path(value).suffix and not Path(value).exists():
-        raise UnknownNameError("configuration", value, PRESETS)  # no file is called that
-    return load_config(value)
-
-
-def _has_experts(document: Mapping[str, Any]) -> bool:
-    return any(isinstance(document.get(name), int) and document[name] > 1 for name in _EXPERTS)
-
-
-def is_mixture(value: str) -> bool:
-    """Say whether a preset or a ``config.json`` is one of a mixture of experts."""
-    return value not in PRESETS and Path(value).is_file() and _has_experts(read_document(value))
-
-
-def config_report(value: str, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
-    """Return the step of a decoder in bf16 from a preset or a ``config.json``: written down, or recorded for a mixture.
-
-    Args:
-        value: name of a preset, or path.
-        batch, seq, recompute: see :func:`decoder_report`.
-
-    Raises:
-        UsageError: recomputation is asked of a mixture.
-        UnknownNameError, FileError: see :func:`config_from`; or transformers does not know the family.
-        MissingDependencyError: a mixture, without transformers.
-    """
-    if not is_mixture(value):
-        return decoder_report(config_from(value), batch=batch, seq=seq, recompute=recompute)
-    if recompute:
-        fix = "leave it out, or record a script that checkpoints: autoprec estimate train.py"
-        raise UsageError("--recompute is not modelled of a mixture of experts", where=value, fix=fix)
-    document = read_document(value)
-    _check_decoder(document, value)
-    return _recorded(document, value, batch, seq)
-
-
-def _recorded(document: Mapping[str, Any], path: str, batch: int, seq: int) -> GraphReport:
-    """Build a model from its configuration without memory, and record one step of it."""
-    transformers = require("transformers", purpose="builds a mixture of experts from its configuration")
-    import torch
-
-    from autoprec.graph.fake import record_fake
-
-    family = str(document.get("model_type", ""))
-    try:
-        sizes = {name: entry for name, entry in document.items() if name not in _NOT_SIZES}
-        config = transformers.AutoConfig.for_model(family, **sizes, torch_dtype=torch.bfloat16)
-    except (KeyError, ValueError, TypeError) as error:
-        fix = "record a step of the script itself: autoprec estimate train.py"
-        raise FileError(f"is not one that transformers builds: {error}", where=path, fix=fix) from error
-
-    def step(model: Any) -> None:
-        ids = torch.zeros((batch, seq), dtype=torch.long)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-
-    report = record_fake(lambda: transformers.AutoModelForCausalLM.from_config(config).train(), step)
-    weights = int(report.model["parameters"])
-    memory = {**report.memory, "parameters": 4 * weights, "gradients": 4 * weights, "optimizer": 8 * weights}
-    notes = (*report.notes, "from the configuration: recorded without weights or data")
-    return replace(report, memory=memory, notes=notes)
