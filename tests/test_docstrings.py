@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "autoprec"
 #: Rooms in which every public function is documented.
 ROOMS = (
-    *("errors.py", "support", "precision", "policy", "numerics", "optim", "backends", "applying", "graph"),
-    *("trial", "tuning"),
+    *("errors.py", "api.py", "support", "precision", "policy", "numerics", "optim", "backends", "applying", "graph"),
+    *("cost", "trial", "tuning"),
     *("tracking", "report", "export", "integrations", "cli"),
 )
 #: So many parameters are told one by one.

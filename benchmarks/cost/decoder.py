@@ -35,10 +35,12 @@ class DecoderConfig:
 
     @property
     def q_size(self) -> int:
+        """Outputs of the query projection."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def kv_size(self) -> int:
+        """Outputs of the key projection, and of the value projection."""
         return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
 
 
