@@ -81,7 +81,7 @@ def test_the_search_answers_on_stdout_and_writes_only_what_it_says(searched: Out
 
 
 def test_the_emitted_policy_is_valid_and_says_how_it_was_found() -> None:
-    assert autoprec("validate", "policy.yaml").code == 0
+    assert autoprec("lint", "policy.yaml").code == 0
     document = autoprec("show", "policy.yaml", "--json").json()["policy"]
     assert document["evidence"]["target"] == "cpu"
     assert document["evidence"]["source"] == "measured"
