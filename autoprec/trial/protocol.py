@@ -203,8 +203,22 @@ class NumericsSpec(TrialSpec):
         return self.steps
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiftSpec(TrialSpec):
+    """Play the first step again with lines of the script lifted to more bits, one at a time and all at once.
+
+    Attributes:
+        lines: at most so many, those with the largest errors.
+        within_s: seconds after which no further line is lifted; the first one always is. None: no limit.
+    """
+
+    kind: ClassVar[str] = "lift"
+    lines: int = 12
+    within_s: float | None = None
+
+
 _SPECS: dict[str, type[TrialSpec]] = {
-    spec.kind: spec for spec in (TrainSpec, TrySpec, RecordSpec, ScanSpec, DuelSpec, NumericsSpec)
+    spec.kind: spec for spec in (TrainSpec, TrySpec, RecordSpec, ScanSpec, DuelSpec, NumericsSpec, LiftSpec)
 }
 
 
@@ -290,7 +304,29 @@ class GemmFindings:
     not_compared: tuple[str, ...] = ()
 
 
-Answer = GraphReport | GradientErrors | DuelRounds | GemmFindings
+@dataclass(frozen=True, slots=True)
+class LiftedLines:
+    """The answer to a :class:`LiftSpec`.
+
+    Attributes:
+        rows: ``where``, ``operator``, ``module``, ``dtypes`` of each line; ``error``: the largest relative error of
+            what it computes; ``gradient``: the relative change of the whole gradient when it alone is lifted; largest
+            first.
+        every: that change when all lines are lifted; None where a gradient is not finite.
+        noise: that of playing the step again as it is.
+        wide: the dtype that lines were lifted to.
+        left: lines that were not lifted one at a time.
+    """
+
+    kind: ClassVar[str] = "lifted"
+    rows: tuple[Document, ...] = ()
+    every: float | None = None
+    noise: float | None = None
+    wide: str = "fp32"
+    left: int = 0
+
+
+Answer = GraphReport | GradientErrors | DuelRounds | GemmFindings | LiftedLines
 _GRAPH = "graph"
 
 
@@ -311,6 +347,8 @@ def _answer_from_json(document: Document | None) -> Answer | None:
         return rebuild(GradientErrors, document | {"probes": probes})
     if kind == DuelRounds.kind:
         return rebuild(DuelRounds, document)
+    if kind == LiftedLines.kind:
+        return rebuild(LiftedLines, document)
     return rebuild(GemmFindings, document) if kind == GemmFindings.kind else GraphReport.from_json(document)
 
 

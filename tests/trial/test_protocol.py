@@ -17,6 +17,7 @@ from autoprec.trial.protocol import (
     GemmFindings,
     GradientErrors,
     HostInfo,
+    LiftSpec,
     NumericsSpec,
     Probe,
     ProbeResult,
@@ -44,6 +45,7 @@ SPECS = st.one_of(
     st.builds(ScanSpec, probes=PROBES, warmup=st.integers(0, 9), within_s=st.none() | NUMBERS, **TOLD),
     st.builds(DuelSpec, probes=PROBES, precision=NUMBERS, on_the_clock=st.booleans(), **TOLD),
     st.builds(NumericsSpec, steps=st.integers(1, 100), **TOLD),
+    st.builds(LiftSpec, lines=st.integers(1, 100), **TOLD),
 )
 ROWS = st.builds(ProbeResult, id=st.text(max_size=5), gradient_error=st.none() | NUMBERS, failed=st.text(max_size=5))
 ANSWERS = st.one_of(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from autoprec.cli.console import print_json
+from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, running
 from autoprec.errors import AuditError
 from autoprec.report.findings import TEXTS, counts, sound
 from autoprec.support.units import counted
+from autoprec.trial.protocol import LiftedLines, LiftSpec, TrialResult
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import findings
 from autoprec.tuning.lint.source import settings_of
+
+#: Seconds in which lines are lifted one at a time.
+_WITHIN_S = 40.0
+#: Relative change of the gradient below which a line is not told of.
+_LEAST = 1e-5
 
 
 def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
@@ -31,6 +37,8 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
     """
     with Phases() as phases, running(script, phases) as (runner, _, label):
         report = record(runner, label, phases)
+        phases.begin("the step again, with lines lifted to more bits, one at a time and all at once")
+        lifted = runner.run(LiftSpec(within_s=_WITHIN_S))
     here = Path.cwd()
     judged = report.judged.within(str(here)) if report.judged is not None else None
     found = findings(Facts(report=replace(report, judged=judged), settings=settings_of(script, here)))
@@ -38,8 +46,10 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
     if as_json:
         rows = [one.to_json() for one in found]
         document = {"ok": not any(failing.values()), "sound": not counts(found)["error"], "findings": rows}
-        print_json(document | {"judged": judged.to_json() if judged is not None else None})
+        lines = asdict(lifted.answer) if isinstance(lifted.answer, LiftedLines) else {"failed": lifted.reason}
+        print_json(document | {"lifted": lines, "judged": judged.to_json() if judged is not None else None})
     else:
+        _print_lines(lifted, str(here))
         if found:
             echo(TEXTS["text"](found))
         if judged is not None and not counts(found)["error"]:
@@ -52,3 +62,29 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
             where=" ".join(script),
             fix="each finding says how; `autoprec search --reference fp32` compares with a run in fp32 meanwhile",
         )
+
+
+def _print_lines(lifted: TrialResult, here: str) -> None:
+    """Print the lines of the script by what lifting each of them changes, or why that is not known."""
+    answer = lifted.answer
+    if not isinstance(answer, LiftedLines):
+        echo(f"note: no line was lifted: {lifted.reason or lifted.status}", err=True)
+        return
+    told = [row for row in answer.rows if (row["gradient"] or 0.0) > max(_LEAST, 10 * (answer.noise or 0.0))]
+    rows = [
+        (
+            row["where"].removeprefix(f"{here}/"),
+            row["operator"].rpartition("::")[2],
+            row["module"],
+            ", ".join(row["dtypes"]),
+            f"{row['error']:.2%}",
+            f"{row['gradient']:.3%}",
+        )
+        for row in told
+    ]
+    heads = ("line", "operator", "module", "dtypes", "its error", f"gradient, lifted to {answer.wide}")
+    if rows:
+        stdout_console().print(plain_table(heads, rows))
+    every = f"{answer.every:.3%}" if answer.every is not None else "is not finite"
+    left = f"; {answer.left} lines of smaller errors were not lifted alone" if answer.left else ""
+    echo(f"all lines lifted to {answer.wide} at once: the gradient changes by {every}{left}")

@@ -53,6 +53,7 @@ from autoprec.trial.protocol import (
     SMALL_MODEL,
     Answer,
     DuelSpec,
+    LiftSpec,
     NumericsSpec,
     RecordSpec,
     ScanSpec,
@@ -128,7 +129,7 @@ class Trial:
             self._duel(spec)
             return
         train = spec if isinstance(spec, TrainSpec) else None
-        if isinstance(spec, (ScanSpec, NumericsSpec)):
+        if isinstance(spec, (ScanSpec, NumericsSpec, LiftSpec)):
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
             reseed(spec.seed + rank())
@@ -297,6 +298,11 @@ class Trial:
     def _at_forward(self, module: nn.Module, *_: Any) -> None:
         """The step that answers the question of a :class:`RecordSpec` or a :class:`ScanSpec` starts here."""
         spec = self.spec
+        if isinstance(spec, LiftSpec):
+            from autoprec.trial.inside.judging.lifting import Lift
+
+            Lift(spec, self.found, self.hooks, self._answered, self._beat).start()
+            return
         if not isinstance(spec, ScanSpec):
             from autoprec.graph.fake import is_fake
 

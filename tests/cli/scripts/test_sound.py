@@ -26,6 +26,7 @@ def test_a_sound_script_is_said_to_be_and_what_was_looked_at(tmp_path: Path, mon
     found = autoprec("check", "train.py")
     assert (found.code, found.out.startswith("the script's own precision is sound")) == (0, True), found.err
     assert "operators" in found.out
+    assert "all lines lifted to fp64 at once: the gradient changes by 0.000%" in found.out
     census = autoprec("inspect", "train.py")
     assert "optimizer state" in census.out
     assert "exp_avg_sq of" in autoprec("inspect", "--json", "train.py").out
@@ -41,6 +42,8 @@ def test_a_fault_is_named_by_line_and_ends_with_one(tmp_path: Path, monkeypatch:
     assert (first["code"], first["file"], first["line"]) == ("updates-lost", "train.py", 11)
     assert first["figures"]["unchanged"] > 0.9
     assert document["judged"]["census"]
+    assert document["lifted"]["wide"] == "fp32"
+    assert 0 < document["lifted"]["every"] < 0.2
     text = autoprec("lint", "--", "train.py")
     assert (text.code, text.out.startswith("train.py:11: error: 9")) == (1, True)
 

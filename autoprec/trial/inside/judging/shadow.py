@@ -107,11 +107,6 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((a - b).norm()) / size if size else 0.0
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a twin."""
-    return torch.float32 if dtype in LOW else dtype
-
-
 class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     """A :class:`StepRecorder` that computes twins, and measures by the index of each call.
 
@@ -122,6 +117,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         measures: what was measured, by the index of the call.
         outside: storages that were there before the recording.
         failures: operators that have no FP32 form.
+        low, wide: dtypes of which there are twins, and the twins' own.
         recurrent: recurrent modules that ran under autocast: their class, the line that called them, its dtype.
     """
 
@@ -136,6 +132,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.outside: set[int] = {value.storage for value in self.trace.values}
         self._rules = builtin_rules()
         self.failures = 0
+        self.low: tuple[torch.dtype, ...] = LOW
+        self.wide = torch.float32
         self.recurrent: dict[str, tuple[str, str, str]] = {}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -180,7 +178,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         name = bare_name(func._schema.name) if hasattr(func, "_schema") else ""
         floats = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
         asked = kwargs.get("dtype")
-        low = any(t.dtype in LOW for t in floats) or asked in LOW
+        low = any(t.dtype in self.low for t in floats) or asked in self.low
         twinned = any(self.value_of(t) in self._twins or self.value_of(t) in self._scores for t in floats)
         looked = name in ("sin", "cos")
         if not name or not (low or twinned or looked) or sum(t.numel() for t in floats) > _MOST:
@@ -194,7 +192,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         cls = self._rules.class_of(func._schema.name) or ""
         measure = self._measure = Measure()
         written = list(self._arguments(func, args, kwargs))
-        before = [(t, sampled(t).clone()) for t in written if t.dtype in LOW]
+        before = [(t, sampled(t).clone()) for t in written if t.dtype in self.low]
         wide = scores = None
         try:
             with torch.no_grad(), _without_autocast(args, kwargs):
@@ -247,25 +245,25 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if name == "copy" and len(args) > 1 and not known:
             # master weights in FP32 that live on lose nothing where they are rounded
             kept = self.trace.values[self.value_of(args[1])].storage in self.outside
-            if kept or args[1].dtype == args[0].dtype or args[0].dtype not in LOW:
+            if kept or args[1].dtype == args[0].dtype or args[0].dtype not in self.low:
                 return None
         written = {id(t) for t in self._arguments(func, args, kwargs)}
 
         def lift(value: Any) -> Any:
             if not isinstance(value, Tensor):
-                return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+                return self.wide if isinstance(value, torch.dtype) and value in self.low else value
             if not value.is_floating_point():
                 return value.clone() if id(value) in written else value
             twin = self._twin(table, value)
             if twin is None:
-                wide = value.detach().to(wider(value.dtype))
+                wide = value.detach().to(self.wide if value.dtype in self.low else value.dtype)
                 twin = wide.clone() if id(value) in written and wide.dtype == value.dtype else wide
             if id(value) in written:
                 self._made.append((value, twin, table, 0.0))
             return twin
 
         wide_args, wide_kwargs = _mapped(lift, args), {key: _mapped(lift, value) for key, value in kwargs.items()}
-        if name == "_to_copy" and args[0].dtype is wide_args[0].dtype and kwargs.get("dtype") in LOW:
+        if name == "_to_copy" and args[0].dtype is wide_args[0].dtype and kwargs.get("dtype") in self.low:
             return wide_args[0]  # a cast of FP32 itself
         return func(*wide_args, **wide_kwargs)
 
@@ -275,7 +273,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         width = tensors[-1].shape[-1] if tensors and tensors[-1].dim() == 2 else 0
         if func._schema.name not in ("aten::mm", "aten::addmm") or torch._C._current_graph_task_id() != -1:
             return None
-        if not 2 <= width <= _MOST_EXPERTS or tensors[-1].dtype not in LOW:
+        if not 2 <= width <= _MOST_EXPERTS or tensors[-1].dtype not in self.low:
             return None
 
         def lift(value: Any) -> Any:
@@ -322,7 +320,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             error = measure.before if view else relative_error(real, twin)
             self._made[index] = (real, twin, table, error)
             measure.error = max(measure.error, error)
-            if not view and real.dtype in LOW:
+            if not view and real.dtype in self.low:
                 measure.overflowed += int((~sampled(real).isfinite() & sampled(twin).isfinite()).sum())
         if before:
             self._unchanged(measure, before)
@@ -354,7 +352,13 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _decay(self, measure: Measure, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> None:
         """Say which share of a product with a factor just below 1 is what it was before: it never decays."""
         factor = args[1] if name == "mul" and len(args) > 1 else None
-        if isinstance(factor, float) and 0.5 < factor < 1.0 and outs and outs[0].dtype in LOW and outs[0].numel() > 1:
+        if (
+            isinstance(factor, float)
+            and 0.5 < factor < 1.0
+            and outs
+            and outs[0].dtype in self.low
+            and outs[0].numel() > 1
+        ):
             made = [twin for real, twin, table, _ in self._made if real is outs[0] and table is self._twins]
             before = sampled(made[0]) / factor if made else sampled(outs[0])
             there = before != 0
@@ -381,7 +385,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         row, wide = (
             t.detach().reshape(-1, t.shape[-1])[-1] if t.dim() else t.detach().reshape(1) for t in (real, twin)
         )
-        if table is not self._twins or real.dtype not in LOW or not 16 <= row.numel() <= 1 << 20:
+        if table is not self._twins or real.dtype not in self.low or not 16 <= row.numel() <= 1 << 20:
             return
         if bool((wide[1:] > wide[:-1]).all()):
             measure.figures |= {"distinct": int(torch.unique(row).numel()), "positions": int(row.numel())}
@@ -419,7 +423,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if bare not in _SCALED_EPS or not args:
             return
         first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
-        if not isinstance(first, Tensor) or first.dtype not in LOW:
+        if not isinstance(first, Tensor) or first.dtype not in self.low:
             return
         numbers = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, float)]
         lost = [v for v in numbers if v and float(torch.tensor(v, dtype=first.dtype)) == 0.0]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autoprec.graph.places import caller
 from autoprec.trial.inside.observe.discovery import loss_parameters
 from autoprec.trial.inside.sensitivity.gradients import local_part
 
@@ -50,6 +51,7 @@ class _Call:
     differentiable: bool
     random: Any = None
     sync: bool | None = None
+    where: str = ""
 
     @property
     def writes(self) -> bool:
@@ -118,6 +120,7 @@ class RecordedStep:
         modules: of the model, those whose ``forward`` the script may call itself, past ``nn.Module.__call__``.
 
     Attributes:
+        line: while the step is played, the script's ``file:line`` of the torch function outside the model that runs.
         failed: why the step could not be recorded (no memory for a copy of its inputs); the script's step goes on.
     """
 
@@ -138,6 +141,7 @@ class RecordedStep:
         self._reaching: set[int] = set()  # those from which a backward would come to the model's parameters
         self.failed = ""
         self.busy = False
+        self.line = ""
 
     # ---------------------------------------------------------------- recording
     def start(self) -> None:
@@ -303,7 +307,8 @@ class RecordedStep:
         if random is not None or any(map(self._reaches, tree_flatten((args, kwargs))[0])):
             grown = zip(found, made, strict=True)
             self._reaching |= {number for value, number in grown if number is not None and value.requires_grad}
-        self._micros[-1].calls.append(_Call(run, args, kwargs, made, autocast, differentiable, random, sync))
+        where = caller() if random is None else ""
+        self._micros[-1].calls.append(_Call(run, args, kwargs, made, autocast, differentiable, random, sync, where))
 
     def _reaches(self, value: Any) -> bool:
         """Say whether one of the kept arguments of a call leads a backward to the model's parameters."""
@@ -383,12 +388,14 @@ class RecordedStep:
                 args = (args[0].clone(), *args[1:])
             enabled, dtype = call.autocast
             autocast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
+            self.line = call.where
             with autocast, torch.set_grad_enabled(call.differentiable):
                 outputs = call.run(*args, **kwargs)
             outputs = args[0] if outputs is None and args else outputs
             for number, value in zip(call.made, tree_flatten(outputs)[0], strict=True):
                 if number is not None:
                     made[number] = value
+        self.line = ""
         losses = [fresh(loss) for loss in micro.losses]
         made.clear()  # what backward needs, it holds
         args = kwargs = outputs = value = None
