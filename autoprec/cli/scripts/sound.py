@@ -49,11 +49,11 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
         lines = asdict(lifted.answer) if isinstance(lifted.answer, LiftedLines) else {"failed": lifted.reason}
         print_json(document | {"lifted": lines, "judged": judged.to_json() if judged is not None else None})
     else:
-        _print_lines(lifted, str(here))
         if found:
             echo(TEXTS["text"](found))
         if judged is not None and not counts(found)["error"]:
             echo(sound(judged))
+        _print_lines(lifted, str(here))
         for text in judged.unseen if judged is not None else ():
             echo(f"note: {text}", err=True)
     if any(failing.values()):
