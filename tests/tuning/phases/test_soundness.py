@@ -11,9 +11,9 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.phases.soundness import faults, is_still, told, with_soundness
-from benchmarks.cost.decoder import config_report
+from benchmarks.cost.decoder import PRESETS, decoder_report
 
-GPT = config_report("gpt2", batch=1, seq=64)
+GPT = decoder_report(PRESETS["gpt2"], batch=1, seq=64)
 LOST = {"unchanged": 0.96, "at_peak": 0.96, "arrives": 0.05, "half_ulp": 1e-4, "update": 1e-5, "rate": 1e-5}
 LOST |= {"elements": 19210, "tensors": 4, "optimizer": "AdamW", "to": "bf16", "compensated": "", "rising": False}
 LOSS = {"error": 0.01, "gradient": 0.001, "classes": 50257, "to": "bf16", "autocast": False}
