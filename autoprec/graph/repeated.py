@@ -29,6 +29,7 @@ class Blocks:
 
     @property
     def recorded(self) -> tuple[int, ...]:
+        """The blocks that were recorded, in order."""
         return tuple(sorted(set(self.first)))
 
     def of(self, module: str) -> int | None:
@@ -37,7 +38,12 @@ class Blocks:
         return int(head) if module.startswith(f"{self.path}.") and head.isdigit() else None
 
     def moved(self, name: str, before: int, after: int) -> str:
-        """Return a name in one block as that of the same thing in another."""
+        """Return a name in one block as that of the same thing in another.
+
+        Args:
+            name: of a module or parameter.
+            before, after: numbers of the two blocks.
+        """
         old = f"{self.path}.{before}"
         return f"{self.path}.{after}{name[len(old) :]}" if name == old or name.startswith(f"{old}.") else name
 

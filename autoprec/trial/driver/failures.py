@@ -139,7 +139,13 @@ def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptErro
 
 
 def nothing_tunable(command: ScriptCommand, model: str, *, scripted: bool = False) -> NothingAcceptableError:
-    """Return the error of a model without anything to decide; ``scripted``: it is TorchScript, or a part is."""
+    """Return the error of a model without anything to decide; ``scripted``: it is TorchScript, or a part is.
+
+    Args:
+        command: the script.
+        model: its class.
+        scripted: whether it is TorchScript, or a part of it is.
+    """
     if scripted:
         what = f"the model {model} is, or holds, TorchScript, and no other trainable GEMM: {IN_TORCHSCRIPT}"
         return NothingAcceptableError(what, where=command.label, fix=f"train {BEFORE_TORCHSCRIPT}")

@@ -390,7 +390,13 @@ def _span(one: Standing, merit: float, noise: float, *, timed: bool) -> tuple[fl
 
 
 def merit_of(one: Standing, objective: str, reference_memory: float) -> float:
-    """Return what an objective maximises, over the script as written: speed, memory, or the root of their product."""
+    """Return what an objective maximises, over the script as written: speed, memory, or the root of their product.
+
+    Args:
+        one: a policy.
+        objective: ``throughput``, ``memory`` or ``balanced``.
+        reference_memory: bytes of a step of the script as written; 0 where unknown.
+    """
     saved = reference_memory / one.memory_bytes if one.memory_bytes > 0 and reference_memory > 0 else 1.0
     if objective == "memory":
         return saved
