@@ -19,7 +19,7 @@ Assessed = tuple[str, dict[str, Any]]
 _ARRIVES, _STAYS = 0.5, 0.25
 #: Relative errors of a sum and of a loss from which on they are wrong, and from which on they are worth a word.
 _SUM, _SUM_SEEN, _LOSS, _LOSS_SEEN, _GRADIENT = 0.01, 0.003, 0.005, 0.001, 0.02
-_HAND, _REDUCTION = 0.05, 0.1
+_HAND, _REDUCTION = 0.05, 0.5
 #: Share of tokens that go elsewhere.
 _ROUTED, _ROUTED_SEEN, _FEWEST_TOKENS = 0.05, 0.0, 16
 

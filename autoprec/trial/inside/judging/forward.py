@@ -262,7 +262,9 @@ def _lines(step: Step) -> Iterator[Observation]:
     for where, several in lines.items():
         call, operator, measure = max(several, key=lambda row: row[2].error)
         given = max((step.measures[i].error for i in _other_lines(step, several, where)), default=0.0)
-        quiet = call.name in _JUMPS or operator.cls in ("loss", "softmax", "view") or call.name in ("sin", "cos")
+        quiet = (
+            call.name in _JUMPS or operator.cls in ("loss", "softmax", "view", "norm") or call.name in ("sin", "cos")
+        )
         least = _DIFFERENCE if call.name in ("sub", "rsub") else _LOST
         if (
             not (_low(operator) or measure.before)

@@ -41,6 +41,7 @@ def codes(
     [
         F.gelu,
         lambda x: F.layer_norm(x, x.shape[-1:]),
+        lambda x: F.layer_norm(x - x.mean(-1, keepdim=True), x.shape[-1:]),  # whose means are nothing but rounding
         lambda x: F.rms_norm(x, x.shape[-1:]),
         lambda x: x - x.mean(-1, keepdim=True),
         lambda x: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype),
