@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ pytestmark = [
 def _no_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let ``torch.compile`` stop at the traced graph: what C++ makes of it is not tested here."""
     plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, backend="eager": plain(model, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda model, backend="eager", **more: plain(model, backend=backend, **more))
     torch._dynamo.reset()
     yield
     torch.compiler.set_stance("default")
@@ -312,3 +313,134 @@ def test_a_model_that_was_compiled_as_a_whole_is_not_kept_alive() -> None:
     del model, compiled
     gc.collect()
     assert gone() is None
+
+
+class _Odd(nn.Module):
+    """A block of a width of its own, with what a trace cannot go through where asked."""
+
+    def __init__(self, width: int, breaks: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.down(torch.relu(x))
+
+
+class _Odds(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+POLICIES = {"as written": {}, "bf16": BF16}
+policies = pytest.mark.parametrize("more", POLICIES.values(), ids=POLICIES)
+
+
+def _ran(model: nn.Module, policy: Policy, batches: list[torch.Tensor], call: nn.Module | None = None) -> object:
+    """Train under a policy as eager code does, and return the audit's row of how it was executed."""
+    eager = copy.deepcopy(model)
+    policy.model_copy(update={"execution": "keep"}).apply(eager, backend="emulated")
+    called = model if call is None else call  # asking a compiled model whether it is true asks for its length
+    policy.apply(called, backend="emulated")
+    for batch in batches:
+        expected, found = eager(batch), called(batch)
+        assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
+        found.sum().backward()
+    report = policy.audit(called)
+    return report.operators["execution"] | {"ok": report.ok}
+
+
+@policies
+@pytest.mark.parametrize("by", ["the policy", "the script"])
+def test_blocks_that_all_differ_are_all_compiled(by: str, more: dict[str, object]) -> None:
+    """Nine versions are one more than Dynamo makes; the tenth block was eager code, without a word."""
+    graphs: list[int] = []
+    model = _Odds(*(_Odd(8 + k) for k in range(10)))
+    call = torch.compile(model, backend=_counting(graphs)) if by == "the script" else None  # type: ignore[call-overload]
+    before = compiling.compiled_graphs()
+    row = _ran(model, _policy("compile", **more), [torch.randn(4, 16)], call)
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+    assert compiling.compiled_graphs() - before == 10
+    assert len(graphs) == (10 if by == "the script" else 0)
+
+
+def test_past_the_limit_of_versions_the_audit_fails() -> None:
+    model = _Odds(*(_Odd(8 + k) for k in range(4)))
+    policy = _policy("compile")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        policy.apply(model)
+        model(torch.randn(4, 16)).sum().backward()
+    report = policy.audit(model)
+    assert not report.ok
+    row = report.operators["execution"]
+    assert row["executed"] == "eager"
+    assert "recompile_limit" in row["reason"]
+
+
+@policies
+@pytest.mark.parametrize("by", ["the policy", "the script"])
+def test_a_break_inside_a_block_leaves_its_parts_compiled(by: str, more: dict[str, object]) -> None:
+    model = _Odds(*(_Odd(8, breaks=True) for _ in range(3)))
+    call = torch.compile(model, backend="eager") if by == "the script" else None
+    row = _ran(model, _policy("compile", **more), [torch.randn(4, 16)] * 2, call)
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+
+
+@policies
+@pytest.mark.parametrize("by", ["the policy", "the script"])
+def test_batches_of_any_size_are_served(by: str, more: dict[str, object]) -> None:
+    model = _Odds(*(_Odd(8) for _ in range(3)))
+    call = torch.compile(model, backend="eager") if by == "the script" else None
+    before = compiling.compiled_graphs()
+    row = _ran(model, _policy("compile", **more), [torch.randn(rows, 16) for rows in range(4, 16)], call)
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+    assert compiling.compiled_graphs() - before <= 4  # of one size, then of any, for twelve sizes
+
+
+@policies
+def test_a_script_that_wants_one_graph_has_one_of_each_block(more: dict[str, object]) -> None:
+    model = _Odds(*(_Odd(8) for _ in range(3)))
+    call = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[call-overload]
+    row = _ran(model, _policy("compile", **more), [torch.randn(4, 16)], call)
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+
+
+@pytest.mark.parametrize("execution", ["keep", "compile"])
+def test_a_script_that_wants_one_graph_and_has_two_ends_with_torchs_own_word(execution: str) -> None:
+    model = _Odds(*(_Odd(8, breaks=True) for _ in range(3)))
+    call = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[call-overload]
+    _policy(execution, **BF16).apply(call)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        call(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_blocks_are_compiled_in_the_scripts_own_mode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def compile_fx(graph: torch.fx.GraphModule, _inputs: object, config_patches: Any, **_more: Any) -> object:
+        asked.append(dict(config_patches or {}))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    model, x = _Odds(*(_Odd(8) for _ in range(3))), torch.randn(4, 16)
+    call = torch.compile(model, backend="inductor", mode=mode)  # type: ignore[call-overload]
+    call(x)
+    policy = _policy("compile", **BF16)
+    policy.apply(call)
+    call(x).sum().backward()
+    assert policy.audit(call).ok
+    whole, *blocks = asked  # the first block's input needs no gradient
+    assert len(blocks) in (1, 2)
+    assert all(block == whole for block in blocks)
+    assert bool(whole.get("triton.cudagraphs")) is (mode in ("reduce-overhead", "max-autotune"))
+    assert bool(whole.get("max_autotune")) is mode.startswith("max-autotune")
