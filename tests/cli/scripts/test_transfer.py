@@ -29,7 +29,7 @@ def test_a_policy_for_a_saved_step(found: Path) -> None:
     assert written.evidence["transferred_from"]["study"] == "small"
     assert written.evidence["target"] == "h100"
     assert "MLP input (gate, up)" in outcome.out
-    assert "modelled, uncalibrated" in outcome.out
+    assert "modelled, calibrated on NVIDIA H100" in outcome.out
     assert "autoprec check --policy big.yaml --sensitivity 8 SCRIPT" in outcome.out
     again = autoprec("transfer", found, "-o", "big.yaml", "step.json")
     assert (again.code, "this file exists" in again.err) == (2, True)
