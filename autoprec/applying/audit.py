@@ -319,6 +319,11 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
         elif name == "output" and found is not None and found.narrowed:
             reason = "widened after its last product had rounded it; a head with output: fp32 returns FP32 sums"
         rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}
+    parts = [name for name, module in root.named_modules() if name and root_of(module) is not None]
+    if parts:  # applied after this one
+        ran = root_of(root.get_submodule(parts[0])).ran.get("activations", KEEP)
+        why = f"another policy is on part '{parts[0]}'"
+        rows["activations"] = {"requested": policy.activations, "executed": ran, "ok": False, "reason": why}
     if policy.execution != KEEP:
         rows["execution"] = executed_as(root, policy.execution)
     return rows

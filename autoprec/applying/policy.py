@@ -68,6 +68,7 @@ def apply_policy(
         put_stage(policy, model, backend=backend, strict=strict)
         stop_phases(model)
         ON[unwrap(model)] = None
+    _forget_parts(model)
     for optimizer in optimizers_of(model):  # those wrapped before carry from now on what the policy remembers
         carry_state(optimizer, unwrap(model))
 
@@ -75,7 +76,16 @@ def apply_policy(
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     stop_phases(model)
+    _forget_parts(model)
     take_off(unwrap(model))
+
+
+def _forget_parts(model: nn.Module) -> None:
+    """Stop policies that were applied to parts of a model: they are replaced, or taken off with it."""
+    root = unwrap(model)
+    for part in list(ON):
+        if part is not root and any(part is module for module in root.modules()):
+            stop_phases(part)
 
 
 class TorchPolicy(Shown, Policy):

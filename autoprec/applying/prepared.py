@@ -9,8 +9,9 @@ from __future__ import annotations
 from torch import nn
 
 from autoprec.applying import compiling, swap
+from autoprec.applying.around import loading
 
-_KEYS = (swap.ATTRIBUTE, swap.ROOT, "forward", "_compiled_call_impl")
+_KEYS = (loading.ATTRIBUTE, swap.ROOT, "forward", "_compiled_call_impl")
 
 
 class Prepared:

@@ -120,11 +120,11 @@ def _install_root(
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
-        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
         activations = NATIVE.get(policy.activations)
         emulates = backends[0].emulates_casts
-        root_execution = RootExecution(activations, policy.operators, kind, low, emulates, backends=backends)
+        held = [module._parameters for module in root.modules() if module._parameters]
+        root_execution = RootExecution(activations, policy.operators, kind, held, emulates, backends=backends)
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()
             root_execution.after_step = root_execution.after_step or backend.after_step()
@@ -184,10 +184,10 @@ def _kept(unit: Unit, plan: LayerPlan) -> Any:
 
 
 def take_off(root: nn.Module) -> None:
-    """Give every module of the innermost model its own class back."""
-    restore_execution(root)
-    uninstall(root, root=True)
-    for module in root.modules():
+    """Give every module of the innermost model its own class back, parts that a policy of their own was on as well."""
+    for module in list(root.modules()):
+        restore_execution(module)
+        uninstall(module, root=True)
         uninstall(module)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec.applying.around.loading import load_execution
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import root_of
 from autoprec.applying.units import tunable_units, unwrap
@@ -64,8 +65,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         run = unit_execution(unit)
         wanted = {} if run is None else run.state(unit.weight.device)
         held = {part: state[f"{name}.{part}"] for part in wanted if f"{name}.{part}" in state}
-        if held:
-            run.load_state(held, unit.weight.device)
+        if wanted:
+            load_execution(unit.module, unit.parameter, run, held, unit.weight.device)
         missing += [name] if held.keys() != wanted.keys() else []
     if missing:
         warnings.warn(

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoprec.applying.around.loading import ATTRIBUTE, weights_were_loaded
 from autoprec.applying.around.operators import refuse_export
 from autoprec.backends import Execution
 
-#: Where an execution lives in the ``__dict__`` of its module.
-ATTRIBUTE = "_autoprec"
 ROOT = "_autoprec_root"
 #: What ``module.compile()`` made; torch leaves it out of copies and pickles too.
 _COMPILED = "_compiled_call_impl"
@@ -151,6 +150,15 @@ def _root_forward(base: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
+def _loading(base: type[nn.Module], *, whole: bool) -> Callable[..., None]:
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+        base._load_from_state_dict(self, state_dict, prefix, *rest)
+        if any(key.startswith(prefix) for key in state_dict):
+            weights_were_loaded(self, whole=whole)
+
+    return _load_from_state_dict
+
+
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
     found = _CLASSES.get((id(base), kind))
     if found is None:
@@ -162,6 +170,7 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
                 own, above = parametrized | own, base.__bases__
         namespace = {
             **own,
+            "_load_from_state_dict": _loading(base, whole=kind == "root"),
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce,
             "__prepare_scriptable__": _prepare_scriptable,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -284,7 +284,7 @@ class RootExecution:
         activations: autocast dtype, or None for keep.
         operators: what runs in float32, and the dtype of attention.
         device: device type of the model (cpu, cuda).
-        low_precision: the model holds bfloat16 or float16 parameters.
+        held: the parameters of each module; the script may cast the model after the policy was applied.
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
         context: what a backend needs around the whole forward, if anything.
         first: called before the first forward, outside of compiled graphs, if anything.
@@ -300,7 +300,7 @@ class RootExecution:
     activations: torch.dtype | None
     operators: OperatorPolicy
     device: str = "cpu"
-    low_precision: bool = False
+    held: Sequence[Mapping[str, Tensor | None]] = ()
     emulates_casts: bool = False
     executed: dict[str, str] = field(default_factory=dict)
     replaced: bool = False
@@ -330,14 +330,24 @@ class RootExecution:
             mode.lstm = self.activations if without_units else mode.emulated
             self.idle[autocast] = mode.does_nothing()
 
-    def needed(self, device: str) -> bool:
-        """Say whether anything of low precision can reach the operators at all."""
+    @property
+    def low_precision(self) -> bool:
+        """Whether the model holds bfloat16 or float16 parameters now."""
+        return any(p is not None and p.dtype in _LOW for held in self.held for p in held.values())
+
+    def needed(self, device: str, given: Any = ()) -> bool:
+        """Say whether anything of low precision can reach the operators at all; ``given``: the forward's inputs.
+
+        In a graph the mode costs nothing, and what the model holds would become an input of the graph.
+        """
         return (
             self.activations is not None
+            or torch.compiler.is_compiling()
             or self.low_precision
             or self.operators.attention != "keep"
             or torch.is_autocast_enabled(device)
             or self.replaced
+            or holds_low(given)
         )
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -367,7 +377,7 @@ class RootExecution:
         return self._run(forward, args, kwargs, device)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
-        if not self.needed(device):
+        if not self.needed(device, (args, kwargs)):
             return forward(*args, **kwargs)
         if self.activations is None:
             return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
