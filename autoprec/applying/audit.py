@@ -13,6 +13,7 @@ from torch import nn
 from autoprec.applying.compiling import executed_as
 from autoprec.applying.optimizers import optimizers_of
 from autoprec.applying.raw_weights import unit_execution
+from autoprec.applying.state import without_policy
 from autoprec.applying.swap import root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
@@ -52,14 +53,19 @@ class AuditReport(Shown):
     operators: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: backends that ran scaled recipes on a device on which nobody had run them before
     experimental: tuple[str, ...] = ()
+    #: classes of other models that an optimizer of this one trains, and that no policy is on
+    beside: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
         """What a reader has to know beside the rows."""
-        if not self.experimental:
-            return []
-        names = ", ".join(self.experimental)
-        return [f"experimental on this device, tested against stand-ins only: backend {names}"]
+        said = []
+        if self.experimental:
+            names = ", ".join(self.experimental)
+            said.append(f"experimental on this device, tested against stand-ins only: backend {names}")
+        if self.beside:
+            said.append(f"its optimizer also trains {', '.join(self.beside)}, which no policy is on")
+        return said
 
     @property
     def ok(self) -> bool:
@@ -135,8 +141,10 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     rows = tuple(_compiled_row(row, unit, row.name in left_out) for unit, row in audited)
     operators = _audit_operators(policy, root, any(not plan.keeps for plan in plans.values()))
     operators["activations"] |= _under_autocast(policy, units, operators["activations"])
-    operators |= audit_optimizers(policy, optimizers_of(model), model)
-    return AuditReport(rows, operators, _experimental(root, rows, plans))
+    optimizers = optimizers_of(model)
+    operators |= audit_optimizers(policy, optimizers, model)
+    beside = dict.fromkeys(name for optimizer in optimizers for name in without_policy(optimizer))
+    return AuditReport(rows, operators, _experimental(root, rows, plans), tuple(beside))
 
 
 def _experimental(root: nn.Module, rows: tuple[LayerAudit, ...], plans: Mapping[str, LayerPlan]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ import weakref
 import torch
 from torch import nn
 
-from autoprec.applying.state import ON
 from autoprec.applying.units import unwrap
 
 #: Optimizers that a policy has wrapped.
@@ -23,13 +22,6 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that takes the steps: inside the wrappers of accelerate, DeepSpeed and others."""
     inner = getattr(optimizer, "optimizer", None)
     return own_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-def model_of(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Return the model with a policy on it of which this optimizer trains most parameters; None where there is none."""
-    shares = {model: shared(optimizer, model) for model in list(ON)}
-    found = max(shares, key=shares.__getitem__, default=None)
-    return found if found is not None and shares[found] else None
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -158,7 +158,7 @@ class Phases:
                 if optimizer is not None:
                     rewrap_optimizer(optimizer, stage, model)
                     if carries_state(optimizer):
-                        carry_state(optimizer, model)
+                        carry_state(optimizer)
         except AutoPrecError as error:  # all was tried before the first step, so the script has changed its model
             warnings.warn(f"the policy's phase of step {self.step} could not begin: {error}", stacklevel=2)
             return

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autoprec.applying.optimizers import WRAPPED, model_of, optimizers_of, own_optimizer
+from autoprec.applying.optimizers import WRAPPED, optimizers_of, own_optimizer
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.stage import put_stage, take_off
-from autoprec.applying.state import ON, carry_state, load_model_state, model_state
+from autoprec.applying.state import ON, carry_state, load_model_state, model_state, models_of
 from autoprec.applying.units import unwrap
 from autoprec.errors import UsageError
+from autoprec.optim.communication import install_gradient_hook
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.policy.table import policy_table
+from autoprec.precision.recipes import KEEP
 from autoprec.support.tables import Shown, Table
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def apply_policy(
         ON[unwrap(model)] = None
     _forget_parts(model)
     for optimizer in optimizers_of(model):  # those wrapped before carry from now on what the policy remembers
-        carry_state(optimizer, unwrap(model))
+        carry_state(optimizer)
 
 
 def remove_policy(model: nn.Module) -> None:
@@ -155,8 +157,9 @@ class TorchPolicy(Shown, Policy):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Give an optimizer the storage formats this policy asks for; returns the same object.
 
-        Its checkpoints also carry what :meth:`state_dict` returns. ``model``, to which the policy is applied, is found
-        by its parameters where it is not given; a wrapper's own optimizer (accelerate's) is the one that is wrapped.
+        Its checkpoints also carry what :meth:`state_dict` returns of every model that it trains, found by their
+        parameters in whatever order the policy is applied and the optimizer wrapped; ``model`` says that no other is
+        meant. A wrapper's own optimizer (accelerate's) is the one that is wrapped.
         """
         own = own_optimizer(optimizer)
         if not hasattr(own, "param_groups"):
@@ -165,9 +168,12 @@ class TorchPolicy(Shown, Policy):
                 fix="policy.wrap_optimizer(optimizer, model)",
                 code="type",
             )
-        model = model_of(own) if model is None else model
-        WRAPPED.add(wrap_for_phases(own, self, model))
-        carry_state(own, model)
+        found = models_of(own) if model is None else [model]
+        WRAPPED.add(wrap_for_phases(own, self, found[0] if found else None))
+        for other in found[1:]:
+            install_gradient_hook(other, self.communication.gradients)
+        of_layers = bool(self.layers or self.phases) or (self.default, self.activations) != (KEEP, KEEP)
+        carry_state(own, model, asks=of_layers)
         return optimizer
 
     def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ from torch import Tensor, nn
 
 from autoprec.applying.around.loading import load_execution
 from autoprec.applying.raw_weights import unit_execution
-from autoprec.applying.swap import root_of
+from autoprec.applying.swap import ROOTS, root_of
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecWarning
-from autoprec.optim.checkpoint import ENTRY
+from autoprec.optim.checkpoint import ENTRY, parameters_of
+from autoprec.optim.holders import models_holding
 from autoprec.optim.optimizer import load_counters, optimizer_counters, stored_codes
 
-_HANDLES = "_autoprec_state_handles"
+_CARRIER = "_autoprec_carrier"
 _PHASES = "autoprec.phases."
 
 
@@ -77,74 +77,143 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _state(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, Tensor]:
+def models_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """Return the models with a policy on them that an optimizer trains, in the order of its parameters.
+
+    Copies of such models have the policy as well.
+    """
+    order = {id(p): index for index, p in reversed(list(enumerate(parameters_of(optimizer))))}
+    first: dict[nn.Module, int] = {}
+    for model in {*ON, *(root for root in ROOTS if root_of(root) is not None)}:
+        held = [order[id(p)] for p in model.parameters() if id(p) in order]
+        if held:
+            first[model] = min(held)
+    inside = {id(part) for model in first for part in model.modules() if part is not model}
+    return sorted((model for model in first if id(model) not in inside), key=first.__getitem__)
+
+
+def _state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> dict[str, Tensor]:
     found = {f"optimizer.{name}": value for name, value in optimizer_counters(optimizer).items()}
-    return (
-        found
-        | stored_codes(optimizer)
-        | ({} if model is None else {f"model.{name}": v for name, v in model_state(model).items()})
-    )
+    found |= stored_codes(optimizer)
+    for index, model in enumerate(models):
+        found |= {_prefix(index) + name: value for name, value in model_state(model).items()}
+    return found
 
 
-def _save(model: nn.Module | None, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
-    """Post-hook of ``state_dict``."""
-    state, groups = _state(optimizer, model), document["param_groups"]
-    if state and groups:
-        document = {**document, "param_groups": [{**groups[0], ENTRY: state}, *groups[1:]]}
-    return document
-
-
-def _load(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-    """Post-hook of ``load_state_dict``: what was loaded lies in the live parameter groups."""
-    held: dict[str, Tensor] = {}
-    for group in optimizer.param_groups:
-        held |= group.pop(ENTRY, {})
-    counters = _under("optimizer.", held)
-    if missing := [name for name in optimizer_counters(optimizer) if name not in counters]:
-        warnings.warn(
-            f"the checkpoint does not hold what the policy remembers of the optimizer ({', '.join(missing)}): "
-            "it begins anew, and losses differ a little from those of a run that was not interrupted",
-            AutoPrecWarning,
-            stacklevel=2,
-        )
-    load_counters(optimizer, counters)
-    if model is not None:
-        load_model_state(model, _under("model.", held))
+def _prefix(index: int) -> str:
+    """Return what the entries of the first, second, ... model of an optimizer begin with."""
+    return f"model{index + 1}." if index else "model."
 
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _settle(model: nn.Module, *_args: Any) -> None:
-    """Post-hook of ``step``: ranks agree on what they have seen before anything is saved."""
-    root = root_of(unwrap(model))
-    if root is not None and root.after_step is not None:
-        root.after_step()
+class _Carrier:
+    """The hooks by which an optimizer's checkpoints carry what policies remember.
+
+    Models are looked up when something is saved or loaded, and for the steps between from the first step on: when an
+    optimizer is wrapped, a policy may not be applied yet.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None, asks: bool) -> None:
+        self.given: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(unwrap(model))
+        self.tells = asks and model is None
+        self._stepped: list[weakref.ref[nn.Module]] | None = None
+        self._handles = [
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_post_hook(self.load),
+            optimizer.register_step_post_hook(self._settle),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def models(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        """Return the models that are there now, and tell once of those that no policy is on."""
+        found, given = models_of(optimizer), self.given()
+        if given is not None and all(given is not part for model in found for part in model.modules()):
+            found.append(given)
+        self._stepped = [weakref.ref(model) for model in found]
+        if self.tells:
+            self.tells = False
+            if names := without_policy(optimizer):
+                warnings.warn(
+                    f"the wrapped optimizer also trains {' and '.join(names)}, which no policy is on: its layers run "
+                    "as the script wrote them, and checkpoints hold nothing of them; policy.apply(model), or name "
+                    "the model that is meant: policy.wrap_optimizer(optimizer, model)",
+                    AutoPrecWarning,
+                    stacklevel=3,
+                )
+        return found
+
+    def _save(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+        """Post-hook of ``state_dict``."""
+        state, groups = _state(optimizer, self.models(optimizer)), document["param_groups"]
+        if state and groups:
+            document = {**document, "param_groups": [{**groups[0], ENTRY: state}, *groups[1:]]}
+        return document
+
+    def load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Post-hook of ``load_state_dict``: what was loaded lies in the live parameter groups."""
+        held: dict[str, Tensor] = {}
+        for group in optimizer.param_groups:
+            held |= group.pop(ENTRY, {})
+        counters = _under("optimizer.", held)
+        if missing := [name for name in optimizer_counters(optimizer) if name not in counters]:
+            warnings.warn(
+                f"the checkpoint does not hold what the policy remembers of the optimizer ({', '.join(missing)}): "
+                "it begins anew, and losses differ a little from those of a run that was not interrupted",
+                AutoPrecWarning,
+                stacklevel=2,
+            )
+        load_counters(optimizer, counters)
+        for index, model in enumerate(self.models(optimizer)):
+            load_model_state(model, _under(_prefix(index), held))
+
+    def _settle(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        """Post-hook of ``step``: what a backend updates then."""
+        if self._stepped is None:
+            self.models(optimizer)
+        for ref in self._stepped or ():
+            model = ref()
+            root = None if model is None else root_of(model)
+            if root is not None and root.after_step is not None:
+                root.after_step()
+
+
+def without_policy(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the classes of living models whose layers an optimizer trains and that no policy is on, nor on a part."""
+    found = models_of(optimizer)
+    known = {id(p) for model in found for p in model.parameters()}
+    rest = [p for p in parameters_of(optimizer) if p.dim() >= 2 and id(p) not in known]
+    if not rest:
+        return []
+    policed = {id(model) for model in found}
+    tops = [top for top in models_holding(rest) if not any(id(part) in policed for part in top.modules())]
+    return [type(unwrap(top)).__name__ for top in tops if tunable_units(top)]
 
 
 def carries_state(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether :func:`carry_state` was asked to look after this optimizer."""
-    return _HANDLES in optimizer.__dict__
+    return _CARRIER in optimizer.__dict__
 
 
-def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
-    """Let an optimizer's checkpoints carry what the policy on ``model`` and on the optimizer remembers.
+def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None = None, *, asks: bool = False) -> None:
+    """Let an optimizer's checkpoints carry what the policy on it and on the models that it trains remembers.
 
-    A checkpoint that was loaded before the policy was applied is read now.
+    A checkpoint that was loaded before the policy was applied is read once the policy is there.
+
+    Args:
+        model: one that counts whether it is found or not.
+        asks: tell of models that the optimizer trains and no policy is on, unless ``model`` is given.
     """
-    for handle in optimizer.__dict__.pop(_HANDLES, []):
-        handle.remove()
-    if not _state(optimizer, model):
-        for group in optimizer.param_groups:
-            group.pop(ENTRY, None)
-        return
-    handles = [
-        optimizer.register_state_dict_post_hook(partial(_save, model)),
-        optimizer.register_load_state_dict_post_hook(partial(_load, model)),
-    ]
-    if model is not None:
-        handles.append(optimizer.register_step_post_hook(partial(_settle, model)))
-    optimizer.__dict__[_HANDLES] = handles
-    if any(ENTRY in group for group in optimizer.param_groups):
-        _load(model, optimizer)
+    before = optimizer.__dict__.pop(_CARRIER, None)
+    if before is not None:
+        before.remove()
+        asks, model = asks or before.tells, before.given() if model is None else model
+    made = optimizer.__dict__[_CARRIER] = _Carrier(optimizer, model, asks)
+    waits = any(ENTRY in group for group in optimizer.param_groups)
+    if waits and (models_of(optimizer) or model is not None):
+        made.load(optimizer)

@@ -24,6 +24,8 @@ from autoprec.applying.around.operators import refuse_export
 from autoprec.backends import Execution
 
 ROOT = "_autoprec_root"
+#: Models whose forward is surrounded, copies of such among them.
+ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: What ``module.compile()`` made; torch leaves it out of copies and pickles too.
 _COMPILED = "_compiled_call_impl"
 _NOT_PICKLED = (
@@ -111,6 +113,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     for key, value in self.__dict__.items():
         if key != _COMPILED:
             new.__dict__[key] = copy.deepcopy(value, memo)
+    if ROOT in new.__dict__:
+        ROOTS.add(new)
     return new
 
 
@@ -201,6 +205,8 @@ def install(module: nn.Module, kind: str, execution: Any) -> None:
         execution: what runs it from now on.
     """
     module.__dict__[ROOT if kind == "root" else ATTRIBUTE] = execution
+    if kind == "root":
+        ROOTS.add(module)
     instance = module.__dict__.get("forward")
     if instance is not None and kind in ("functional", "root"):
         module.__dict__["forward"] = _InstanceForward(instance, execution)  # hides that of the class

@@ -22,6 +22,7 @@ from autoprec.optim.checkpoint import Checkpoint, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.guard import StepGuard
+from autoprec.optim.holders import models_holding
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, muon_update, sgd_update
@@ -81,8 +82,7 @@ def _check(
                     where="policy.optimizer",
                     fix=f"set {option}=False, or keep the optimizer section at fp32",
                 )
-        alone = model is None or not _others(optimizer, model)
-        if choice.exp_avg_sq != "fp32" and (kind == _SGD or (kind == _MUON and alone)):
+        if choice.exp_avg_sq != "fp32" and (kind == _SGD or (kind == _MUON and not _others(optimizer, model))):
             raise PolicyMismatchError(
                 f"exp_avg_sq: {choice.exp_avg_sq} asks for a second moment, and {_BASES[kind].__name__} has none",
                 where="policy.optimizer",
@@ -266,15 +266,17 @@ def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor])
         scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
 
 
-def _others(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
-    """Return the parameters of a model that train, and not by this optimizer."""
-    own = {id(parameter) for parameter in parameters_of(optimizer)}
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
+def _others(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> list[Tensor]:
+    """Return the parameters that train, and not by this optimizer, of a model; of all that it trains for None."""
+    own = list(parameters_of(optimizer))
+    known = {id(parameter) for parameter in own}
+    models = models_holding(own) if model is None else [model]
+    return [p for one in models for p in one.parameters() if p.requires_grad and id(p) not in known]
 
 
 def _has_nothing(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> bool:
     """Say whether an optimizer has no matrix because another one trains them: AdamW for what Muon leaves."""
-    if model is None or any(p.dim() >= 2 for p in parameters_of(optimizer)):
+    if any(p.dim() >= 2 for p in parameters_of(optimizer)):
         return False
     return any(p.dim() >= 2 for p in _others(optimizer, model))
 
@@ -289,7 +291,7 @@ def wrap_optimizer(
             where another optimizer does, keeps its state.
         policy: a policy, or its optimizer section alone. All FP32 leaves the optimizer untouched. A whole policy also
             brings its loss scaling, and its gradient communication where the model is distributed.
-        model: what it trains; needed to leave embeddings out of stored weights (without it every matrix is stored).
+        model: what it trains; needed for loss scaling and gradient communication alone.
 
     Raises:
         UnsupportedError: another optimizer, or an option that needs FP32 state.
@@ -297,7 +299,7 @@ def wrap_optimizer(
     """
     wrapped, exact = runtime_of(optimizer) is not None, _take_off(optimizer)
     choice = policy.optimizer if isinstance(policy, Policy) else policy
-    if _has_nothing(optimizer, model):
+    if choice != OptimizerPolicy() and _has_nothing(optimizer, model):
         choice = OptimizerPolicy()
     if choice != OptimizerPolicy():  # before anything is changed
         _check(optimizer, choice, _kind(optimizer), model)
@@ -314,7 +316,7 @@ def wrap_optimizer(
             _narrow(optimizer)
         return optimizer
     guard = StepGuard.install(optimizer)  # that state cannot take a non-finite value back out
-    weights = StoredWeights.install(list(parameters_of(optimizer)), choice, model, exact)
+    weights = StoredWeights.install(list(parameters_of(optimizer)), choice, exact)
     runtime = OptimizerRuntime(choice, _kind(optimizer), weights, guard)
     original = optimizer._init_group  # type: ignore[attr-defined]
 

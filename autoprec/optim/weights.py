@@ -18,17 +18,12 @@ from torch import Tensor, nn
 
 from autoprec.errors import AutoPrecWarning
 from autoprec.optim.codecs import Codec, codec
+from autoprec.optim.holders import tables_among
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import OptimizerPolicy
 
 #: The entry of an optimizer's checkpoint that holds the exact value of a weight.
 EXACT = "weight_exact"
-
-
-def _embeddings(model: nn.Module | None) -> set[int]:
-    """Return the ids of embedding tables (also of tied ones): their rows are looked up, not multiplied."""
-    modules = [] if model is None else model.modules()
-    return {id(p) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters(False)}
 
 
 def _obstacle(parameter: Tensor) -> str:
@@ -84,7 +79,6 @@ class StoredWeights:
         cls,
         parameters: Sequence[Tensor],
         choice: OptimizerPolicy,
-        model: nn.Module | None,
         exact: Mapping[int, Tensor] | None = None,
     ) -> StoredWeights:
         """Exchange every matrix among ``parameters`` but embeddings, and hook its gradient storage.
@@ -96,7 +90,7 @@ class StoredWeights:
             exact: values that count in the place of a parameter's own, of its shape, by its id.
         """
         made = cls(codec("weights", choice.weights))
-        made.gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
+        made.gradients, embeddings = codec("gradients", choice.gradients), tables_among(parameters)
         for parameter in parameters:
             if parameter.dim() < 2 or not parameter.is_floating_point() or id(parameter) in embeddings:
                 continue

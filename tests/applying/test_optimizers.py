@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoprec import Policy
-from autoprec.applying.optimizers import model_of, optimizers_of, own_optimizer
+from autoprec.applying.optimizers import optimizers_of, own_optimizer
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
@@ -17,18 +17,15 @@ def policy() -> Policy:
     return Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["fp8_delayed"]}, "default": "r"})
 
 
-def test_the_model_of_which_most_is_trained_is_found_until_its_policy_is_taken_off() -> None:
+def test_an_optimizer_is_found_by_each_model_that_it_trains() -> None:
     large, small, other = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(n))) for n in (3, 1, 1))
     p = policy()
     for model in (small, large):
         p.apply(model)
     both = torch.optim.SGD([*small.parameters(), *large.parameters()])
-    assert model_of(both) is large
-    assert model_of(torch.optim.SGD(other.parameters())) is None
     p.wrap_optimizer(both)
     assert optimizers_of(small) == optimizers_of(large) == [both]
-    p.remove(large)
-    assert model_of(both) is small
+    assert optimizers_of(other) == []
 
 
 def test_the_optimizer_inside_a_wrapper_is_the_one_that_is_wrapped() -> None:

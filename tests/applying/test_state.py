@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from autoprec import Policy
+from autoprec.applying.state import models_of, without_policy
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
@@ -193,3 +195,120 @@ def test_a_policy_that_remembers_nothing_leaves_checkpoints_alone() -> None:
     run.steps(0, 1)
     assert "autoprec" not in run.optimizer.state_dict()["param_groups"][0]
     assert run.policy.state_dict(run.model) == {}
+
+
+class Towers:
+    """Two models under one optimizer, put together in an order of one's own."""
+
+    def __init__(self, order: str) -> None:
+        torch.manual_seed(0)
+        self.policy = policy_from_dict({"schema": "autoprec.policy/1", **POLICIES["fp8_delayed"]}, cls=Policy)
+        self.policy = self.policy.model_copy(
+            update={"optimizer": self.policy.optimizer.model_copy(update=dict(STORED))}
+        )
+        self.left = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 24), nn.Linear(24, 8))
+        self.right = nn.Sequential(nn.Linear(12, 24), nn.Embedding(4, 4), nn.Linear(24, 8))
+        self.kept = (self.left, self.right)
+        for step in order.split(", "):
+            getattr(self, step)()
+
+    def copy(self) -> None:
+        self.left, self.right = copy.deepcopy((self.left, self.right))
+
+    def left_on(self) -> None:
+        self.policy.apply(self.left)
+
+    def right_on(self) -> None:
+        self.policy.apply(self.right)
+
+    def wrap(self) -> None:
+        self.optimizer = torch.optim.AdamW([*self.left.parameters(), *self.right.parameters()], lr=1e-2)
+        assert self.policy.wrap_optimizer(self.optimizer) is self.optimizer
+
+    def train(self) -> None:
+        self.steps(50, 51)
+
+    def steps(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            random = torch.Generator().manual_seed(step)
+            tokens, x = torch.randint(0, 8, (16,), generator=random), torch.randn(16, 12, generator=random)
+            seen = self.right[2](self.right[0](x)) + self.right[1].weight.sum()
+            loss = (self.left(tokens) - seen).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+STORED = {"weights": "e4m3_master", "exp_avg": "e4m3"}
+ORDERS = [
+    "left_on, right_on, wrap",
+    "wrap, left_on, right_on",
+    "right_on, wrap, left_on",
+    "left_on, right_on, copy, wrap",
+    "left_on, copy, right_on, wrap",
+    "right_on, left_on, right_on, wrap, left_on",
+    "left_on, right_on, wrap, train, right_on",
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_optimizer_carries_all_models_that_it_trains_in_whatever_order(order: str) -> None:
+    run = Towers(order)
+    run.steps(0, 4)
+    state = saved((run.left.state_dict(), run.right.state_dict(), run.optimizer.state_dict()))
+    held = [name for name in state[2]["param_groups"][0]["autoprec"] if name.startswith("model")]
+    assert len(held) == len(run.policy.state_dict(run.left)) + len(run.policy.state_dict(run.right))
+    assert models_of(run.optimizer) == [run.left, run.right]
+    tables = {id(run.left[0].weight), id(run.right[1].weight)}
+    for model in (run.left, run.right):
+        for parameter in model.parameters():
+            stored = parameter.dim() == 2 and id(parameter) not in tables
+            assert (type(parameter).__name__ == "StoredTensor") is stored
+    expected = run.steps(4, 7)
+    for other in (order, ORDERS[0]):  # checkpoints do not depend on the order
+        again = Towers(other)
+        again.left.load_state_dict(state[0])
+        again.right.load_state_dict(state[1])
+        again.optimizer.load_state_dict(copy.deepcopy(state[2]))
+        assert again.steps(4, 7) == expected
+
+
+@pytest.mark.parametrize("when", ["step", "save", "load"])
+@pytest.mark.parametrize("order", ["left_on, wrap", "wrap, right_on", "wrap"])
+def test_models_that_no_policy_is_on_are_told_of_once(order: str, when: str) -> None:
+    run = Towers(order)
+    document = torch.optim.AdamW([*run.left.parameters(), *run.right.parameters()]).state_dict()
+    ask: Any = {
+        "step": lambda: run.steps(0, 1),
+        "save": lambda: run.optimizer.state_dict(),
+        "load": lambda: run.optimizer.load_state_dict(document),
+    }[when]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ask()
+        ask()
+    told = [str(one.message) for one in caught if "no policy is on" in str(one.message)]
+    assert len(told) == 1
+    assert told[0].count("Sequential") == (2 if order == "wrap" else 1)
+    assert "policy.apply(model)" in told[0]
+    if order != "wrap":
+        model = run.left if order.startswith("left") else run.right
+        notes = run.policy.audit(model).notes
+        assert notes == ["its optimizer also trains Sequential, which no policy is on"]
+
+
+def test_what_is_meant_is_not_told_of() -> None:
+    whole = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 2))
+    policy = policy_from_dict({"schema": "autoprec.policy/1", **POLICIES["fp8_delayed"]}, cls=Policy)
+    policy.apply(whole[0])  # a part alone
+    optimizer = policy.wrap_optimizer(torch.optim.SGD(whole.parameters(), lr=0.1))
+    assert without_policy(optimizer) == []
+    other, scale = nn.Sequential(nn.Linear(8, 8)), nn.PReLU(4)
+    named = policy.wrap_optimizer(torch.optim.SGD([*whole.parameters(), *other.parameters()], lr=0.1), whole[0])
+    with_loss = policy.wrap_optimizer(torch.optim.SGD([*whole.parameters(), *scale.parameters()], lr=0.1))
+    for made in (optimizer, named, with_loss):
+        made.state_dict()
+    assert without_policy(named) == ["Sequential"]

@@ -15,7 +15,7 @@ def model() -> nn.ModuleDict:
 
 def test_matrices_are_stored_vectors_and_embeddings_are_not():
     net = model()
-    weights = StoredWeights.install(list(net.parameters()), KAHAN, net)
+    weights = StoredWeights.install(list(net.parameters()), KAHAN)
     kinds = {name: isinstance(p, StoredTensor) for name, p in net.named_parameters()}
     assert kinds == {
         "table.weight": False,
@@ -31,7 +31,7 @@ def test_a_tied_embedding_stays_plain():
     net = model()
     net["head"] = nn.Linear(4, 5, bias=False)
     net["head"].weight = net["table"].weight
-    StoredWeights.install(list(net.parameters()), KAHAN, net)
+    StoredWeights.install(list(net.parameters()), KAHAN)
     assert type(net["head"].weight) is nn.Parameter
 
 
@@ -41,7 +41,7 @@ def test_identity_attributes_and_gradient_survive_the_exchange_and_the_return():
     parameter.no_decay = True
     parameter.grad = torch.ones(3, 4)
     before = parameter.detach().clone()
-    weights = StoredWeights.install([parameter], KAHAN, layer)
+    weights = StoredWeights.install([parameter], KAHAN)
     assert layer.weight is parameter
     assert isinstance(parameter, StoredTensor)
     assert parameter.no_decay
@@ -72,7 +72,7 @@ def test_where_it_cannot_be_exchanged_the_reason_is_kept(prepare, reason):
     layer = nn.Linear(4, 3)
     alive = prepare(layer)
     exact = layer.weight.detach().float().clone()
-    weights = StoredWeights.install([layer.weight], KAHAN, layer)
+    weights = StoredWeights.install([layer.weight], KAHAN)
     assert [text for text in weights.emulated if reason in text], weights.emulated
     assert not isinstance(layer.weight, StoredTensor)
     assert layer.weight in weights
@@ -86,7 +86,7 @@ def test_where_it_cannot_be_exchanged_the_reason_is_kept(prepare, reason):
 
 def test_gradients_are_stored_as_they_arrive():
     layer = nn.Linear(4, 3)
-    weights = StoredWeights.install(list(layer.parameters()), OptimizerPolicy(gradients="e4m3"), layer)
+    weights = StoredWeights.install(list(layer.parameters()), OptimizerPolicy(gradients="e4m3"))
     layer(torch.ones(2, 4)).sum().backward()
     assert isinstance(layer.weight.grad, StoredTensor)
     assert type(layer.bias.grad) is torch.Tensor
