@@ -14,7 +14,10 @@ from autoprec.support.living import living
 
 
 def tables_among(parameters: Iterable[Tensor]) -> set[int]:
-    """Return the ids of embedding tables (also of tied ones): their rows are looked up, not multiplied."""
+    """Return the ids of embedding tables (also of tied ones): their rows are looked up, not multiplied.
+
+    ``parameters`` have any shapes and dtypes.
+    """
     wanted = {id(parameter) for parameter in parameters}
     modules = (*living(nn.Embedding), *living(nn.EmbeddingBag))
     return {id(p) for module in modules for p in _own(module) if id(p) in wanted}
@@ -23,7 +26,7 @@ def tables_among(parameters: Iterable[Tensor]) -> set[int]:
 def models_holding(parameters: Iterable[Tensor]) -> list[nn.Module]:
     """Return the outermost living modules that hold any of these parameters, in the order of the parameters.
 
-    Looks at every object that is alive: for what is asked once.
+    Looks at every object that is alive: for what is asked once. ``parameters`` have any shapes and dtypes.
     """
     order = {id(parameter): index for index, parameter in reversed(list(enumerate(parameters)))}
     first: dict[int, int] = {}

@@ -20,7 +20,15 @@ ATTRIBUTE = "_autoprec"
 
 
 def load_execution(module: nn.Module, parameter: str, run: Any, state: Mapping[str, Tensor], device: Any) -> None:
-    """Let an execution continue from what a checkpoint holds of it; delayed scales that are not there begin anew."""
+    """Let an execution continue from what a checkpoint holds of it; delayed scales that are not there begin anew.
+
+    Args:
+        module: what the execution is installed in.
+        parameter: the name of its weight there.
+        run: the execution.
+        state: its entries of the checkpoint; shapes as ``run.state`` returns them.
+        device: where the weight lies.
+    """
     begun = {name: value for name, value in _first(run.state(device)).items() if name not in state}
     run.load_state({**begun, **state}, device)
     _LOADED.setdefault(module, {})[parameter] = _histories(run.state(device))
