@@ -336,13 +336,9 @@ class RootExecution:
         return any(p is not None and p.dtype in _LOW for held in self.held for p in held.values())
 
     def needed(self, device: str, given: Any = ()) -> bool:
-        """Say whether anything of low precision can reach the operators at all; ``given``: the forward's inputs.
-
-        In a graph the mode costs nothing, and what the model holds would become an input of the graph.
-        """
+        """Say whether anything of low precision can reach the operators at all; ``given``: the forward's inputs."""
         return (
             self.activations is not None
-            or torch.compiler.is_compiling()
             or self.low_precision
             or self.operators.attention != "keep"
             or torch.is_autocast_enabled(device)
