@@ -192,6 +192,7 @@ def delayed() -> Iterator[Row]:
         history, scale, found = [0.0] * length, torch.tensor(1.0), []
         for amax in amaxes:
             found.append(float(ours.step(torch.tensor(amax), update=True)))
+            ours.roll()  # each is a step of the optimizer
             theirs.append(float(scale))
             if amax:
                 history = [amax, *history[:-1]]

@@ -169,7 +169,6 @@ def test_a_package_that_is_too_old_is_refused(tmp_path: Path, stub: None, monkey
         ("qwen3", {"head_dim": 16}),
         ("gpt2", {}),
         ("mixtral", {"num_local_experts": 4}),
-        ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"]}),
     ],
 )

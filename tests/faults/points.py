@@ -78,7 +78,7 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
             "graph/test_report.py::test_a_file_without_an_end_is_refused",
             "graph/test_report.py::test_a_step_nested_without_a_bound_is_refused",
             "cli/policies/test_export.py::test_a_list_of_names_without_an_end_is_refused",
-            "cost/test_transformer.py::test_a_configuration_of_a_hundred_million_layers_is_refused",
+            "cost/test_configuration.py::test_what_is_not_built_is_refused_by_name_with_its_reason",
         ),
     ),
     11: (

@@ -47,12 +47,15 @@ def two_steps(recipe: str, style: str | None, rows: int = N) -> dict[str, Any]:
     policy(recipe).apply(model)
     model = model if style is None else sharded(model, style)
     generator = torch.Generator().manual_seed(3)
-    for _ in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # a step of the history is one of the optimizer
+    for number in range(2):
         model.zero_grad()
         x = torch.randn(2, 16, K, generator=generator).requires_grad_()
         x.data[..., :4] *= 10  # one rank's half has larger values than the other's
         out = model(x)
         out.backward(torch.randn(out.shape, generator=generator))
+        if not number:
+            optimizer.step()
     run = execution_of(model[0])
     parts = {"out": out, "input": x.grad, "weight": model[0].weight.grad, "bias": model[0].bias.grad}
     delayed = {f"{operand} {spec.format}": float(one.scale) for (operand, spec), one in run.quantizers.delayed.items()}

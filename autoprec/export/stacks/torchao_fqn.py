@@ -102,7 +102,11 @@ def read(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -
     data = document.get("_data")
     document.get("_type")
     data = data if isinstance(data, Mapping) else {}
-    configs = data.get("fqn_to_config") or data.get("module_fqn_to_config")
+    configs = data.get("fqn_to_config")
+    if configs:
+        plain(data.get("module_fqn_to_config"))  # torchao writes the same names under both
+    else:
+        configs = data.get("module_fqn_to_config")
     if not isinstance(configs, Mapping) or not all(isinstance(key, str) for key in configs):
         raise FileError("FqnToConfig without fqn_to_config, which gives names a config", fix="torchao: config_to_dict")
     plans = {key: _plan(key, config, notes) for key, config in configs.items()}

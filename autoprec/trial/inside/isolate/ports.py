@@ -17,7 +17,7 @@ from typing import Any
 
 from autoprec.trial.inside.patching import wrapped
 
-_HERE = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0", ""))
+_HERE = frozenset(("localhost", "127.0.0.1", "::1", ""))
 
 
 def is_here(host: str) -> bool:
@@ -40,10 +40,9 @@ def own_port(folder: Path, port: int) -> int:
         return port
     place = known / str(port)
     if not place.exists():
-        with socket.socket() as probe:
-            probe.bind(("", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             free = probe.getsockname()[1]
-        made = known / f"new-{os.getpid()}"
+        made = known / f"new-{os.getpid()}-{free}"
         made.write_text(str(free))
         note_own(folder, free)  # before another rank can read it
         with contextlib.suppress(FileExistsError):  # another rank was first
