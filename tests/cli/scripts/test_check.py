@@ -102,7 +102,7 @@ def test_what_a_recorded_step_shows_counts_in_the_documents_ok() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.RMSNorm(32)).to(torch.bfloat16)
     report = record_step(model, lambda: model(torch.randn(4, 16).bfloat16()).float().sum().backward())
     audit = {"ok": True, "layers": [], "operators": {"norm": {"requested": "fp32", "executed": "fp32", "ok": True}}}
-    found = _with_recording(audit, report.to_json(), {"schema": "autoprec.policy/1"})
+    found = _with_recording(audit, report, {"schema": "autoprec.policy/1"})
     assert not found["operators"]["norm"]["ok"]
     assert found["ok"] is False
 
