@@ -338,7 +338,7 @@ def broken_backward(error: BaseException) -> Observation | None:
 def _address(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # NotImplementedError is one of them
         return 0
 
 
