@@ -23,6 +23,7 @@ from autoprec.graph.census import Held, Judged, Observation
 from autoprec.graph.places import caller
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
+from autoprec.graph.saved import storage_of
 from autoprec.graph.trace import SCRIPT, dtype_name
 from autoprec.trial.inside.judging import forward, loop
 from autoprec.trial.inside.judging.forward import LOW, Step
@@ -336,10 +337,8 @@ def broken_backward(error: BaseException) -> Observation | None:
 
 
 def _address(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except RuntimeError:  # NotImplementedError is one of them
-        return 0
+    storage = storage_of(tensor)
+    return 0 if storage is None else int(storage._cdata)
 
 
 def _read(step: Step) -> Iterator[Held]:
