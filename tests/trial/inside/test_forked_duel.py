@@ -31,7 +31,9 @@ CRASHES = """
 def duel(host: Any, folder: Path, steps: int, *probes: Probe, script: str = SCRIPT, **changes: Any) -> TrialResult:
     path = folder / "train.py"
     path.write_text(script)
-    usual: dict[str, Any] = {"within_s": 1.0, "precision": 1.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
+    # the fewest rounds end it, long before its time is up: of that, settling has its share, and a slow machine's first
+    # step takes more than a short duel's
+    usual: dict[str, Any] = {"within_s": 10.0, "precision": 1.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
     spec = DuelSpec(probes=probes, backend="emulated", **(usual | changes))
     with host(str(path), str(steps)) as runner:
         result: TrialResult = runner.run(spec)
@@ -42,7 +44,8 @@ EMPTY, SLOW = Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8
 
 
 def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: Any, tmp_path: Path) -> None:
-    result = duel(host, tmp_path, 100_000, EMPTY, SLOW, within_s=3.0)
+    # until it is known within 3 %: of the fewest rounds the median is off by a quarter on a busy machine
+    result = duel(host, tmp_path, 100_000, EMPTY, SLOW, within_s=8.0, precision=0.03)
     assert result.ok, result.reason
     rounds = result.answer.rounds
     _, _, slow = median_interval(ratios_of(rounds, "emulated"))
