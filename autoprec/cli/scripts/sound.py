@@ -43,15 +43,20 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
     judged = report.judged.within(str(here)) if report.judged is not None else None
     found = findings(Facts(report=replace(report, judged=judged), settings=settings_of(script, here)))
     failing = {severity: counts(found)[severity] for severity in ("error", *(("warning",) if strict else ()))}
+    looked_at = judged is not None and bool(judged.looked_at)
     if as_json:
         rows = [one.to_json() for one in found]
-        document = {"ok": not any(failing.values()), "sound": not counts(found)["error"], "findings": rows}
+        document = {
+            "ok": not any(failing.values()),
+            "sound": looked_at and not counts(found)["error"],
+            "findings": rows,
+        }
         lines = asdict(lifted.answer) if isinstance(lifted.answer, LiftedLines) else {"failed": lifted.reason}
         print_json(document | {"lifted": lines, "judged": judged.to_json() if judged is not None else None})
     else:
         if found:
             echo(TEXTS["text"](found))
-        if judged is not None and not counts(found)["error"]:
+        if judged is not None and looked_at and not failing["error"]:
             echo(sound(judged))
         _print_lines(lifted, str(here))
         for text in judged.unseen if judged is not None else ():

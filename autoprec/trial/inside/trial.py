@@ -333,13 +333,13 @@ class Trial:
     # ---------------------------------------------------------------- operator graph
     def _judge(self, module: nn.Module) -> None:
         """Record this step, and judge the script's own precision by it and by the update that follows."""
-        from autoprec.trial.inside.judging.judge import Judge
+        from autoprec.trial.inside.judging.judge import PATIENCE_S, Judge
 
         def done(report: GraphReport) -> None:
             self._answer = report
             self.finish("ok")
 
-        judge = self._judged = Judge(self.found, self.hooks, done)
+        judge = self._judged = Judge(self.found, self.hooks, done, patience_s=PATIENCE_S)
         judge.start(running=self._runs_inside(module))
         ended = self.at_exit
         self.on_exit(lambda: None if judge.end() else ended())

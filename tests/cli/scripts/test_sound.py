@@ -1,9 +1,15 @@
 """``autoprec check`` without a policy."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autoprec.cli.scripts import sound
+from autoprec.cli.scripts.sound import record
+from autoprec.graph.census import Judged
+from autoprec.graph.report import GraphReport
 from benchmarks.precision.running import FAULTY
 from tests.cli.helpers import autoprec
 
@@ -30,6 +36,19 @@ def test_a_sound_script_is_said_to_be_and_what_was_looked_at(tmp_path: Path, mon
     census = autoprec("inspect", "train.py")
     assert "optimizer state" in census.out
     assert "exp_avg_sq of" in autoprec("inspect", "--json", "train.py").out
+
+
+def test_a_step_that_was_not_judged_is_not_called_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unjudged(*args: Any) -> GraphReport:
+        return replace(record(*args), judged=Judged(unseen=("the step was not judged: of its own reason",)))
+
+    monkeypatch.setattr(sound, "record", unjudged)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SOUND)
+    found = autoprec("check", "train.py")
+    assert (found.code, "is sound" in found.out) == (0, False)
+    assert "note: the step was not judged: of its own reason" in found.err
+    assert autoprec("check", "--json", "train.py").json()["sound"] is False
 
 
 def test_a_fault_is_named_by_line_and_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

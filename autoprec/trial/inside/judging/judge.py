@@ -33,8 +33,10 @@ from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.recorded_step import eager
 
-#: Updates that are waited for until one has a learning rate, and seconds for the forward after it.
-_TRIES, _PATIENCE_S = 4, 20.0
+#: Seconds that a trial waits for the forward after an update.
+PATIENCE_S = 20.0
+#: Updates that are waited for until one has a learning rate.
+_TRIES = 4
 
 
 class Judge(Events):
@@ -43,10 +45,14 @@ class Judge(Events):
     Args:
         found, hooks: of this process; the hooks' events are this object's until it is done.
         done: called once, with the report of the step and what was judged in it.
+        patience_s: seconds for the forward after the update. After them ``done`` is called by a thread, and has to end
+            the process: what a thread has entered no other can leave. None waits until the script ends.
     """
 
-    def __init__(self, found: Found, hooks: Hooks, done: Callable[[GraphReport], None]) -> None:
-        self._found, self._hooks, self._done = found, hooks, done
+    def __init__(
+        self, found: Found, hooks: Hooks, done: Callable[[GraphReport], None], *, patience_s: float | None = None
+    ) -> None:
+        self._found, self._hooks, self._done, self._patience_s = found, hooks, done, patience_s
         self._device = found.parameters[0].device.type if found.parameters else "cpu"
         self._recorder: ShadowRecorder | None = ShadowRecorder(found.root, optimizers=found.optimizers)
         self._names = self._recorder.names
@@ -150,9 +156,10 @@ class Judge(Events):
         if self._update is not None and self._stepping:
             self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
         if optimizer is self._found.optimizers[0] and self._update is not None:
-            timer = threading.Timer(_PATIENCE_S, self._finish)
-            timer.daemon = True
-            timer.start()
+            if self._patience_s is not None:
+                timer = threading.Timer(self._patience_s, self._finish, kwargs={"waited": True})
+                timer.daemon = True
+                timer.start()
             self._hooks.watch_next(self._found.root, self._next_forward)
 
     def _next_forward(self, *_: Any) -> None:
@@ -194,7 +201,7 @@ class Judge(Events):
         if self._scaler:
             self._census.append(Held("loss scale", f"{self._scale:g}", "fp32", where=self._scaler))
 
-    def _close_update(self, *, keep: bool) -> None:
+    def _close_update(self, *, keep: bool, waited: bool = False) -> None:
         update, self._update = self._update, None
         if update is None:
             return
@@ -202,24 +209,26 @@ class Judge(Events):
             with _disable_current_modes():  # what is compared is not the script's
                 stepped = [at for at, one in enumerate(self._found.optimizers) if id(one) in self._stepped]
                 self._updates = [one for one in self._weights.updates(update) if one.optimizer in stepped]
-        StepRecorder.__exit__(update, None, None, None)
+        if not waited:
+            StepRecorder.__exit__(update, None, None, None)
         if keep:
             self._kept_update = update
 
     _kept_update: ShadowRecorder | None = None
 
-    def _finish(self) -> None:
+    def _finish(self, *, waited: bool = False) -> None:
         """Judge what was seen, once; a failure of that is said, and never ends the script's own step."""
         with self._lock:
             if self._over:
                 return
             self._over = True
             self._hooks.events = Events()
-            self._undo()
-            self._eager.close()
+            if not waited:
+                self._undo()
+                self._eager.close()
             try:
                 self._end_step()
-                self._close_update(keep=True)
+                self._close_update(keep=True, waited=waited)
                 judged = self._judged()
             except Exception as error:
                 judged = Judged(unseen=(f"the step was not judged: {type(error).__name__}: {error}",))

@@ -1,11 +1,18 @@
 """The course of judging: faulty scripts are named by line and kind, and what the finding says cures them."""
 
+import json
+import os
+import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
-from autoprec.trial.inside.judging.judge import broken_backward
+from autoprec.graph.report import GraphReport
+from autoprec.trial.inside.judging.judge import Judge, broken_backward
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.tuning.lint.judged import CODES
 from benchmarks.precision.running import Fault, corpus, found_in_text, judged
 
@@ -96,6 +103,37 @@ def test_a_warm_up_that_begins_with_no_rate_is_waited_for(tmp_path: Path) -> Non
     assert seen is not None
     assert "learning rate was 0" in seen.unseen[0]
     assert not seen.observations
+
+
+def test_a_script_that_takes_no_second_step_is_judged_by_a_thread() -> None:
+    net = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # what a thread ends, ends with its process
+
+        def done(report: GraphReport) -> None:
+            os.write(writing, json.dumps(report.to_json()["judged"]).encode())
+            os._exit(0)
+
+        try:
+            hooks = Hooks()
+            hooks.install()
+            found = Found([net], [optimizer], list(net.parameters()))
+            Judge(found, hooks, done, patience_s=0.05).start(running=False)
+            net(torch.ones(4, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            time.sleep(30)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        judged = json.loads(told.read() or "null")
+    assert os.waitpid(child, 0)[1] == 0
+    assert judged["unseen"] == []
+    assert "updates-lost" in {one["code"] for one in judged["observations"]}
+    assert judged["looked_at"]["updates"] == 72
 
 
 def test_only_a_backward_of_an_own_function_that_met_two_dtypes_is_broken_by_autocast() -> None:
