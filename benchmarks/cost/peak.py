@@ -42,7 +42,7 @@ from autoprec.policy.space import load_space
 from autoprec.precision.hardware import FITS, target
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.setup import ModelledSteps
-from benchmarks.cost.cpu_models import Decoder, Encoder
+from benchmarks.cost.models import Decoder, Encoder
 
 GOAL, SHARE_GOAL = 0.08, 0.90
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
-"""The figures of the operator graph: what is recorded exactly, how fast, and what other tracers see of the same steps.
+"""The figures of the operator graph: what is recorded exactly, and how fast.
 
-    python benchmarks/graph/graph.py [--only zoo,fake,speed,large,peers] [--output benchmarks/results/DATE_graph.md]
+    python benchmarks/graph/graph.py [--only zoo,fake,speed,large] [--output benchmarks/results/DATE_graph.md]
 
 The zoo needs ``pip install 'autoprec[hf]'``. The truth for FLOPs is counted apart, by hooks on every Linear and
 convolution, from the closed form 2 M K N and from which operands need gradients.
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.cost.device.cpu import cpu_model
 from autoprec.graph.fake import record_fake
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
-from benchmarks.graph.peers import peer_table
 from benchmarks.graph.truth import built, loss_of, truth, zoo
 
 Row = tuple[str, str, str]
@@ -158,6 +158,7 @@ _LLAMA_70B = """
 import resource, sys, time, warnings
 warnings.simplefilter("ignore")
 import torch, transformers
+from autoprec.cost.device.cpu import cpu_model
 from autoprec.graph.fake import record_fake
 torch.set_num_threads(1)
 config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
@@ -225,7 +226,7 @@ def run_speed(lines: list[str]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="zoo,fake,speed,large,peers")
+    parser.add_argument("--only", default="zoo,fake,speed,large")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -237,13 +238,10 @@ def main() -> None:
         if name in wanted:
             rows += part(lines)
             print(f"{name}: done after {time.process_time():.0f} s CPU", file=sys.stderr)
-    peers: list[str] = []
-    if "peers" in wanted:
-        peers = peer_table(zoo())
     text = [f"# Operator graph, {datetime.now(UTC):%Y-%m-%d}", ""]
     text += [f"`python benchmarks/graph/graph.py --only {options.only}` on {_machine()}", ""]
     text += ["| what | measured | goal |", "|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in rows), ""]
-    text += [*lines, "", *peers, ""]
+    text += [*lines, ""]
     print("\n".join(text))
     if options.output:
         options.output.write_text("\n".join(text), encoding="utf-8")
@@ -255,16 +253,8 @@ def _machine() -> str:
         import transformers
 
         versions += f", transformers {transformers.__version__}"
-    model = next((x.split(":")[1].strip() for x in _cpuinfo() if x.startswith("model name")), platform.machine())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return f"{model}, one thread, shared machine; {versions}; peak memory of this process {memory:.0f} MB"
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    return f"{cpu_model()}, one thread, shared machine; {versions}; peak memory of this process {memory:.0f} MB"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 BATCH, TOKENS, VOCAB, WIDTH, HEADS = 2, 16, 128, 64, 4
-#: Blocks of a model; graph/published_roles.py asks for more, since policies count them.
+#: Blocks of a model.
 DEPTH = int(os.environ.get("AUTOPREC_ZOO_DEPTH", "2"))
 Built = tuple[torch.nn.Module, dict[str, Any]]
 

@@ -4,8 +4,7 @@
     python benchmarks/reliability/resilience.py --list
 
 Prints a table per part. Driver, studies, signals, servers and clusters are real; ``kills``, ``tracker`` and ``workers``
-train a simulated script, ``children``, ``ray`` and ``secrets`` a small real one. Damaged
-files: ``resilience_files.py``.
+train a simulated script, ``children`` and ``ray`` a small real one. Damaged files: ``resilience_files.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.reliability.resilience_outside import files, policy, secrets  # noqa: E402
 from benchmarks.reliability.resilience_workers import children, ray, workers  # noqa: E402
 from tests.faults.points import POINTS  # noqa: E402
 from tests.faults.servers import SERVERS, serving  # noqa: E402
@@ -215,9 +213,6 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "ray": ray,
     "tracker": tracker,
     "workers": workers,
-    "files": files,
-    "secrets": secrets,
-    "policy": policy,
 }
 
 

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.cost import CostModel
 from autoprec.cost.device.cpu import cpu_model
+from autoprec.graph.recorder import StepRecorder
 from autoprec.policy import save_policy
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
@@ -45,8 +46,7 @@ from autoprec.trial.intervals import FEWEST
 from autoprec.trial.losses import loss_units
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
-from benchmarks.cost.random_policies import Script, drawn
-from benchmarks.search.by_hand import FOLDER, SCRIPTS, WRITTEN, Ended, Interval, over, race, search, text, train
+from benchmarks.search.by_hand import FOLDER, SCRIPTS, WRITTEN, Ended, Interval, make, over, race, search, text, train
 
 sys.path.insert(0, str(FOLDER))
 
@@ -106,8 +106,31 @@ def gap(own: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) ->
 
 
 def problem_of(name: str) -> Problem:
-    report = Script(name).report
+    """Return what a search would decide about a script, from one recorded step of it."""
+    torch.manual_seed(0)
+    model, optimizer, batch, loss_of, clip = make(name)
+
+    def step() -> None:
+        optimizer.zero_grad()  # before the forward pass, as the scripts have it
+        loss_of(model, batch()).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+    step()
+    optimizer.step()
+    with StepRecorder(model, optimizers=(optimizer,)) as recorder:
+        step()  # a search records up to the update, which has a rate of its own
+    report = recorder.report()
     return Problem.build(report, load_space("cpu"), CostModel(report, target("cpu")).can_run)
+
+
+def drawn(problem: Problem, rng: random.Random) -> Point:
+    """Return a random point: few or many of the choices, in shares of its own."""
+    liking = {name: rng.random() ** 4 for name in problem.choice_names}
+    return {
+        name: rng.choices(found.choices, [liking.get(str(value), 0.5) for value in found.choices])[0]
+        for name, found in problem.distributions().items()
+    }
 
 
 def pool(problem: Problem, count: int, rng: random.Random, known: dict[str, Point], base: Sequence[Point] = ()) -> None:

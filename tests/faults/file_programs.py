@@ -1,6 +1,6 @@
 """Random programs of file operations, run as a trial is: whatever they do, the user's files are as they were.
 
-``python benchmarks/reliability/resilience.py files`` runs thousands of them; the suite runs a few.
+The suite runs a few, drawn from fixed seeds.
 """
 
 from __future__ import annotations

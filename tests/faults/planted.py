@@ -1,6 +1,6 @@
 """Ways to pass a secret to a training script, and the search for what was stored of it.
 
-``python benchmarks/reliability/resilience.py secrets`` runs a real search with all of them at once.
+A real search has run with all of them at once (benchmarks/results/2026-11-22_resilience_outside.md).
 """
 
 from __future__ import annotations

@@ -14,14 +14,25 @@ from autoprec.optim.communication import (
     WIRE,
     _pack,
     _shares,
+    _unpack,
     find_distributed,
     install_gradient_hook,
 )
 from autoprec.optim.optimizer import runtime_of, wrap_optimizer
 from autoprec.policy import CommunicationPolicy
-from benchmarks.numerics.state import compressed_mean
 from tests.levels import LEVELS
 from tests.warm import run_ranks
+
+
+def compressed_mean(gradients, how):
+    """Return the mean over ranks that the hook computes, for all ranks' flat gradients held in one process."""
+    ranks = len(gradients)
+    shares = torch.stack([_shares(g.reshape(-1), ranks) for g in gradients])
+    length = shares.shape[2]
+    received = torch.stack([_unpack(_pack(rank, how), length, how) for rank in shares])
+    mean = received.sum(0).div_(ranks)
+    out = torch.cat([_unpack(_pack(share[None], how), length, how) for share in mean], dim=0)
+    return out.view(-1)[: gradients[0].numel()].view(gradients[0].shape)
 
 
 def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:

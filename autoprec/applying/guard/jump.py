@@ -5,7 +5,7 @@ batches with outliers among four are not enough) counts as a jump from where it 
 more than 4.5 standard errors, and by more than any earlier run of as many losses did, by three quarters: what the
 batches do by themselves is in the past as well, however heavy its tails are. Where the gradient norm has jumped at the
 same time, which noise of the batches rarely does, 2.5 standard errors and a quarter are enough. The numbers were chosen
-on two seeds of the runs of benchmarks/long_run/guard.py, and are judged there on others and on another model.
+on two seeds of the runs of benchmarks/results/2026-11-22_long_run.md, and judged there on others and on another model.
 """
 
 from __future__ import annotations
