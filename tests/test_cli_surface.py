@@ -10,7 +10,8 @@ from tests.cli.helpers import autoprec
 
 SURFACE = {
     "demo": "",
-    "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden]) + " --json --quiet --verbose",
+    "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden])
+    + " --dry-run --json --quiet --verbose",
     "inspect": "--json --sensitivity --space --target",
     "estimate": "--batch --config --cost-scale --json --policy --recompute --seq --shards --space --target",
     "run": "--audit --backend --policy",

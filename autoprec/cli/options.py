@@ -90,7 +90,7 @@ def search_groups() -> dict[str, list[str]]:
     for about in OPTIONS.values():
         if not about.hidden:
             found.setdefault(about.group, []).append(about.flag)
-    return found | {PRINTED: ["--json", "--quiet", "--verbose"]}
+    return found | {PRINTED: ["--dry-run", "--json", "--quiet", "--verbose"]}
 
 
 def as_json(what: str) -> Callable[[F], F]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.cost import Verdict
 from autoprec.cost.device.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
@@ -34,7 +33,6 @@ from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
-from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import emitted_policy, save_front, search_result, settled, with_size
@@ -45,7 +43,7 @@ from autoprec.tuning.phases.soundness import faults, told, with_soundness
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
+from autoprec.tuning.sixteen_bit import Bound, bound_of
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult
@@ -70,25 +68,6 @@ class _Host:
     info: HostInfo
     start_s: float
     cpu_rates: threading.Thread
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """What could be gained at most.
-
-    Attributes:
-        setup: what is searched; where ``narrow`` of 16-bit policies alone.
-        at_fault: what in the script itself makes its training doubtful.
-        beyond: the bound is worth a search of the whole space.
-        ends: it is the answer: nothing is run.
-    """
-
-    setup: Setup
-    verdict: Verdict
-    at_fault: tuple[Finding, ...]
-    beyond: bool
-    narrow: bool
-    ends: bool
 
 
 class Search:
@@ -248,19 +227,14 @@ class Search:
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         return graph
 
-    def _bound_gain(self, host: _Host, graph: GraphReport) -> _Bound:
+    def _bound_gain(self, host: _Host, graph: GraphReport) -> Bound:
         """Ask the cost model what could be gained at most, and in which part of the space."""
         host.cpu_rates.join()
         self._check_time(host, starts=1)
         whole = Setup.of(self.options, host.info, graph, shapes(self._variants))
-        verdict = whole.verdict()
-        beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(whole, verdict)
-        # On a device that can be timed, the cost model never ends the search; hand-written baselines run first.
-        ends = verdict.kind == "stay" and not (whole.measured or self.options.force or narrow)
-        at_fault = tuple(faults(graph, self.command, self.options.reference))
-        return _Bound(narrow or whole, verdict, at_fault, beyond=beyond, narrow=narrow is not None, ends=ends)
+        return bound_of(whole, faults(graph, self.command, self.options.reference))
 
-    def _begin_study(self, host: _Host, bound: _Bound) -> tuple[PairedRunner, SearchState]:
+    def _begin_study(self, host: _Host, bound: Bound) -> tuple[PairedRunner, SearchState]:
         """Sign the study, or go on with it, and say what is searched."""
         setup = bound.setup
         self._sign(setup, host.store)
@@ -305,7 +279,7 @@ class Search:
         self.listener.phase("sensitivity")
         return measure_table(setup, runner, state)
 
-    def _answer(self, bound: _Bound, runner: PairedRunner, state: SearchState, decision: Decision) -> SearchResult:
+    def _answer(self, bound: Bound, runner: PairedRunner, state: SearchState, decision: Decision) -> SearchResult:
         """Write the policy, and return the result."""
         answer = settled(decision, state)
         if bound.narrow:
@@ -403,7 +377,7 @@ class Search:
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")
 
-    def _finish(self, bound: _Bound, state: SearchState, answer: Decision, runner: PairedRunner) -> SearchResult:
+    def _finish(self, bound: Bound, state: SearchState, answer: Decision, runner: PairedRunner) -> SearchResult:
         setup, path = bound.setup, ""
         if answer.verdict != "undecided":
             policy = emitted_policy(setup, state, answer)

@@ -79,20 +79,12 @@ class PairedRunner:
     @property
     def workers(self) -> int:
         """Trials that may run at once: one per device when they are timed, unless more are asked for."""
-        asked, slots = self._setup.options.workers, self._pool.slots()
-        if slots > 1:
-            return min(slots, asked or slots)
-        if self.on_one_gpu:
-            return 1
-        if asked or self._setup.measured:
-            return asked or 1
-        return min(MOST_SIDE_BY_SIDE, cores())
+        return trials_at_once(self._setup, self._pool.slots())
 
     @property
     def on_one_gpu(self) -> bool:
         """Whether trials are timed on the one GPU there is, and so one at a time, whatever ``--workers`` says."""
-        one = self._pool.slots() == 1 and self._setup.host.gpus < 2
-        return one and self._setup.measured and not self._setup.target.is_cpu
+        return _on_one_gpu(self._setup, self._pool.slots())
 
     @property
     def final_workers(self) -> int:
@@ -213,6 +205,22 @@ class PairedRunner:
         """Lend threads that run trials; see :meth:`autoprec.tuning.workers.local.HostPool.threads`."""
         with self._pool.threads(count, name) as threads:
             yield threads
+
+
+def trials_at_once(setup: Setup, slots: int) -> int:
+    """Return how many trials a search runs at once where its hosts have ``slots`` devices or machines for one each."""
+    asked = setup.options.workers
+    if slots > 1:
+        return min(slots, asked or slots)
+    if _on_one_gpu(setup, slots):
+        return 1
+    if asked or setup.measured:
+        return asked or 1
+    return min(MOST_SIDE_BY_SIDE, cores())
+
+
+def _on_one_gpu(setup: Setup, slots: int) -> bool:
+    return slots == 1 and setup.host.gpus < 2 and setup.measured and not setup.target.is_cpu
 
 
 def _passes(spec: TrialSpec, result: TrialResult) -> int:

@@ -8,6 +8,7 @@ it is in 16 bit already) is measured before anything else. On a CPU the script a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoprec.cost import Verdict
 from autoprec.cost.scale import short_dtype
@@ -17,6 +18,7 @@ from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.decide.presets import widest
+from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import Params, Run, pooled
@@ -73,6 +75,36 @@ def only_sixteen_bit(setup: Setup, verdict: Verdict) -> Setup | None:
     if not modelled or is_worth_searching(verdict, setup.options) or runs_in_sixteen_bit(setup.graph):
         return None
     return setup.restricted(sixteen_bit_space(setup.space))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What could be gained at most.
+
+    Attributes:
+        setup: what is searched; where ``narrow`` of 16-bit policies alone.
+        at_fault: what in the script itself makes its training doubtful.
+        beyond: the bound is worth a search of the whole space.
+        ends: it is the answer: nothing is run.
+    """
+
+    setup: Setup
+    verdict: Verdict
+    at_fault: tuple[Finding, ...]
+    beyond: bool
+    narrow: bool
+    ends: bool
+
+
+def bound_of(whole: Setup, at_fault: Iterable[Finding]) -> Bound:
+    """Return what the cost model says could be gained at most, and in which part of the space it is searched.
+
+    On a device that can be timed, the cost model never ends the search; hand-written baselines run first.
+    """
+    verdict, options = whole.verdict(), whole.options
+    beyond, narrow = is_worth_searching(verdict, options), only_sixteen_bit(whole, verdict)
+    ends = verdict.kind == "stay" and not (whole.measured or options.force or narrow)
+    return Bound(narrow or whole, verdict, tuple(at_fault), beyond=beyond, narrow=narrow is not None, ends=ends)
 
 
 def first_presets(found: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:

@@ -29,6 +29,7 @@ Files = dict[str, Path]
 
 EXAMPLES = (
     "autoprec search train.py --lr 3e-4",
+    "autoprec search --dry-run --target h100 train.py",
     "autoprec search --target h100 --cost-scale width=16,depth=4,tokens=32 --trials 12 train.py",
     "autoprec search --budget 20m --max-divergence 0.1% -m package.train --config c.yaml",
     "autoprec search --resume --study train -- torchrun --nproc-per-node 2 train.py",
@@ -37,6 +38,7 @@ EXAMPLES = (
 
 @script_command("search", groups=options.search_groups(), examples=EXAMPLES)
 @options.search_options
+@click.option("--dry-run", is_flag=True, help="Record one step, say what would be tried and how long; try nothing.")
 @options.as_json("The result")
 @options.quiet
 @click.option("-v", "--verbose", is_flag=True, help="Every trial.")
@@ -45,10 +47,16 @@ def search(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    dry_run: bool,
     **values: Any,
 ) -> int:
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
     asked = SearchOptions(command=script, **values)
+    if dry_run:
+        from autoprec.cli.scripts.plan import print_plan
+
+        print_plan(asked, as_json=as_json, quiet=quiet)
+        return 0
     engine, result, files = perform(asked, verbosity=-1 if quiet else int(verbose))
     if as_json:
         print_json(result.to_json(), indent=1)
