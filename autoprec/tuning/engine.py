@@ -39,7 +39,7 @@ from autoprec.tuning.phases.answer import emitted_policy, save_front, search_res
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
-from autoprec.tuning.phases.soundness import faults, told, with_soundness
+from autoprec.tuning.phases.soundness import faults, naming_faults, told, with_soundness
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
@@ -195,7 +195,7 @@ class Search:
         if bound.ends:
             reason = Reason("cost_model", {"text": bound.verdict.reason})
             return self._answer(bound, runner, state, Decision("stay", (reason,)))
-        self._measure_reference(bound.setup, runner, state)
+        self._measure_reference(bound, runner, state)
         table = self._measure_errors(bound.setup, runner, state)
         return self._answer(bound, runner, state, run_study(bound.setup, runner, state, table))
 
@@ -265,12 +265,13 @@ class Search:
             state.cut(f"the time budget left no time for the script under {', '.join(missed)}")
         return runner, state
 
-    def _measure_reference(self, setup: Setup, runner: PairedRunner, state: SearchState) -> None:
+    def _measure_reference(self, bound: Bound, runner: PairedRunner, state: SearchState) -> None:
         """Run the script as written, and say how long the search will take."""
         self.listener.phase("reference")
-        measure_reference(setup, runner, state)
+        with naming_faults(bound.at_fault):
+            measure_reference(bound.setup, runner, state)
         runner.doubt_load()
-        for line in expected(setup, runner, state):
+        for line in expected(bound.setup, runner, state):
             if not self.options.resume:
                 self.listener.note(line)
 
@@ -291,7 +292,7 @@ class Search:
             answer = answer.with_reasons(Reason("under_variant", rows))
             self.listener.phase("answer")
         losses = state.own.losses if state.own is not None else ()
-        answer = with_soundness(answer, told(bound.at_fault, losses, self.options.reference))
+        answer = with_soundness(answer, bound.at_fault, losses, self.options.reference)
         return self._finish(bound, state, answer, runner)
 
     def _check_time(self, host: _Host, *, starts: int) -> None:

@@ -6,7 +6,7 @@ Programs read its code and data (``reasons`` in ``search --json``); ``str(reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoprec.support.plain import Document
@@ -234,16 +234,26 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
 
 def _unsound_reference(faults: Sequence[dict[str, str]], still: bool, reference: str) -> str:
     """Say that what everything was compared with is at fault: first of all that, then how to go on."""
-    what = [f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ") for row in faults]
-    what += ["its loss is the same number at every step"] if still else []
-    more = f" (and {len(what) - 2} more: `autoprec check` lists them)" if len(what) > 2 else ""
+    what = [*map(_fault, faults), *(["its loss is the same number at every step"] if still else [])]
     name = "the script as written" if reference == "script" else f"the {reference} reference"
     mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
     out = "; or compare with a run in fp32: --reference fp32" if reference == "script" else ""
     return (
         f'The reference is at fault, so no comparison with {name} is evidence, neither "stay" nor a divergence of 0: '
-        f"{'; '.join(what[:2])}{more}{mend}{out}"
+        f"{_first_two(what)}{mend}{out}"
     )
+
+
+def _doubtful_reference(faults: Sequence[dict[str, str]]) -> str:
+    return f"The script's own precision is in doubt: {_first_two([*map(_fault, faults)])}"
+
+
+def _fault(row: Mapping[str, str]) -> str:
+    return f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ")
+
+
+def _first_two(what: Sequence[str]) -> str:
+    return "; ".join(what[:2]) + (f" (and {len(what) - 2} more: `autoprec check` lists them)" if len(what) > 2 else "")
 
 
 def unmoved(layers: Sequence[str]) -> str:
@@ -303,6 +313,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     ),
     "cost_model": lambda text: text,
     "unsound_reference": _unsound_reference,
+    "doubtful_reference": _doubtful_reference,
     "interrupted": lambda: "interrupted before the search had ended",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",
     "only_sixteen_bit": lambda bound, cause: (

@@ -5,9 +5,11 @@ Looked at is what is there anyway: the recorded step (:mod:`autoprec.graph.censu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
+from autoprec.errors import NothingAcceptableError
 from autoprec.graph.report import GraphReport
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
@@ -25,7 +27,7 @@ _FEWEST = 3
 
 
 def faults(graph: GraphReport, command: ScriptCommand, reference: str) -> list[Finding]:
-    """Return what is wrong with the precision of the reference, of severity error.
+    """Return what is wrong with the precision of the reference, of severity error or warning.
 
     Args:
         graph: the recorded step of the script as written.
@@ -37,7 +39,7 @@ def faults(graph: GraphReport, command: ScriptCommand, reference: str) -> list[F
     folder = str(command.cwd.absolute())
     known = replace(graph, judged=graph.judged.within(folder))
     settings = settings_of([command.target, *command.args], command.cwd)
-    found = [one for one in findings(Facts(report=known, settings=settings)) if one.severity == "error"]
+    found = [one for one in findings(Facts(report=known, settings=settings)) if one.severity in ("error", "warning")]
     return [one for one in found if reference != "fp32" or one.code not in _MENDED_BY_FP32]
 
 
@@ -50,17 +52,50 @@ def told(found: Sequence[Finding], losses: Sequence[float], reference: str) -> R
     """Return why comparisons with the reference are not evidence; None where nothing speaks against them.
 
     Args:
-        found: its faults.
+        found: its faults; a warning speaks against nothing.
         losses: of its run, as far as it has run.
         reference: what it is: ``script``, ``fp32`` or ``bf16``.
     """
-    rows = [{"code": one.code, "place": one.place, "message": one.message, "fix": one.fix} for one in found]
-    still = is_still(losses)
+    rows, still = _rows(found, "error"), is_still(losses)
     return (
         Reason("unsound_reference", {"faults": rows, "still": still, "reference": reference}) if rows or still else None
     )
 
 
-def with_soundness(answer: Decision, why: Reason | None) -> Decision:
-    """Return a decision that says first that its reference is at fault, where it is."""
+def with_soundness(answer: Decision, found: Sequence[Finding], losses: Sequence[float], reference: str) -> Decision:
+    """Return a decision that says first that its reference is at fault, where it is, and last what is doubtful in it.
+
+    Args:
+        answer: of the search.
+        found: faults of its reference.
+        losses: of the reference's run.
+        reference: what it is: ``script``, ``fp32`` or ``bf16``.
+    """
+    why, doubts = told(found, losses, reference), _rows(found, "warning")
+    if doubts:
+        answer = answer.with_reasons(Reason("doubtful_reference", {"faults": doubts}))
     return answer if why is None else replace(answer, reasons=(why, *answer.reasons))
+
+
+@contextmanager
+def naming_faults(found: Sequence[Finding]) -> Iterator[None]:
+    """Let a reference that cannot be measured end with what was seen of its precision: that may be why.
+
+    Raises:
+        NothingAcceptableError: as it was raised inside, with its faults of severity error and their cures.
+    """
+    try:
+        yield
+    except NothingAcceptableError as error:
+        if rows := _rows(found, "error"):
+            error.what += f". {Reason('doubtful_reference', {'faults': rows})}"
+            error.fix += f"; as for its precision: {'; '.join(dict.fromkeys(row['fix'] for row in rows[:2]))}"
+        raise
+
+
+def _rows(found: Sequence[Finding], severity: str) -> list[dict[str, str]]:
+    return [
+        {"code": one.code, "place": one.place, "message": one.message, "fix": one.fix}
+        for one in found
+        if one.severity == severity
+    ]

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from autoprec.errors import NothingAcceptableError
 from autoprec.graph.census import Judged, Observation
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
-from autoprec.tuning.phases.soundness import faults, is_still, told, with_soundness
+from autoprec.tuning.lint.rules import Finding
+from autoprec.tuning.phases.soundness import faults, is_still, naming_faults, told, with_soundness
 from benchmarks.cost.decoder import PRESETS, decoder_report
 
 GPT = decoder_report(PRESETS["gpt2"], batch=1, seq=64)
@@ -28,11 +30,13 @@ LOSS = {"error": 0.01, "gradient": 0.001, "classes": 50257, "to": "bf16", "autoc
         ("stale-casts", {}, "bf16", 1),
         ("loss-16bit", LOSS, "script", 1),
         ("loss-16bit", LOSS, "fp32", 0),
-        ("loss-16bit", LOSS | {"autocast": True}, "script", 0),  # a warning is not a verdict
-        ("scaler-bf16", {"scale": 1.0}, "script", 0),
+        ("loss-16bit", LOSS | {"autocast": True}, "script", 1),
+        ("loss-16bit", LOSS | {"error": 0.0, "gradient": 0.0}, "script", 0),
+        ("scaler-bf16", {"scale": 1.0}, "script", 1),
+        ("recurrent-fp32", {}, "script", 0),  # a note
     ],
 )
-def test_faults_of_severity_error_count_as_far_as_the_reference_has_them(
+def test_errors_and_warnings_count_as_far_as_the_reference_has_them(
     tmp_path: Path, code: str, figures: dict[str, Any], reference: str, count: int
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -50,7 +54,7 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
     )
     found = faults(replace(GPT, judged=seen), ScriptCommand.parse(["train.py"], cwd=tmp_path), "script")
     stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
-    answer = with_soundness(stay, told(found, (), "script"))
+    answer = with_soundness(stay, found, (), "script")
     first, second = statements([Reason.from_json(one.to_json()) for one in answer.reasons])
     assert first.startswith(
         'The reference is at fault, so no comparison with the script as written is evidence, neither "stay"'
@@ -58,7 +62,45 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
     assert "train.py:9: weights are updated inside an autocast" in first
     assert first.endswith("--reference fp32")
     assert (second, answer.verdict) == ("nothing gains", "stay")
-    assert with_soundness(stay, told([], (1.0, 0.9, 0.8), "script")) is stay
+    assert with_soundness(stay, [], (1.0, 0.9, 0.8), "script") is stay
+
+
+def _found(tmp_path: Path, *seen: Observation) -> list[Finding]:
+    (tmp_path / "train.py").write_text("")
+    command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
+    return faults(replace(GPT, judged=Judged(observations=seen)), command, "script")
+
+
+@pytest.mark.parametrize(
+    ("code", "figures"),
+    [
+        ("loss-16bit", LOSS | {"autocast": True}),
+        ("updates-lost", LOST | {"unchanged": 0.4, "at_peak": 0.4, "arrives": 0.9}),
+        ("scaler-bf16", {"scale": 1.0}),
+        ("gradients-reduced-16bit", {"to": "bf16"}),
+        ("norm-16bit", {"error": 0.004, "gradient": 0.001, "to": "bf16"}),
+    ],
+)
+def test_a_warning_is_said_behind_the_verdict(tmp_path: Path, code: str, figures: dict[str, Any]) -> None:
+    found = _found(tmp_path, Observation(code, "train.py:7", figures=figures))
+    stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
+    first, second = statements(
+        [Reason.from_json(one.to_json()) for one in with_soundness(stay, found, (), "script").reasons]
+    )
+    assert first == "nothing gains"
+    assert second.startswith("The script's own precision is in doubt: train.py:7: ")
+    assert second.endswith(f"[{code}]")
+    assert told(found, (), "script") is None
+
+
+def test_a_reference_that_cannot_be_measured_names_what_may_be_the_cause(tmp_path: Path) -> None:
+    found = _found(tmp_path, Observation("eps-zero", "train.py:3", figures={"eps": 1e-8, "to": "fp16", "what": "Adam"}))
+    with pytest.raises(NothingAcceptableError) as caught, naming_faults(found):
+        raise NothingAcceptableError("its loss is not finite", fix="make it train first")
+    assert "train.py:3: the epsilon of Adam" in caught.value.what
+    assert caught.value.fix.startswith("make it train first; as for its precision: ")
+    with pytest.raises(NothingAcceptableError, match=r"^not finite$"), naming_faults([]):
+        raise NothingAcceptableError("not finite")
 
 
 def test_a_loss_that_is_one_number_is_no_training() -> None:
