@@ -1,6 +1,6 @@
 """Gradient communication in low precision: few bits on the wire, FP32 sums, the same bits on every rank.
 
-Summing in FP8 rounds at every hop and saturates (10 dB at 8 ranks without a pre-scale; docs/state.md). Here only the
+Summing in FP8 rounds at every hop and saturates (10 dB at 8 ranks without a pre-scale). Here only the
 wire is narrow: every rank sends each other rank its share of the gradient (all-to-all), the owner of a share decodes
 all contributions and averages them in FP32, encodes the mean once, and everybody gathers it. Two roundings in all,
 whatever the number of ranks; ``2 (N - 1) / N`` times 1.016 bytes per value (E4M3, one FP32 scale per 256). A value

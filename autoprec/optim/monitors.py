@@ -21,7 +21,7 @@ from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
 from autoprec.optim.tensor import decoded
 
-#: What a healthy run stays below (measured: docs/state.md), and what is wrong beyond it.
+#: What a healthy run stays below (measured: benchmarks/results/2026-11-22_state.json), and what is wrong beyond it.
 LIMITS: dict[str, tuple[float, str]] = {
     "lost_updates": (0.10, "of the weight updates are lost in rounding"),
     "lost_state_updates": (0.25, "of the second moment's updates are lost: it stalls"),

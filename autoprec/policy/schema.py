@@ -21,7 +21,8 @@ from autoprec.support.validation import Frozen
 SCHEMA = "autoprec.policy/1"
 OperatorPrecision = Literal["keep", "fp32"]
 
-#: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
+#: Storage that is known to break training, with the reason a person reads (measured:
+#: benchmarks/results/2026-11-22_state.json).
 REFUSED_STATE: dict[tuple[str, str], str] = {
     ("weights", "bf16"): (
         "plain bf16 weights lose every update below half a unit in the last place (worst weight option measured); "

@@ -36,7 +36,7 @@ _ALIGNMENT = {
     "int8": 16,
 }
 #: Share of a device's memory that a step may be modelled to need. Published runs reserved up to 1.16 times what is
-#: modelled as allocated (docs/cost-model.md, "Memory"): fragments, workspaces and buffers of communication.
+#: modelled as allocated (docs/cost-model.md): fragments, workspaces and buffers of communication.
 FITS = 0.86
 #: Recipe families: what decides which kernel runs and what quantising costs.
 FAMILIES = (*_ALWAYS, *_ALIGNMENT)

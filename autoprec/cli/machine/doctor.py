@@ -62,7 +62,7 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
         known = by_device_name(found.name)
         memory = f"compute {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
         target = known.name if known is not None else ""
-        note = memory if target else f"{memory}; not in the hardware table: describe it (docs/compatibility.md)"
+        note = memory if target else f"{memory}; not in the hardware table: describe it (docs/cost-model.md)"
         rows.append({"device": f"cuda:{index}", "name": found.name, "target": target, "note": note})
     return rows
 
