@@ -140,7 +140,7 @@ def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float 
         timeout_s: seconds for the step.
     """
     phases.begin("recording one training step, operator by operator")
-    return recorded.record_step(runner, label, timeout_s=timeout_s)
+    return recorded.record_step(runner.run, label, timeout_s=timeout_s)
 
 
 def gradient_errors(

@@ -155,6 +155,8 @@ class ScanSpec(TrialSpec):
     Attributes:
         within_s: seconds after which no further probe is begun; the first one is always answered. None: no limit.
         side_by_side: probes that may be at work at once where each is a fork of its own (CPU).
+        log: file in the runner's folder to which each answer is added as soon as it is known
+            (:mod:`autoprec.trial.probe_log`); empty for none.
     """
 
     kind: ClassVar[str] = "sensitivity"
@@ -162,6 +164,7 @@ class ScanSpec(TrialSpec):
     warmup: int = 3
     within_s: float | None = None
     side_by_side: int = 1
+    log: str = ""
 
     @property
     def total(self) -> int:

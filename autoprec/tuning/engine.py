@@ -45,6 +45,7 @@ from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, 
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import Bound, bound_of
 from autoprec.tuning.state import SearchState
+from autoprec.tuning.study.kept import KeptAnswers, origin_of
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import REPAIR, Run, headline
@@ -60,7 +61,8 @@ from autoprec.tuning.workers.slots import visible_gpus
 class _Host:
     """The script at its first training forward: its hosts, its study, and how long it took to come there.
 
-    ``cpu_rates`` measures this machine's rates meanwhile.
+    ``cpu_rates`` measures this machine's rates meanwhile; ``sources`` are digests of what was started, and ``kept`` is
+    what an earlier session was answered of it.
     """
 
     pool: HostPool
@@ -68,6 +70,8 @@ class _Host:
     info: HostInfo
     start_s: float
     cpu_rates: threading.Thread
+    sources: dict[str, str]
+    kept: KeptAnswers
 
 
 class Search:
@@ -193,11 +197,15 @@ class Search:
         bound = self._bound_gain(host, graph)
         runner, state = self._begin_study(host, bound)
         if bound.ends:
-            reason = Reason("cost_model", {"text": bound.verdict.reason})
-            return self._answer(bound, runner, state, Decision("stay", (reason,)))
-        self._measure_reference(bound, runner, state)
-        table = self._measure_errors(bound.setup, runner, state)
-        return self._answer(bound, runner, state, run_study(bound.setup, runner, state, table))
+            decision = Decision("stay", (Reason("cost_model", {"text": bound.verdict.reason}),))
+        else:
+            self._measure_reference(bound, runner, state)
+            table = self._measure_errors(bound.setup, runner, state)
+            decision = run_study(bound.setup, runner, state, table)
+        result = self._answer(bound, runner, state, decision)
+        if not state.cut_short:  # one that ran out of time is continued from there
+            host.kept.clear()
+        return result
 
     def _start_script(self, pool: HostPool, stack: ExitStack) -> _Host:
         """Start the script, and wait until it is at its first training forward."""
@@ -206,6 +214,7 @@ class Search:
         self.listener.phase("script", self.command.label)
         if self._unnamed and is_numbered(self.options.study):
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
+        sources = source_digests(self.command)  # before the script is started: an edit then belongs to the next session
         pool.prepare(0)
         began, probe = time.monotonic(), self._probe_cpu()
         store = self._store or self._open_store(stack)
@@ -215,7 +224,12 @@ class Search:
             store.discard_empty()
             raise
         # it may have been started for its variants
-        host = _Host(pool, store, info, max(time.monotonic() - began, info.setup_s), probe)
+        start_s = max(time.monotonic() - began, info.setup_s)
+        origin = origin_of(self.command, sources, info)
+        kept = KeptAnswers(self.study_dir / "kept", self.study_dir / "hosts", origin)
+        if not self.options.resume:
+            kept.clear()
+        host = _Host(pool, store, info, start_s, probe, sources, kept)
         self._check_time(host, starts=2)  # for the recorded step, and for the reference
         return host
 
@@ -223,7 +237,7 @@ class Search:
         """Record one step: which operators ran, on which shapes, and what of them can be tuned."""
         self.listener.phase("graph")
         label = self.command.label
-        graph = self.graph = tunable(record_step(host.pool.host(), label), label)
+        graph = self.graph = tunable(record_step(lambda spec: host.kept.ask(spec, host.pool.host().run), label), label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         return graph
 
@@ -237,7 +251,7 @@ class Search:
     def _begin_study(self, host: _Host, bound: Bound) -> tuple[PairedRunner, SearchState]:
         """Sign the study, or go on with it, and say what is searched."""
         setup = bound.setup
-        self._sign(setup, host.store)
+        self._sign(setup, host)
         state = SearchState(
             host.store,
             self.listener,
@@ -248,7 +262,7 @@ class Search:
         )
         self.setup, self.state = setup, state  # only now: under another setup nothing is continued
         others = {name: pool for name, pool in self._pools.items() if pool is not host.pool}
-        runner = PairedRunner(setup, host.pool, state, others=others)
+        runner = PairedRunner(setup, host.pool, state, others=others, kept=host.kept)
         for note in (*host.info.notes, *setup.space.warnings()):
             self.listener.note(note)
         self.listener.started(introduction(setup, self.command, self.options, host.store.url, self._chosen))
@@ -359,14 +373,14 @@ class Search:
         stack.callback(self._store.close)
         return self._store
 
-    def _sign(self, setup: Setup, store: StudyStore) -> None:
+    def _sign(self, setup: Setup, host: _Host) -> None:
         """Remember what the study was started with, or refuse to go on with another setup.
 
         Raises:
             StudyError: the setup differs, or the stored one is lost.
         """
-        model, sources = str(setup.graph.model["fingerprint"]), source_digests(self.command)
-        signature = self.options.signature(setup.space.model_dump_json(), model, sources)
+        model, store = str(setup.graph.model["fingerprint"]), host.store
+        signature = self.options.signature(setup.space.model_dump_json(), model, host.sources)
         if self._chosen is not None:
             signature["variant"] = typed(self._chosen)
         stored = store.signature

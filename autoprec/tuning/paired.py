@@ -35,6 +35,7 @@ from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign
 from autoprec.tuning.decide.problem import VARIANT, Params
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState, Work
+from autoprec.tuning.study.kept import KeptAnswers
 from autoprec.tuning.workers.local import HostPool
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
@@ -56,6 +57,7 @@ class PairedRunner:
     Args:
         may_compile_blocks: off, all runs compile what the script and its policy compile.
         others: hosts of the script under other variants than the reference's, by their names.
+        kept: what an earlier session of the search was answered; None where there is none.
 
     Attributes:
         by_block: whether runs compile blocks.
@@ -70,8 +72,10 @@ class PairedRunner:
         *,
         may_compile_blocks: bool = True,
         others: Mapping[str, HostPool] = MappingProxyType({}),
+        kept: KeptAnswers | None = None,
     ) -> None:
         self._setup, self._pool, self._state, self._others = setup, pool, state, others
+        self._kept, self._kept_s = kept, 0.0
         self._repeated = 0
         self.by_block = ByBlock(setup, state, allowed=may_compile_blocks)
         self.work, self._counting = Work(), threading.Lock()
@@ -136,6 +140,10 @@ class PairedRunner:
         """Return the seconds since the search began."""
         return self._state.elapsed()
 
+    def clock(self) -> float:
+        """Return a time (s) of which differences say what trials take, those of an earlier session included."""
+        return time.monotonic() + self._kept_s
+
     def seconds_left(self) -> float | None:
         """Return the seconds until a trial has to end for the time budget's sake; None without one."""
         budget = self._setup.options.budget_s
@@ -167,9 +175,9 @@ class PairedRunner:
 
         Where runs compile blocks, times are read as those of the whole model, and what fails by block is run whole.
         """
-        result = self.on_host(spec, seed)
+        result = self._answer(spec, seed)
         if self._is_doubtful(result):
-            again = self.on_host(spec, seed)
+            again = self._answer(spec, seed)
             result = again if again.ok else result
         instead = self.by_block.instead(spec, result, seed)
         return self.by_block.read(spec, result) if instead is None else self.measure(instead, seed)
@@ -190,11 +198,34 @@ class PairedRunner:
         """Run one trial on the host of its seed and variant, once, and count what it took."""
         began = time.monotonic()
         result = self._others.get(spec.variant, self._pool).host(seed).run(spec)
-        wall_s = time.monotonic() - began
+        self._count(spec, result, time.monotonic() - began)
+        return result
+
+    def _answer(self, spec: TrialSpec, seed: int) -> TrialResult:
+        """Run one trial; one that the study does not hold, and that an earlier session ran, is not run again."""
+        if self._kept is None or not self._is_kept(spec):
+            return self.on_host(spec, seed)
+        question = self._kept.question(spec, seed)
+        if question.known is None:
+            return question.finish(self.on_host(question.left, seed))
+        self._count(spec, question.known, question.known.wall_s)
+        with self._counting:
+            self._kept_s += question.known.wall_s
+        return question.known
+
+    def _is_kept(self, spec: TrialSpec) -> bool:
+        """Say whether the study does not hold what a trial finds: the reference's runs, and gradient errors.
+
+        On several devices the reference's first run is also what their speeds are compared by.
+        """
+        if isinstance(spec, TrainSpec):
+            return spec.policy == self._setup.reference_policy() and self._pool.slots() == 1
+        return isinstance(spec, ScanSpec)
+
+    def _count(self, spec: TrialSpec, result: TrialResult, wall_s: float) -> None:
         done = Work(1.0, result.start_s, result.training_s, wall_s, float(_passes(spec, result)))
         with self._counting:
             self.work = self.work.plus(done)
-        return result
 
     def is_elsewhere(self, params: Params) -> bool:
         """Say whether runs of these params are under another variant than the reference's."""

@@ -242,7 +242,7 @@ def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
         AutoPrecError: it is neither on a device, nor for one, that is known.
     """
     script = shlex.join(options.command)
-    graph, asked = tunable(record_step(pool.host(), script), script), policy.evidence.get("target", options.target)
+    graph, asked = tunable(record_step(pool.host().run, script), script), policy.evidence.get("target", options.target)
     for target in (str(asked), options.target, _ANY_GPU):
         try:
             return replace(Setup.of(replace(options, target=target), pool.info(), graph), measured=True)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
-from autoprec.trial.protocol import PATIENCE_S, Answer, RecordSpec, TrialResult
-
-if TYPE_CHECKING:
-    from autoprec.trial.driver.base import Runner
+from autoprec.trial.protocol import PATIENCE_S, Answer, RecordSpec, TrialResult, TrialSpec
 
 A = TypeVar("A", bound=Answer)
 
 
-def record_step(host: Runner, label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
+def record_step(run: Callable[[TrialSpec], TrialResult], label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
     """Record one training step of a script that is held at its first.
 
     Args:
-        host: holds the script.
+        run: runs a trial of the script.
         label: what the script is called in messages.
         timeout_s: seconds for the step.
 
     Raises:
         ScriptError: the step could not be recorded.
     """
-    return answer_of(host.run(RecordSpec(timeout_s=timeout_s)), GraphReport, label, "recorded")
+    return answer_of(run(RecordSpec(timeout_s=timeout_s)), GraphReport, label, "recorded")
 
 
 def answer_of(result: TrialResult, kind: type[A], label: str, done: str = "measured") -> A:

@@ -40,12 +40,12 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState) ->
         ScriptError: the reference itself fails in the script's own code.
         NothingAcceptableError: the script has fewer steps than asked for, or its loss is not finite.
     """
-    began = time.monotonic()
+    began = runner.clock()
     whole = _run(setup, runner) if setup.host.compiled else None
     blocks = _by_block(setup, runner, whole) if whole is not None else None
     # the first run alone shows whether there are enough steps, and time for more of them
     first = blocks or whole or _run(setup, runner)
-    state.seconds.reference_run_s = time.monotonic() - began
+    state.seconds.reference_run_s = runner.clock() - began
     # runs that are timed have the machine to themselves; where times are modelled they share it
     with runner.threads(runner.final_workers, "reference") as threads:
         again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "bf16"))

@@ -53,14 +53,14 @@ def measure_table(setup: Setup, runner: PairedRunner, state: SearchState) -> Sen
             return state.table
         except (FileError, KeyError, ValueError, TypeError) as error:
             state.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
-    began = time.monotonic()
+    began = runner.clock()
     table = _scanned(setup, runner, state)
     if table.hardly_moved:
         step = scan_warmup(options.steps)
         later = "a script that resumes from a later checkpoint is searched there"
         state.note(f"at step {step} {unmoved(table.hardly_moved)}; {later}")
     state.table = table
-    state.seconds.sensitivity_s = time.monotonic() - began
+    state.seconds.sensitivity_s = runner.clock() - began
     write_json(path, with_checksum(table.to_json()), indent=None)
     return table
 
@@ -125,13 +125,13 @@ def measure_errors(
         state: what the search has learnt so far.
         policies: name -> document.
     """
-    began = time.monotonic()
+    began = runner.clock()
     try:
         found = probe_policies(setup, runner, state, policies)
     except NothingAcceptableError as error:
         state.note(f"the gradient error of {', '.join(policies)} could not be measured: {error.what}")
         return {}
-    state.seconds.error_run_s = time.monotonic() - began
+    state.seconds.error_run_s = runner.clock() - began
     return errors_of(found)
 
 

@@ -15,7 +15,7 @@ from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 def record(script: SimulatedScript, folder: Path) -> GraphReport:
     with HostPool(lambda seed, _: SimulatedRunner(script, seed), folder) as pool:
-        return record_step(pool.host(), "train.py")
+        return record_step(pool.host().run, "train.py")
 
 
 def test_one_step_is_recorded_with_its_layers(tmp_path: Path) -> None:

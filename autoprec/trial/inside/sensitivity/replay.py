@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.applying.compiling import is_compiled
+from autoprec.numerics.sharded import rank
 from autoprec.support.plain import Document
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.isolate.answering import Unanswered
@@ -34,6 +35,7 @@ from autoprec.trial.inside.sensitivity.scan import (
     hardly_moved,
     is_over,
 )
+from autoprec.trial.probe_log import append_row
 from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult, ScanSpec
 
 #: Relative error that a step played again under no policy may have: kernels that sum in any order make far less.
@@ -156,6 +158,7 @@ class Replay(Events):
             except EndedError as error:
                 row = ProbeResult(probe.id, failed=str(error)[:300])
             self._rows.append(row)
+            append_row(self._spec.log if rank() == 0 else "", row)
             self._beat()
         apply_document(_NOTHING, self._found, self._spec.backend)
         for parameter, grad in zip(self._found.parameters, kept, strict=True):

@@ -28,6 +28,7 @@ from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids, raw_loss
 from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_error
+from autoprec.trial.probe_log import append_row
 from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult, ScanSpec
 
 #: Mini-batch gradients are compared over this many batches.
@@ -205,7 +206,9 @@ class Scan:
         self._beat()
         if isinstance(found, str):
             return ProbeResult(probe.id, failed=f"no gradients: {found}")
-        return rebuild(ProbeResult, {"id": probe.id} | found)
+        row = rebuild(ProbeResult, {"id": probe.id} | found)
+        append_row(self._spec.log, row)
+        return row
 
     # ---------------------------------------------------------------- in a probe
     def _run_probe(self, probe: Probe | None, writer: int) -> None:

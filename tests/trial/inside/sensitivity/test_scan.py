@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.sensitivity.scan import _Watch, hardly_moved
+from autoprec.trial.probe_log import read_rows
+from autoprec.trial.protocol import GradientErrors, Probe, ScanSpec
+from tests.trial.conftest import uniform
 
 
 @pytest.mark.parametrize("unscaled", [False, True], ids=["at its step", "before"])
@@ -42,3 +48,19 @@ def test_layers_behind_a_projection_that_begins_at_zero_have_no_gradient_to_judg
     model[0].weight.requires_grad_(False)  # frozen: nothing of it is ever to be judged
     found = Found([model], [], [p for p in model.parameters() if p.requires_grad])
     assert hardly_moved(found, [0.1, 0.0, 0.1, 0.5, 0.5]) == ["1"]
+
+
+@pytest.mark.parametrize("launch", ["fork", "process"])
+def test_each_answer_is_in_the_log_that_the_scan_was_given(host: Any, tmp_path: Path, launch: str) -> None:
+    """In forks of the step, and where it is played again; a probe that failed is not."""
+    probes = (
+        Probe("one", uniform("bf16")),
+        Probe("none", uniform("bf16", "no_such_layer")),
+        Probe("two", uniform("fp8")),
+    )
+    with host("plain.py", launch=launch) as runner:
+        result = runner.run(ScanSpec(warmup=1, probes=probes, log="scan.jsonl"))
+    assert isinstance(result.answer, GradientErrors), result
+    assert [bool(row.failed) for row in result.answer.probes] == [False, True, False]
+    told = {row.id: row for row in result.answer.probes if not row.failed}
+    assert read_rows([tmp_path / "run" / "scan.jsonl"]) == told

@@ -1,0 +1,173 @@
+"""What a search knows before its study holds a trial, kept as soon as it is known: one that is killed goes on there.
+
+The recorded step, the runs of the reference and the gradient errors are answers of trials that the study does not hold.
+Each is a file under a key of all that it depends on: what was asked, of which sources and arguments, by which versions,
+on which machine. What belongs to another key is never found, and so is no answer to the search of now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from autoprec._version import __version__
+from autoprec.cost.device.cpu import cpu_model
+from autoprec.errors import FileError
+from autoprec.precision.hardware import cores
+from autoprec.support.files import checksum, finite, read_document, with_checksum, without_checksum, write_json
+from autoprec.support.optional import installed_version
+from autoprec.support.plain import Document
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.probe_log import read_rows
+from autoprec.trial.protocol import GradientErrors, HostInfo, ProbeResult, ScanSpec, TrialResult, TrialSpec
+
+#: What a spec says of how long its trial may take and of where it writes, which changes no result that is whole.
+_ASIDE = ("within_s", "timeout_s", "side_by_side", "log")
+#: Variables that choose kernels, threads or the order of sums begin with these.
+_NUMERIC = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "DNNL_",
+    "ONEDNN_",
+    "ATEN_",
+    "CUBLAS_",
+    "NVIDIA_TF32",
+    "PYTHONHASHSEED",
+)
+#: The recorded step of a large model is a document of some megabytes.
+_MOST_BYTES = 1 << 28
+
+
+def origin_of(command: ScriptCommand, sources: Mapping[str, str], info: HostInfo) -> str:
+    """Return a digest of what every answer of a script depends on, beside what it was asked.
+
+    Args:
+        command: the script and its arguments.
+        sources: file -> digest (:func:`autoprec.trial.source.source_digests`).
+        info: what its host found: the model, the device, how trials are started.
+    """
+    versions = {name: installed_version(name) for name in ("torch", "transformer_engine", "torchao")}
+    return checksum(
+        {
+            "sources": dict(sources),
+            "arguments": [command.kind, command.target, *command.args],
+            "versions": versions | {"autoprec": __version__, "python": platform.python_version()},
+            "machine": [cpu_model(), cores(), info.device, info.gpus, info.world_size],
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(_NUMERIC)},
+            "model": [info.model, info.launch],
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of a trial, and what an earlier session was answered.
+
+    Attributes:
+        spec: what is asked.
+        known: the answer, where there is one.
+        left: what has to be asked where there is none: a scan leaves out the probes that were answered.
+        path: of the file of the answer.
+        rows: answers to single probes, by their names.
+    """
+
+    spec: TrialSpec
+    known: TrialResult | None
+    left: TrialSpec
+    path: Path
+    rows: Mapping[str, ProbeResult] = field(default_factory=dict)
+
+    def finish(self, result: TrialResult) -> TrialResult:
+        """Return the answer to the whole question, and keep it if there is one.
+
+        Args:
+            result: of what was left to ask.
+
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        whole = result.ok
+        if isinstance(self.spec, ScanSpec) and isinstance(result.answer, GradientErrors):
+            rows = {**self.rows, **{row.id: row for row in result.answer.probes}}
+            found = tuple(rows[probe.id] for probe in self.spec.probes if probe.id in rows)
+            result = replace(result, answer=replace(result.answer, probes=found))
+            whole = whole and len(found) == len(self.spec.probes)
+        if whole:
+            write_json(self.path, with_checksum({"result": finite(result.to_json())}), indent=None)
+        return result
+
+
+class KeptAnswers:
+    """Answers by what was asked: the n-th question of one kind has the n-th answer, as the reference is run twice.
+
+    Args:
+        folder: where each is a file.
+        hosts: the folder under which scans write the answers to single probes.
+        origin: see :func:`origin_of`.
+    """
+
+    def __init__(self, folder: Path, hosts: Path, origin: str) -> None:
+        self._folder, self._hosts, self._origin = folder, hosts, origin
+        self._asked, self._lock = Counter[str](), threading.Lock()
+
+    def question(self, spec: TrialSpec, seed: int = 0) -> Question:
+        """Return a question with what is known of its answer.
+
+        Args:
+            spec: what is asked.
+            seed: the paired seed.
+        """
+        key = self._key(spec, seed)
+        with self._lock:
+            name = f"{key}-{self._asked[key]}"
+            self._asked[key] += 1
+        path = self._folder / f"{name}.json"
+        known = _read(path)
+        if known is not None or not isinstance(spec, ScanSpec):
+            return Question(spec, known, spec, path)
+        log = f"scan-{name}.jsonl"
+        rows = read_rows(sorted(self._hosts.glob(f"**/{log}")))
+        # at least one is asked: a scan also says what the batch is like
+        probes = tuple(probe for probe in spec.probes if probe.id not in rows) or spec.probes[-1:]
+        return Question(spec, None, replace(spec, probes=probes, log=log), path, rows)
+
+    def ask(self, spec: TrialSpec, run: Callable[[TrialSpec], TrialResult]) -> TrialResult:
+        """Return the answer to a question under the script's own seed, known or not.
+
+        Args:
+            spec: what is asked.
+            run: runs a trial.
+        """
+        question = self.question(spec)
+        return question.known or question.finish(run(question.left))
+
+    def clear(self) -> None:
+        """Forget all answers: the search has ended, and another one asks anew."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for log in self._hosts.glob("**/scan-*.jsonl"):
+            with contextlib.suppress(OSError):
+                log.unlink()
+
+    def _key(self, spec: TrialSpec, seed: int) -> str:
+        asked = {name: value for name, value in spec.to_json().items() if name not in _ASIDE}
+        return checksum({"origin": self._origin, "seed": seed, "asked": finite(asked)})
+
+
+def _read(path: Path) -> TrialResult | None:
+    """Return a kept answer; None where there is none, or it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        document: Document = without_checksum(read_document(path, most_bytes=_MOST_BYTES), where=str(path))
+        return TrialResult.from_json(document["result"])
+    except (FileError, KeyError, ValueError, TypeError):
+        return None
