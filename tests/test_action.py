@@ -72,4 +72,4 @@ def test_the_hook_is_a_command_of_ours() -> None:
 def test_every_code_is_on_its_page() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for code, rule in RULES.items():
-        assert f"| `{code}` | {rule.severity} | {rule.means} | {rule.example} |" in page, code
+        assert f"| `{code}` | {rule.severity} | {rule.means} |" in page, code
