@@ -98,7 +98,7 @@ def _children(pid: int) -> set[int]:
 
 
 def prefer_as_oom_victim() -> None:
-    """When memory runs out the kernel shall end this trial, not the host it was forked from or the user's driver."""
+    """Ask the kernel to end this trial first when memory runs out, not its host or the user's driver."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:
         stream.write("800")
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before the script is started is said before the script is started."""
+"""Options that are known to be wrong are refused before the script is started."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ EMULATED_STEP = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
+    """Seconds of one run: until its first step, to compile the whole model with nothing cached, and for each step.
 
     ``blocks`` share what a run compiles (``TrainSpec.by_block``); 1 where runs compile as the script does.
     """

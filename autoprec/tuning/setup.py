@@ -72,7 +72,7 @@ class ModelledSteps:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one search is of.
+    """What one search is about: the model, the device, the choices and the limits.
 
     Attributes:
         host: what the running script looks like from the inside.

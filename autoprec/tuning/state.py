@@ -31,7 +31,7 @@ MOST_LOADED = 4.0
 
 @dataclass(slots=True)
 class Seconds:
-    """What the phases of a search took; None before. Each is written by the phase beside it, and by nothing else."""
+    """Seconds that the phases of a search took, None before they ended; only the phase beside a field writes it."""
 
     verdict_s: float | None = None  # the engine: until the bound was known
     reference_run_s: float | None = None  # the reference: its first run
@@ -49,7 +49,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a search's trials took in all, over all threads; :class:`~autoprec.tuning.paired.PairedRunner` counts it.
+    """What the trials took together, over all threads; counted by :class:`~autoprec.tuning.paired.PairedRunner`.
 
     Attributes:
         starts: trials; ``start_s_sum`` what they took until their first step.
@@ -135,14 +135,14 @@ class SearchState:
         self.listener.note(text)
 
     def cut(self, text: str) -> None:
-        """Tell, and remember, that something was left out."""
+        """Report, and remember, that something was left out."""
         text = redact_text(text)
         if text not in self.cut_short:
             self.cut_short.append(text)
             self.note(text)
 
     def end(self, text: str) -> None:
-        """Tell, and remember, why no further trial is run."""
+        """Report, and remember, why no further trial is run."""
         self.ended = text
         self.note(text)
 

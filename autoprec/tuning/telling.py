@@ -1,4 +1,4 @@
-"""What a search tells before its first run: what it is of, and what its bound means."""
+"""What a search says before its first run: what is searched, and what the bound of the gain means."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STANDS_IN = "if the model stands in for a larger one, judge it at that size: --c
 def introduction(
     setup: Setup, command: ScriptCommand, options: SearchOptions, storage: str, variant: Document | None
 ) -> SearchInfo:
-    """Return what a search is of.
+    """Return what is told of a search before its first run: model, device, choices and budget.
 
     Args:
         options: as they were given; those of ``setup`` may be narrowed.

@@ -76,7 +76,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """Of the policy."""
+        """Name of the policy."""
         return self.standing.name
 
     @property
@@ -96,7 +96,7 @@ class Contender:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Between which speed-ups it lies: the 95 % interval of its duel, else those of all its seeds."""
+        """Lowest and highest speed-up: the 95 % interval of its duel, else those of all its seeds."""
         low, high = self.standing.low, self.standing.high
         if low is None or high is None:
             return min(self.speedups, default=0.0), max(self.speedups, default=0.0)
@@ -229,7 +229,7 @@ def _check_fit(one: TrialResult | Run) -> None:
 
 
 def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
-    """Return what a search for the policy's target would be of, where all that it says is measured on this device.
+    """Return the setup of a search for the policy's target in which everything is measured on this device.
 
     Args:
         policy: to be verified.

@@ -1,4 +1,4 @@
-"""What answers trials: a process of this machine, several of them, a Ray cluster, or a formula in a test."""
+"""The interface of what runs trials: one or several processes, a Ray cluster, or a formula in a test."""
 
 from __future__ import annotations
 

@@ -95,11 +95,11 @@ def _held_back(tail: str) -> str:
 
 
 def no_host(command: ScriptCommand, message: Document | None, code: int | None, tail: str, log: Path) -> ScriptError:
-    """The host ended instead of serving; ``message`` is what it said of that.
+    """Return the error of a host that ended instead of serving.
 
     Args:
         command: the script.
-        message: its last one; None where there was none.
+        message: the host's last message; None where there was none.
         code: exit code of the process; None where that is not known.
         tail: the end of what it printed.
         log: file with all of it.

@@ -88,7 +88,7 @@ class Launcher:
         return self._zygote is not None and self._zygote.alive and not self._spoiled
 
     def fork_no_more(self) -> None:
-        """Forks of the zygote die before they train: start every further process anew."""
+        """Stop forking the zygote, as its forks die before they train: further processes are started anew."""
         self._spoiled = True
 
     def fork(

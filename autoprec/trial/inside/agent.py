@@ -149,7 +149,7 @@ class Agent:
             self._running.another(found)
 
     def boundary(self, model: nn.Module) -> None:
-        """A step has ended and the next begins."""
+        """Handle the end of one step, where the next begins."""
         self._first.boundary(model)
 
     # ---------------------------------------------------------------- the first training step

@@ -8,9 +8,9 @@ duel goes on until that is narrow enough.
 This is the duel in one process, of scripts that cannot be forked (CUDA, several ranks) or that compile: policies are
 put on and taken off between blocks. Of all others each block has a process (:mod:`autoprec.trial.inside.forked_duel`).
 
-The clock stands still while policies are exchanged, and after each exchange steps go by untimed: caches are cold. What
-compiles does so before the first round, in which all have settled; only then a duel's own seconds begin. The model is
-trained on by all of them, so a duel's losses mean nothing.
+Policies are exchanged while the clock is stopped, and the first steps after an exchange are not timed, because caches
+are cold. Whatever compiles does so before the first round; a duel's own seconds begin only then. All policies go on
+training the same model, so a duel's losses mean nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fork of this process could do, found out by trying in one: asking CUDA in the process itself spoils its forks.
+"""Finds out in a fork what forks of this process can do, because asking CUDA in the process itself spoils its forks.
 
 Where NVML cannot tell how many GPUs there are (MIG, a container without it), ``torch.cuda.is_available()`` asks CUDA,
 after which no fork of the process can use CUDA, although ``torch.cuda.is_initialized()`` stays False.

@@ -1,6 +1,6 @@
 """The decision over everything measured: which policy is adopted, or why the script should stay as it is.
 
-Rules, in this order (docs/concepts.md, "How it is decided"):
+The rules, in this order (docs/search.md, "The decision"):
 
 1. A policy is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds is within
    ``max_divergence``, when its gradient error is within the limit, and when it fits into memory. Where the loss

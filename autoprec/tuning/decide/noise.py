@@ -86,9 +86,9 @@ class Baseline:
         return max(self.floor, confidence_bound(self.rounding_gaps)[1] if self.rounding_gaps else 0.0)
 
     def over_seeds(self, further: Sequence[tuple[float, float]]) -> Baseline:
-        """Return it with (divergence, signed gap) of the benign perturbation under further seeds: one of each counts.
+        """Return the baseline with the (divergence, signed gap) of the benign perturbation under further seeds.
 
-        Without any it is as it was.
+        One perturbation of each seed counts. Without further seeds the baseline is returned as it is.
         """
         if not further:
             return self

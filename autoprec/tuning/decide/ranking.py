@@ -21,7 +21,7 @@ _TIED = 0.9
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranking: accepted policies, incumbent, next seed.
+    """How all policies stand: which are accepted, what another seed may gain, and which policy gets it.
 
     Attributes:
         standings: every policy that was tried, judged with the upper bound that all runs together give each of them.

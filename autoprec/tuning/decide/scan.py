@@ -95,7 +95,7 @@ class SensitivityScan:
         return probes
 
     def add(self, *answers: GradientErrors) -> None:
-        """Take in the answers to the probes of a round, one of each batch."""
+        """Store the answers to the probes of a round, one for each batch."""
         for found in answers:
             for probe in found.probes:
                 self._squares.setdefault(probe.id, []).append(probe.error**2)

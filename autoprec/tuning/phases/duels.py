@@ -1,6 +1,6 @@
 """Duels of a search: the speed of whatever decides is timed beside the script's own, block by block.
 
-What two trials measured a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
+Step times of two trials a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
 that people write by hand, what would be adopted, and what is tied with it) is timed again in blocks of steps that take
 turns, each in a process of its own (:mod:`autoprec.trial.inside.forked_duel`) or, where the script cannot be
 forked, all in one (:mod:`autoprec.trial.inside.duel`); its speed-up has a 95 % interval from then on. A duel is a run
@@ -95,7 +95,7 @@ class Duels:
         return self._runner.by_block.active and not whole
 
     def least_s(self, runs: Sequence[Run], *, whole: bool = False) -> float:
-        """Return the seconds on the clock of the shortest duel with an interval of some runs; 0 for none."""
+        """Return the wall-clock seconds of the shortest duel that gives these runs an interval; 0 without runs."""
         count = len(self.wanted(runs, whole=whole)[:MOST_AT_ONCE])
         return self._least_s(count) + self._compile_s(count, self._by_block(whole)) if count else 0.0
 

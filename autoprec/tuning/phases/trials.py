@@ -129,7 +129,7 @@ class _Loop:
         return first_run(setup, self.runner, state, plan, self.table.predict(setup.problem, params), **seen)
 
     def finish(self, trial: optuna.Trial, record: Run) -> None:
-        """Book one finished trial.
+        """Record one finished trial.
 
         Raises:
             NothingAcceptableError: too many failures in a row, with the first cause.

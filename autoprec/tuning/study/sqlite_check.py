@@ -1,4 +1,4 @@
-"""Is this SQLite file whole? Asked before anything opens it that would create tables, or read half a study."""
+"""Checks that a SQLite file is whole, before anything opens it that would create tables or read half a study."""
 
 from __future__ import annotations
 

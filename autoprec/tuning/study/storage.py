@@ -81,7 +81,7 @@ def open_storage(url: str) -> optuna.storages.RDBStorage:
 
 
 def patiently(action: Callable[[], R], url: str, tell: Callable[[str], None], *, patience_s: float = PATIENCE_S) -> R:
-    """Do something with the storage, again and again while its server does not answer.
+    """Call a function that uses the storage, again and again while the server does not answer.
 
     Args:
         action: what to do; must do nothing twice.

@@ -129,7 +129,7 @@ class StudyStore:
             raise StudyError(what, where=self.url, fix=fix) from error
 
     def close(self) -> None:
-        """Give the study up, so that another driver may continue it."""
+        """Release the study, so that another driver may continue it."""
         if self.records:
             with contextlib.suppress(StudyError, NoSpaceError):  # said where it matters: at the records
                 self._guarded(self._keep_time)
@@ -143,7 +143,7 @@ class StudyStore:
         self._rdb.set_user_attr("time_spent", {"seconds": round(self.seconds(), 3), "sessions": self.sessions})
 
     def discard_empty(self) -> None:
-        """Take a study that holds nothing yet out of the storage again: its script never reached a training step."""
+        """Remove a study that holds nothing yet: its script never reached a training step."""
         if not self.records and self.signature is None:
             self._guarded(lambda: optuna.delete_study(study_name=self.name, storage=self._storage))
 

@@ -1,7 +1,7 @@
 """Whether the head of a Ray cluster still answers.
 
-Ray ends a driver that has lost its head from within its C++ code, a minute later and without a word of ours. So whoever
-waits for a result looks after the head meanwhile, and gives up first.
+Ray ends a driver that has lost its head from within its C++ code, a minute later and without an error of ours. So
+whoever waits for a result checks the head meanwhile, and gives up first.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class _Supervisor:
         return True
 
     def run(self, spec: Document) -> Document:
-        """Run one trial; no room for its files is the machine's trouble, and travels as a document too."""
+        """Run one trial; a full disk is a fault of the machine, and is returned as a document as well."""
         try:
             return {"result": self._runner.run(TrialSpec.from_json(spec)).to_json()}
         except NoSpaceError as error:

@@ -35,7 +35,7 @@ def listed_gpus() -> list[str]:
 
 
 def free_gpus(gpus: Sequence[str]) -> list[str]:
-    """Return those GPUs of which no program holds memory; all of them where that is said of none."""
+    """Return the GPUs on which no other program holds memory; all of them where every one is in use."""
     used = {gpu: ask_driver(["memory.used"], gpu) for gpu in gpus}
     return [gpu for gpu in gpus if not used[gpu].isdigit() or int(used[gpu]) << 20 <= FOREIGN_MEMORY] or list(gpus)
 

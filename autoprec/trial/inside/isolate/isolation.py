@@ -39,7 +39,7 @@ _WRITERS = re.compile(r"(?:(?:ba)?sh|rm|mv|cp|mkdir|rmdir|ln|touch|tee|sed|tar|(
 
 
 def isolate(config: dict[str, Any]) -> Overlay:
-    """Put up the nets for this process, once, and return the overlay.
+    """Isolate this process, once, and return the overlay.
 
     ``config`` names our ``private`` directory and the launcher's ``folder`` around it, the ``run_dir`` of the logs, the
     script's ``cwd`` and its path.

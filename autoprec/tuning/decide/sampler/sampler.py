@@ -90,7 +90,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
 
     # --- proposing --------------------------------------------------------------------------------------------------
     def learn(self, runs: Sequence[Run], best_cost: float | None) -> None:
-        """Take in every run of the search, and the cost of the best policy that is surely acceptable."""
+        """Learn from every run of the search, and from the cost of the best policy that is surely acceptable."""
         self.expectation.fit(runs)
         self.expectation.best_cost = best_cost
         self._known = (None, None)
