@@ -297,6 +297,25 @@ def emulated_note(model: nn.Module) -> str:
     )
 
 
+def _embedding_row(policy: Policy, root: nn.Module) -> dict[str, Any]:
+    """Audit the shrunk gradient of embeddings: the tables whose look-ups it was behind in the model's forward."""
+    found, asked = root_of(root), f"{policy.embedding_gradient:g}"
+    ran = "" if found is None else found.executed.get("embedding_gradient", "")
+    if ran:
+        seen = found.looked_up if found is not None else set()
+        named = [name for name, parameter in root.named_parameters() if id(parameter) in seen]
+        reason = f"behind each look-up in {', '.join(map(clean_name, named))}" if named else ""
+    elif found is None:
+        reason = "the policy is not applied"
+    elif found.traced:
+        return {"requested": asked, "executed": "-", "ok": True, "reason": "inside a compiled graph"}
+    elif not found.called:
+        reason = "the model was not called, only its parts were: what surrounds its forward never ran"
+    else:
+        reason = "no embedding with a table that trains was looked up in a training step (F.embedding, F.embedding_bag)"
+    return {"requested": asked, "executed": ran or "-", "ok": ran == asked, "reason": reason}
+
+
 def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> dict[str, dict[str, Any]]:
     """Return requested / executed / ok / reason of activations and of each operator class."""
     found = root_of(root)
@@ -332,6 +351,8 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
         ran = root_of(root.get_submodule(parts[0])).ran.get("activations", KEEP)
         why = f"another policy is on part '{parts[0]}'"
         rows["activations"] = {"requested": policy.activations, "executed": ran, "ok": False, "reason": why}
+    if policy.embedding_gradient != 1.0:
+        rows["embedding_gradient"] = _embedding_row(policy, root)
     if policy.execution != KEEP:
         rows["execution"] = executed_as(root, policy.execution)
     return rows

@@ -119,12 +119,15 @@ def _install_root(
     executions: dict[str, Any],
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
-    if executions or policy.activations != "keep" or policy.operators.attention != "keep":
+    around = policy.activations != "keep" or policy.operators.attention != "keep" or policy.embedding_gradient != 1.0
+    if executions or around:
         kind = device.split(":")[0]
         activations = NATIVE.get(policy.activations)
         emulates = backends[0].emulates_casts
         held = [module._parameters for module in root.modules() if module._parameters]
-        root_execution = RootExecution(activations, policy.operators, kind, held, emulates, backends=backends)
+        root_execution = RootExecution(
+            activations, policy.operators, kind, held, emulates, policy.embedding_gradient, backends=backends
+        )
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()
             root_execution.after_step = root_execution.after_step or backend.after_step()

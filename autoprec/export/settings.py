@@ -92,6 +92,9 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
         fprop = rule.plan.fprop
         if fprop is not None and fprop.output == "fp32" and request.runs(rule.plan):
             yield "wide", fprop.describe(), f"{fprop.format}: the product is rounded", rule.match
+    if policy.embedding_gradient != 1.0:
+        what = f"embedding_gradient: {policy.embedding_gradient:g}"
+        yield "embedding_gradient", what, "the whole gradient: shrink it behind the embedding, in the model", ""
     if policy.execution != "keep":
         by_hand = "as the script runs it: torch.compile is for the script to call"
         yield "execution", f"execution: {policy.execution}", by_hand, ""

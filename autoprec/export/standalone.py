@@ -28,6 +28,7 @@ RULES: list[tuple[str, str]] = []
 ACTIVATIONS = "keep"  # autocast dtype around the model: keep, bf16 or fp16
 ATTENTION = "keep"  # dtype of scaled_dot_product_attention
 PROTECTED: tuple[str, ...] = ()  # computed in fp32 under autocast: softmax, norm, loss, output
+EMBEDDING_GRADIENT = 1.0  # share of their gradient that the tables of embeddings get
 # --- the mechanics ----------------------------------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -217,8 +218,38 @@ _PROTECTED_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+class _Shrink(torch.autograd.Function):
+    """The first input; of the gradient it gets EMBEDDING_GRADIENT, and the second, if any, all."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, beside: Tensor | None) -> Tensor:
+        ctx.alone = beside is None
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grad * EMBEDDING_GRADIENT, None if ctx.alone else grad
+
+
+def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(enumerate(args)) | kwargs
+    table, bag = 1 if len(args) > 1 else "weight", 8 if len(args) > 8 else "per_sample_weights"
+    if not (given[table].requires_grad and torch.is_grad_enabled()):
+        return func(*args, **kwargs)
+
+    def run(changed: dict[Any, Tensor]) -> Any:
+        named = {key: value for key, value in changed.items() if isinstance(key, str)}
+        return func(*(changed[i] for i in range(len(args))), **named)
+
+    factors, beside = given.get(bag), None
+    if factors is not None and factors.requires_grad:  # their gradient is not the embedding's
+        beside = run(given | {table: given[table].detach()})
+        given = given | {bag: factors.detach()}
+    return _Shrink.apply(run(given), beside)  # type: ignore[no-untyped-call]
+
+
 class _Operators(TorchFunctionMode):
-    """Inside the model's forward: protected operators in float32, attention in its own dtype."""
+    """Inside the model's forward: protected operators in float32, attention in its own dtype, look-ups' gradients."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -228,6 +259,8 @@ class _Operators(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         under = torch.is_autocast_enabled(self.device)
+        if func in (F.embedding, F.embedding_bag) and EMBEDDING_GRADIENT != 1.0:
+            return _look_up(func, args, kwargs)
         if func is F.scaled_dot_product_attention and ATTENTION != "keep":
             query = args[0] if args else kwargs["query"]
             dtype = DTYPES[ATTENTION]
@@ -272,7 +305,7 @@ def apply(model: nn.Module) -> nn.Module:
     if left:
         shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         warnings.warn(f"only nn.Linear is converted, and a rule is about {shown}: left as they are", stacklevel=2)
-    if ACTIVATIONS != "keep" or ATTENTION != "keep":
+    if ACTIVATIONS != "keep" or ATTENTION != "keep" or EMBEDDING_GRADIENT != 1.0:
         inner = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

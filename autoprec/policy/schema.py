@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -20,6 +20,8 @@ from autoprec.support.validation import Frozen
 
 SCHEMA = "autoprec.policy/1"
 OperatorPrecision = Literal["keep", "fp32"]
+#: What is left of the gradient of a look-up; 0 would freeze the table.
+EmbeddingGradient = Annotated[float, Field(gt=0.0, le=1.0)]
 
 #: Storage that is known to break training, with the reason a person reads (measured:
 #: benchmarks/results/2026-11-22_state.json).
@@ -153,6 +155,7 @@ class Phase(Frozen):
     optimizer: OptimizerPolicy | None = None
     communication: CommunicationPolicy | None = None
     loss_scaling: Literal["none", "dynamic"] | None = None
+    embedding_gradient: EmbeddingGradient | None = None
 
     @field_validator("start", mode="before")
     @classmethod
@@ -264,6 +267,9 @@ class Policy(Frozen):
     optimizer: OptimizerPolicy = OptimizerPolicy()
     communication: CommunicationPolicy = CommunicationPolicy()
     loss_scaling: Literal["none", "dynamic"] = "none"
+    embedding_gradient: EmbeddingGradient = Field(
+        1.0, description="share of their gradient that the tables of embeddings get; GLM-130B's is 0.1, 1 is off"
+    )
     execution: Literal["keep", "compile", "compile_whole", "eager"] = Field(
         "keep", description="torch.compile: of repeated blocks by themselves, of the whole model, or of nothing"
     )
@@ -354,6 +360,8 @@ class Policy(Frozen):
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
         out["loss_scaling"] = self.loss_scaling
+        if self.embedding_gradient != 1.0:
+            out["embedding_gradient"] = self.embedding_gradient
         if self.execution != "keep":
             out["execution"] = self.execution
         if self.model is not None:

@@ -22,6 +22,7 @@ from autoprec.policy import (
     OptimizerPolicy,
     glob_matches,
 )
+from autoprec.policy.schema import EmbeddingGradient
 from autoprec.precision import hardware
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
@@ -172,6 +173,9 @@ class SearchSpace(Frozen):
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
     loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
+    embedding_gradient: tuple[EmbeddingGradient, ...] = Field(
+        (1.0,), min_length=1, description="share of their gradient that the tables of embeddings get"
+    )
     execution: tuple[Literal["keep", "compile", "compile_whole", "eager"], ...] = Field(
         ("keep",),
         min_length=1,
@@ -239,7 +243,7 @@ class SearchSpace(Frozen):
         out: dict[str, tuple[Any, ...]] = {"activations": self.activations, "attention": self.attention}
         out |= {name: values for name in WIDE_OPERATORS if (values := getattr(self, name))}
         out |= {f"{section}.{name}": values for section in _SECTIONS for name, values in getattr(self, section)}
-        out["execution"] = self.execution
+        out["embedding_gradient"], out["execution"] = self.embedding_gradient, self.execution
         return out | {path: tuple(values) for path, values in self.parameters.items()}
 
     def warnings(self) -> list[str]:
@@ -287,7 +291,8 @@ class SearchSpace(Frozen):
     def without_surroundings(self) -> SearchSpace:
         """Return the space without what surrounds the model's forward, for a script that calls the model's parts."""
         narrow = {name: getattr(self, name)[:1] for name in WIDE_OPERATORS}
-        return self.model_copy(update={"activations": ("keep",), "attention": ("keep",), **narrow})
+        plain = {"activations": ("keep",), "attention": ("keep",), "embedding_gradient": (1.0,)}
+        return self.model_copy(update=plain | narrow)
 
     def without_bf16_activations(self) -> SearchSpace:
         """Return the space for a CPU without bf16 instructions, whose autocast is many times slower than fp32."""

@@ -25,7 +25,7 @@ def policy_table(policy: Policy) -> Table:
 def _around(policy: Policy) -> list[str]:
     """Return what a policy says beside its layers, a line each."""
     out = []
-    for name in ("activations", "execution", "loss_scaling"):
+    for name in ("activations", "execution", "loss_scaling", "embedding_gradient"):
         value = getattr(policy, name)
         if value != type(policy).model_fields[name].default:
             out.append(f"{name.replace('_', ' ')}: {value}")
@@ -54,7 +54,7 @@ def _phase(policy: Policy, phase: Phase) -> str:
             stage = policy.model_copy(update={"phases": ()})
             rules = [f"{rule.match or '(root)'} {stage.plan_of_rule(rule).describe()}" for rule in value]
             parts.append("layers " + (", ".join(rules) or "none"))
-        elif isinstance(value, str):
+        elif isinstance(value, (str, float)):
             parts.append(f"{name.replace('_', ' ')} {value}")
         else:
             changed = value.model_dump(exclude_defaults=True).items()

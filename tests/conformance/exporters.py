@@ -119,6 +119,7 @@ POLICIES: dict[str, Policy] = {
         "bf16", operators={"softmax": "keep", "norm": "keep", "embedding": "keep", "loss": "keep", "output": "keep"}
     ),
     "attention": _policy("fp8_tensorwise", operators={"attention": "fp32"}),
+    "shrunk embedding": _policy("fp8_rowwise", embedding_gradient=0.1),
 }
 
 
@@ -151,6 +152,7 @@ def random_policy(seed: int) -> Policy:
             "communication": {"gradients": draw.choice(["fp32", "fp32", "bf16", "fp8"])},
             "loss_scaling": draw.choice(["none", "dynamic"]) if activations == "fp16" else "none",
             "execution": draw.choice(["keep", "keep", "compile", "eager"]),
+            "embedding_gradient": draw.choice([1.0, 1.0, 0.1]),
         }
     )
 

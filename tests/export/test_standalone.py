@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from autoprec.applying.policy import apply_policy
-from autoprec.export import export
+from autoprec.errors import AutoPrecError
+from autoprec.export import EXPORTERS, export
+from autoprec.policy import Policy
 from tests.export.readers import load_source
 from tests.export.toys import distance, gradients, one_rule, toy_model
 
@@ -64,3 +66,56 @@ def test_the_plain_module_returns_fp32_sums_where_the_policy_does() -> None:
     module.apply(theirs)
     assert torch.equal(ours(x), theirs(x))
     assert "bf16 -> fp32" in {loss.what for loss in export(policy, "megatron", allow_lossy=True).losses}
+
+
+class _Weighted(nn.Module):
+    """Tokens, and a bag whose factors train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.bag, head = nn.Embedding(9, 8), nn.EmbeddingBag(9, 8, mode="sum"), nn.Linear(8, 9)
+        self.factors, head.weight = nn.Parameter(torch.rand(4, 5)), self.tokens.weight
+        self.add_module("0", head)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        bag = self.bag(ids, per_sample_weights=self.factors)
+        return self.get_submodule("0")(torch.tanh(self.tokens(ids) + bag[:, None]))
+
+
+@pytest.mark.parametrize("activations", ["keep", "bf16"])
+@pytest.mark.parametrize("default", ["keep", "fp8_rowwise"])
+def test_the_plain_module_shrinks_the_gradient_of_look_ups_as_the_policy_does(default: str, activations: str) -> None:
+    update = {"embedding_gradient": 0.1, "activations": activations}
+    policy = (Policy() if default == "keep" else one_rule(default)).model_copy(update=update)
+    done = export(policy, "python", allow_lossy=True)
+    assert done.kept["embedding_gradient: 0.1"] == "the exported module, inside the model's forward"
+    module = load_source(done.files["precision_policy.py"], "precision_policy")
+    torch.manual_seed(0)
+    ours, ids = _Weighted(), torch.randint(9, (4, 5))
+    theirs, plain = copy.deepcopy(ours), copy.deepcopy(ours)
+    apply_policy(policy, ours, backend="emulated")
+    module.apply(theirs)
+    for model in (ours, theirs, plain):
+        model(ids).square().sum().backward()
+    near = 1e-6 if default == "keep" else 0.1  # where products are rounded to bf16 differs, see above
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).norm()) <= near * float(one.grad.norm())
+    whole, shrunk = plain.bag.weight.grad, theirs.bag.weight.grad
+    assert whole is not None
+    assert shrunk is not None
+    assert 0.05 < float(shrunk.norm() / whole.norm()) < 0.2
+    module.remove(theirs)
+    theirs.zero_grad()
+    theirs(ids).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(theirs.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTERS if name not in ("python", "lightning")])
+def test_an_export_that_does_not_shrink_it_says_so_by_name(name: str) -> None:
+    policy = one_rule("fp8_tensorwise").model_copy(update={"embedding_gradient": 0.1})
+    lost = [loss for loss in export(policy, name, allow_lossy=True).losses if loss.what == "embedding_gradient: 0.1"]
+    assert [loss.instead for loss in lost] == ["the whole gradient: shrink it behind the embedding, in the model"]
+    with pytest.raises(AutoPrecError, match=r"embedding_gradient: 0\.1"):
+        export(policy, name)

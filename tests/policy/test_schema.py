@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from autoprec.errors import PolicyError
 from autoprec.policy import LayerPlan, LayerRule, Policy, parse_policy, policy_from_dict
+from autoprec.policy.diff import diff_policies
+from autoprec.policy.document import lean
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 SMALL: dict[str, Any] = {
@@ -125,3 +127,26 @@ def test_a_plan_says_what_it_runs() -> None:
     assert mixed.recipes == (fp8, None, bf16)
     assert mixed.scaled == (fp8,)
     assert LayerPlan.uniform(bf16).scaled == ()
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, "a tenth", None])
+def test_a_share_of_the_embeddings_gradient_lies_between_nothing_and_all_of_it(share: object) -> None:
+    with pytest.raises(PolicyError, match="embedding_gradient"):
+        policy_from_dict(changed(embedding_gradient=share))
+
+
+def test_a_shrunk_embedding_gradient_stands_in_the_file_and_its_absence_does_not() -> None:
+    plain, shrunk = policy_from_dict(SMALL), policy_from_dict(changed(embedding_gradient=0.1))
+    assert "embedding_gradient" not in plain.to_dict()
+    assert shrunk.to_dict()["embedding_gradient"] == 0.1
+    assert policy_from_dict(shrunk.to_dict()) == shrunk
+    assert diff_policies(plain, shrunk) == [("embedding_gradient", None, 0.1)]
+    assert lean(shrunk)["embedding_gradient"] == 0.1
+
+
+def test_a_phase_may_change_the_embeddings_gradient() -> None:
+    policy = policy_from_dict(changed(embedding_gradient=0.1, phases=[{"from": 0.5, "embedding_gradient": 1.0}]))
+    assert [stage.embedding_gradient for stage in policy.stages] == [0.1, 1.0]
+    assert policy.with_stages(policy.stages).stages == policy.stages
+    with pytest.raises(PolicyError, match="embedding_gradient"):
+        policy_from_dict(changed(phases=[{"from": 0.5, "embedding_gradient": 2.0}]))

@@ -213,7 +213,8 @@ def test_the_documented_example_is_valid() -> None:
     example = parse_document(page.split("```yaml\n")[1].split("```")[0])
     found = space_from_dict(example)
     assert found.parameter_values()["optimizer.exp_avg"] == ("fp32", "bf16")
-    assert all(f"`{key}`" in page for key in ("choices", "baseline", "groups", "parameters", "presets", "loss_scaling"))
+    keys = ("choices", "baseline", "groups", "parameters", "presets", "loss_scaling", "embedding_gradient")
+    assert all(key in example or f"`{key}`" in page for key in keys)
 
 
 def test_execution_is_offered_where_it_differs() -> None:
@@ -276,3 +277,22 @@ def test_e5m2_in_the_forward_pass_is_warned_of(offer: dict[str, object]) -> None
     (warning,) = space_from_dict(space(**offer)).warnings()
     assert "e5m2 in fprop" in warning
     assert ".operands.input" in warning
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_shipped_space_shrinks_the_embeddings_gradient_unasked(name: str) -> None:
+    assert load_space(name).embedding_gradient == (1.0,)
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [1.0, 1.1], ["x"], 0.1])
+def test_shares_of_the_embeddings_gradient_that_are_none_are_refused(values: object) -> None:
+    with pytest.raises(SpaceError, match="embedding_gradient"):
+        space_from_dict(space(embedding_gradient=values))
+
+
+def test_a_space_that_lists_it_offers_it_and_a_preset_may_name_it() -> None:
+    preset = {"name": "GLM-130B", "parameters": {"embedding_gradient": 0.1}}
+    found = space_from_dict(space(embedding_gradient=[1.0, 0.1], presets=[preset]))
+    assert found.parameter_values()["embedding_gradient"] == (1.0, 0.1)
+    with pytest.raises(SpaceError, match=r"embedding_gradient = 0\.1 is not in this space"):
+        space_from_dict(space(presets=[preset]))

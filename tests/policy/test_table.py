@@ -46,6 +46,14 @@ def test_phases_are_not_left_out() -> None:
     assert "from 90 % of the run on: optimizer as by default" in notes
 
 
+def test_a_shrunk_embedding_gradient_is_told() -> None:
+    document = DOCUMENT | {"embedding_gradient": 0.1, "phases": [{"from": 200, "embedding_gradient": 1.0}]}
+    notes = policy_table(policy_from_dict(document)).notes
+    assert "embedding gradient: 0.1" in notes
+    assert "from step 200 on: embedding gradient 1.0" in notes
+    assert not any("embedding" in note for note in policy_table(policy_from_dict(DOCUMENT)).notes)
+
+
 def test_a_policy_prints_as_its_table_and_represents_itself_in_a_line() -> None:
     policy = policy_from_dict(DOCUMENT, cls=Policy)
     assert str(policy) == policy_table(policy).text()

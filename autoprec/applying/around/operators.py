@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
 from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.errors import UnsupportedError
@@ -148,10 +149,23 @@ def widest(value: Any) -> torch.dtype | None:
 
 
 class OperatorMode(TorchFunctionMode):
-    """Runs operators in float32, and attention in its own dtype, for the duration of a forward."""
+    """Runs operators in float32, and attention in its own dtype, for the duration of a forward.
 
-    def __init__(self, operators: OperatorPolicy, device: str, executed: dict[str, str], autocast: bool) -> None:
+    Args:
+        share: of the gradient that reaches the tables of embeddings; ``looked_up`` are the ids of those that were seen.
+    """
+
+    def __init__(
+        self,
+        operators: OperatorPolicy,
+        device: str,
+        executed: dict[str, str],
+        autocast: bool,
+        *,
+        share: float = 1.0,
+    ) -> None:
         super().__init__()
+        self.share, self.looked_up = share, set[int]()
         self.in_float32 = {
             function: entry
             for function, entry in FLOAT32_FUNCTIONS.items()
@@ -165,12 +179,19 @@ class OperatorMode(TorchFunctionMode):
 
     def does_nothing(self) -> bool:
         """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
-        return not (self.in_float32 or self.attention or self.emulated or self.lstm)
+        return not (self.in_float32 or self.attention or self.emulated or self.lstm or self.share != 1.0)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.share != 1.0 and func in LOOKUPS:
+            self._note_lookup(table_of(func, args, kwargs))
+            return look_up(lambda given, named: self._run(func, given, named), func, args, kwargs, self.share)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function in the precision that the policy asks of its class."""
         entry = self.in_float32.get(_WRAPPED.get(getattr(func, "__name__", ""), func))
         if kwargs.get("out") is not None:  # writes into a tensor whose dtype is what it is
             if entry is not None and (low := _low_dtype((*args, *kwargs.values()))) is not None:
@@ -234,6 +255,11 @@ class OperatorMode(TorchFunctionMode):
         if not torch.compiler.is_compiling() and (what != "fp32" or self.executed.get(kind) in (None, "fp32")):
             self.executed[kind] = what
 
+    def _note_lookup(self, table: Tensor) -> None:
+        if table.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.executed["embedding_gradient"] = f"{self.share:g}"
+            self.looked_up.add(id(table))
+
     def _attends(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Say whether this is attention: SDPA, or a product of two activations (the graph's scores and values)."""
         if func is F.multi_head_attention_forward:  # its own products are not seen from here
@@ -286,6 +312,7 @@ class RootExecution:
         device: device type of the model (cpu, cuda).
         held: the parameters of each module; the script may cast the model after the policy was applied.
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
+        embedding_gradient: share of their gradient that the tables of embeddings get.
         context: what a backend needs around the whole forward, if anything.
         first: called before the first forward, outside of compiled graphs, if anything.
         before: begins each forward for delayed scales, where the policy has any.
@@ -302,6 +329,7 @@ class RootExecution:
     device: str = "cpu"
     held: Sequence[Mapping[str, Tensor | None]] = ()
     emulates_casts: bool = False
+    embedding_gradient: float = 1.0
     executed: dict[str, str] = field(default_factory=dict)
     replaced: bool = False
     called: bool = False
@@ -323,7 +351,9 @@ class RootExecution:
             slow.add(torch.bfloat16)
         # all from the start: one made during a traced call would make Dynamo compile that call twice
         for autocast in (False, True):
-            mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
+            mode = self.modes[autocast] = OperatorMode(
+                self.operators, self.device, self.executed, autocast, share=self.embedding_gradient
+            )
             mode.slow = slow
             mode.emulated = self.activations if self.activations in slow else None
             without_units = self.device == "cpu" and not fast_bf16_gemm("cpu")
@@ -341,6 +371,7 @@ class RootExecution:
             self.activations is not None
             or self.low_precision
             or self.operators.attention != "keep"
+            or self.embedding_gradient != 1.0
             or torch.is_autocast_enabled(device)
             or self.replaced
             or holds_low(given)
@@ -402,6 +433,11 @@ class RootExecution:
             if self.operators.output == "fp32":
                 traced["output"] = "fp32"
         return traced | self.executed
+
+    @property
+    def looked_up(self) -> set[int]:
+        """The ids of the tables whose gradient was shrunk, as far as that was seen: not inside compiled graphs."""
+        return {found for mode in self.modes.values() for found in mode.looked_up}
 
     def finish(self, output: Any) -> Any:
         """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""

@@ -63,6 +63,8 @@ def standalone_source(request: Request, losses: Losses) -> str:
         f'ACTIVATIONS = "{request.policy.activations}"  # autocast dtype around the model: keep, bf16 or fp16\n'
         f'ATTENTION = "{policy.operators.attention}"  # dtype of scaled_dot_product_attention\n'
         f"PROTECTED: tuple[str, ...] = {protected}  # computed in fp32 under autocast: softmax, norm, loss, output\n"
+        f"EMBEDDING_GRADIENT = {policy.embedding_gradient!r}  "
+        "# share of their gradient that the tables of embeddings get\n"
     )
     return header(request, "Plain PyTorch") + before + table + _END + after
 
@@ -71,7 +73,7 @@ def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_policy.py``."""
     source = standalone_source(request, losses)
     # the module protects operators itself, inside the model's forward
-    by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide"), IN_FORWARD)
+    by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide", "embedding_gradient"), IN_FORWARD)
     report_settings(request, losses, SCALER, kept=by | LOOKUP, autocast=False)
     return {"precision_policy.py": source}, ("import precision_policy; precision_policy.apply(model)",)
 

@@ -35,6 +35,8 @@ VARIANT = "variant"
 
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
+#: What leaves everything around the layers as the script wrote it.
+_AS_WRITTEN: dict[str, Any] = {"activations": KEEP, "attention": KEEP, "execution": KEEP, "embedding_gradient": 1.0}
 
 
 def layer_key(group: str) -> str:
@@ -109,6 +111,8 @@ class Problem:
         values = _relevant_parameters(space, groups) | ({VARIANT: tuple(variants)} if variants else {})
         if report.operators and not any(operator.attends for operator in report.operators):
             values["attention"] = values["attention"][:1]
+        if report.operators and not any(operator.cls == "embedding" for operator in report.operators):
+            values["embedding_gradient"] = (1.0,)
         if all(layer.dtype == "fp64" for layer in report.tunable):  # which autocast leaves alone
             values["activations"] = (KEEP,)
             refused.append(("all layers", "autocast", "it leaves float64 alone, which the script computes in"))
@@ -301,7 +305,7 @@ class Problem:
     def is_script(self, params: Params) -> bool:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
-        plain: dict[str, Any] = {"activations": "keep", "attention": "keep", "execution": "keep"}
+        plain = dict(_AS_WRITTEN)
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)
         wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
@@ -337,7 +341,7 @@ class Problem:
 
     def quiet(self) -> dict[str, Any]:
         """Return full params, perhaps outside the space, that leave everything as the script wrote it."""
-        params = {**self.complete({}), "activations": "keep", "attention": "keep", "execution": "keep"}
+        params = {**self.complete({}), **_AS_WRITTEN}
         return params | {layer_key(group.name): KEEP for group in self.groups}
 
     def render(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
@@ -363,6 +367,7 @@ class Problem:
                 },
                 "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
                 "communication": {n.split(".")[1]: v for n, v in params.items() if n.startswith("communication.")},
+                "embedding_gradient": params["embedding_gradient"],
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": ModelInfo.model_validate(dict(self.report.model)),

@@ -104,10 +104,9 @@ def spot_probes(policy: Policy, report: GraphReport, passes: int) -> list[Probe]
         report: the recorded step.
         passes: how many probes.
     """
-    whole = policy.model_copy(update={"execution": KEEP})
-    plain = policy.model_copy(
-        update={"activations": KEEP, "execution": KEEP, "optimizer": OptimizerPolicy(), "loss_scaling": "none"}
-    )
+    asked = {"execution": KEEP, "embedding_gradient": 1.0}  # a gradient that is meant to be smaller is not in error
+    whole = policy.model_copy(update=asked)
+    plain = whole.model_copy(update={"activations": KEEP, "optimizer": OptimizerPolicy(), "loss_scaling": "none"})
     names = [layer.name for layer in report.layers]
     probes = [Probe(WHOLE, whole.to_dict())]
     every = sorted(segments(policy, report), key=lambda segment: segment.choice == _plain(policy))

@@ -13,8 +13,9 @@ from autoprec.graph.report import Operator
 from autoprec.policy import resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem, layer_key
-from autoprec.tuning.decide.table import SensitivityTable, parameter_probes
+from autoprec.tuning.decide.table import SensitivityTable, parameter_probes, plan_probes
 from tests.tuning.models import even_space, gpt, linear, report
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
@@ -231,3 +232,46 @@ def test_what_autocast_leaves_alone_has_no_error_under_it() -> None:
     reached = sum(choice == "bf16" for choice in effective.values())
     assert table.parameters["activations=bf16"] == 100.0 - reached
     assert table.predict(problem, kept) == pytest.approx(10.0)
+
+
+EMBEDDING = replace(ATTENTION, op="aten::embedding", cls="embedding")
+SHRUNK = space_from_dict(
+    {
+        **{"schema": "autoprec.space/1", "name": "shrunk", "embedding_gradient": [1.0, 0.1]},
+        "choices": [{"match": "*", "choices": ["keep", "bf16"]}],
+        "presets": [{"name": "GLM-130B", "parameters": {"embedding_gradient": 0.1}}],
+    }
+)
+
+
+def test_a_shrunk_embedding_gradient_is_a_decision_of_its_own() -> None:
+    found = Problem.build(replace(gpt(), operators=(EMBEDDING,)), SHRUNK)
+    assert found.parameters["embedding_gradient"] == (1.0, 0.1)
+    plain, shrunk = (found.params_of("keep", embedding_gradient=share) for share in (1.0, 0.1))
+    assert (found.is_script(plain), found.is_script(shrunk)) == (True, False)
+    assert found.key(plain) != found.key(shrunk)
+    assert found.policy(plain).embedding_gradient == 1.0
+    assert found.policy(shrunk).embedding_gradient == 0.1
+    assert found.policy(found.params_of("bf16", embedding_gradient=0.1)).embedding_gradient == 0.1
+    assert dict(presets(found))["GLM-130B"]["embedding_gradient"] == 0.1
+
+
+def test_its_gradient_is_meant_and_no_probe_takes_it_for_an_error() -> None:
+    only = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"embedding_gradient": [0.1], "presets": []})
+    found = Problem.build(replace(gpt(), operators=(EMBEDDING,)), only)
+    assert found.policy(found.params_of("bf16")).embedding_gradient == 0.1
+    probes = [*parameter_probes(found), *plan_probes(found)]
+    assert probes
+    assert all("embedding_gradient" not in (probe.policy or {}) for probe in probes)
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.1], [0.1]])
+def test_a_model_that_looks_nothing_up_has_no_gradient_to_shrink(values: list[float]) -> None:
+    document = SHRUNK.model_dump(by_alias=True) | {"embedding_gradient": values, "presets": []}
+    found = Problem.build(replace(gpt(), operators=(ATTENTION,)), space_from_dict(document))
+    assert "embedding_gradient" not in found.parameters
+    assert found.policy(found.params_of("bf16")).embedding_gradient == 1.0
+    outside = Problem.build(
+        replace(gpt(), operators=(EMBEDDING,)), space_from_dict(document).without_surroundings()
+    )  # the script calls the model's parts: what surrounds its forward would not run
+    assert outside.policy(outside.params_of("bf16")).embedding_gradient == 1.0

@@ -72,6 +72,7 @@ def test_a_rehearsal_times_nothing(here: Path) -> None:  # noqa: F811
         ({}, True),
         ({"activations": "bf16"}, True),
         ({"execution": "compile"}, True),
+        ({"embedding_gradient": 0.1}, True),
         ({"optimizer": {"exp_avg": "bf16"}}, False),
         ({"communication": {"gradients": "bf16"}}, False),
         ({"loss_scaling": "dynamic", "activations": "fp16"}, False),

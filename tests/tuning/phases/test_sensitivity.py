@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from autoprec.errors import NothingAcceptableError
+from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import GradientErrors, ProbeResult, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
@@ -66,3 +67,25 @@ def test_where_every_change_fails_the_reason_is_that_of_the_first(here: Path) ->
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Fails(simulated, seed))
     with pytest.raises(NothingAcceptableError, match=r"no change of precision could be run.*no such kernel"):
         made.run()
+
+
+def test_a_gradient_that_is_meant_to_be_smaller_is_no_error_and_costs_nothing(here: Path) -> None:  # noqa: F811
+    """Trials run the shrunk embedding gradient that a space asks for; gradient errors are those of rounding alone."""
+    (here / "shrunk.yaml").write_text(
+        "schema: autoprec.space/1\nname: shrunk\nbaseline: bf16\nactivations: [bf16]\nembedding_gradient: [0.1]\n"
+        "choices: [{match: '*', choices: [bf16, fp8_rowwise]}]\n"
+    )
+    simulated = script()
+    made, result = search(simulated, options(space="shrunk.yaml", trials=3))
+    trained = [spec.policy for _, spec in simulated.calls if isinstance(spec, TrainSpec) and spec.policy]
+    assert trained
+    assert {document.get("embedding_gradient") for document in trained} == {0.1}
+    probes = [probe.policy or {} for _, spec in simulated.calls if isinstance(spec, ScanSpec) for probe in spec.probes]
+    assert {document.get("embedding_gradient", 1.0) for document in probes} == {1.0}
+    assert load_policy(result.policy).embedding_gradient == 0.1
+    assert made.setup is not None
+    cost, plans = made.setup.cost, made.setup.problem.plans({})
+    shrunk = made.setup.problem.policy({})
+    plain = shrunk.model_copy(update={"embedding_gradient": 1.0})
+    assert cost.under(shrunk, plans).time_ms == cost.under(plain, plans).time_ms
+    assert cost.under(shrunk, plans).memory_bytes == cost.under(plain, plans).memory_bytes

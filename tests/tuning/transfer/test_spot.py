@@ -43,6 +43,11 @@ def test_the_whole_policy_is_asked_first_and_each_segment_alone() -> None:
     assert alone.activations == "keep"
 
 
+def test_a_gradient_that_is_meant_to_be_smaller_is_not_taken_for_an_error() -> None:
+    found = asked().model_copy(update={"embedding_gradient": 0.1})
+    assert spot_probes(found, gpt(), 3) == spot_probes(asked(), gpt(), 3)
+
+
 def test_what_runs_in_8_bits_is_asked_before_what_runs_in_16() -> None:
     found = policy(("*.attn.c_proj", "fp8_rowwise"), ("*", "bf16"))  # the smallest layers
     assert [probe.id for probe in spot_probes(found, gpt(), 2)] == [WHOLE, "h.*.attn.c_proj|fp8_rowwise"]
