@@ -2,7 +2,7 @@
 
     python benchmarks/numerics/numerics.py [--only PART,...] [--compiled] [--rounds 7] [--write]
 
-The parts are exact, gemm, linear, gpt, trial, overhead and gradients. ``--write`` keeps the table as
+The parts are exact, gemm, linear, overhead and gradients. ``--write`` keeps the table as
 ``benchmarks/results/DATE_numerics[_PARTS].md``, goals missed included. Times are process CPU time of one thread, taken
 in interleaved rounds: trust ratios, not milliseconds.
 """
@@ -13,7 +13,6 @@ import argparse
 import copy
 import gc
 import os
-import platform
 import sys
 import time
 import warnings
@@ -28,6 +27,7 @@ warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec import Policy  # noqa: E402
+from autoprec.cost.device.cpu import cpu_model  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
 from autoprec.numerics.quantize import (  # noqa: E402
     dequantize,
@@ -39,6 +39,7 @@ from autoprec.policy import LayerPlan  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES as RECIPES  # noqa: E402
 from autoprec.precision.recipes import GEMMS  # noqa: E402
 from autoprec.support.optional import installed_version, is_available  # noqa: E402
+from autoprec.trial.processes import read_if_there  # noqa: E402
 from tests.conformance.backends import reference_gemms  # noqa: E402
 
 Row = tuple[str, str, str, bool | None]
@@ -201,89 +202,6 @@ def linear(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = (y.view(b, t, -1, 64).transpose(1, 2) for y in self.qkv(self.one(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
-        return x + self.down(F.gelu(self.up(self.two(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, width: int = 384, layers: int = 4, vocabulary: int = 1024) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.norm(self.blocks(self.embedding(ids))))
-        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-
-
-def gpt(args: argparse.Namespace) -> list[Row]:
-    """A training step of a GPT (4 layers, 384 wide, 4 x 256 tokens): our bf16 policy against torch.autocast."""
-    torch.manual_seed(0)
-    model, ids = GPT(), torch.randint(0, 1024, (4, 256))
-    ours = copy.deepcopy(model)
-    Policy.model_validate({"recipes": {"b": RECIPES["bf16"]}, "default": "b", "activations": "bf16"}).apply(ours)
-
-    def step(net: nn.Module, autocast: bool) -> Callable[[], None]:
-        def run() -> None:
-            net.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = net(ids)
-            loss.backward()
-
-        return run
-
-    found = times(
-        {"fp32": step(model, False), "autocast": step(model, True), "policy": step(ours, False)}, max(args.rounds, 15)
-    )
-    speed = found["autocast"] / found["policy"]
-    return [
-        ("bf16 policy on a GPT vs torch.autocast", ">= 0.95 x its speed", f"{speed:.3f} x", speed >= 0.95),
-        ("bf16 policy on a GPT vs fp32", "", f"{found['fp32'] / found['policy']:.2f} x the speed", None),
-    ]
-
-
-def trial(args: argparse.Namespace) -> list[Row]:
-    """A whole training step of a modelled trial (the GPT, 2 x 256 tokens, AdamW): what a search pays per policy."""
-    torch.manual_seed(0)
-    model, ids = GPT(), torch.randint(0, 1024, (2, 256))
-
-    def step(name: str) -> Callable[[], None]:
-        net = copy.deepcopy(model)
-        if name:
-            policy = Policy.model_validate({"recipes": {"r": RECIPES[name]}, "default": "r"})
-            policy.apply(net, backend="emulated")
-        optimizer = torch.optim.AdamW(net.parameters())
-
-        def run() -> None:
-            optimizer.zero_grad()
-            net(ids).backward()
-            optimizer.step()
-
-        return run
-
-    names = ("bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
-    found = times({"": step("")} | {name: step(name) for name in names}, args.rounds)
-    rows: list[Row] = []
-    for name in names:
-        ratio = found[name] / found[""]
-        bound = 2.0 if name == "bf16" or name.startswith("fp8") else None
-        goal = "said" if bound is None else f"<= {bound} x fp32"
-        met = None if bound is None else ratio <= bound
-        rows.append((f"step of an emulated trial, 512 tokens: {name}", goal, f"{ratio:.2f} x fp32", met))
-    return rows
-
-
 def overhead(args: argparse.Namespace) -> list[Row]:
     """What the swap costs per layer call at 64 x 64, against the same casts written by hand."""
     x = torch.randn(64, 64)
@@ -358,17 +276,12 @@ def gradients(_args: argparse.Namespace) -> list[Row]:
 
 def processor() -> str:
     """Name the processor, and the matrix units that decide what a GEMM costs."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    named = next((value.strip() for key, value in facts.items() if key.strip() == "model name"), platform.machine())
-    units = [unit for unit in ("avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8") if f" {unit} " in f"{text} "]
-    return f"{named} ({', '.join(units) or 'no matrix instructions'})"
+    flags = read_if_there("/proc/cpuinfo").decode(errors="replace").replace("\n", " ")
+    units = [unit for unit in ("avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8") if f" {unit} " in flags]
+    return f"{cpu_model()} ({', '.join(units) or 'no matrix instructions'})"
 
 
-PARTS = {f.__name__: f for f in (exact, gemm, linear, gpt, trial, overhead, gradients)}
+PARTS = {f.__name__: f for f in (exact, gemm, linear, overhead, gradients)}
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Exports under the real libraries: what each target's own code makes of them, and two steps of training where it can.
 
-    python benchmarks/outlets/outlets.py --only exports [--rows]
+    python benchmarks/outlets/exports.py [--targets torchao,accelerate] [--why]
 
 A target counts as loaded when its own loader, parser or schema reads every policy of the conformance suite, and what it
 reads is what the suite's independent reader reads. Losses are compared with AutoPrec's own application of the policy in
@@ -9,6 +9,7 @@ emulation: same weights, same batches, two steps of AdamW. A package that is not
 
 from __future__ import annotations
 
+import argparse
 import sys
 import traceback
 from dataclasses import dataclass
@@ -204,3 +205,11 @@ def main(only: list[str], why: bool) -> None:
     print(f"losses of two steps equal: {sum(one.gap.startswith('yes') for one in equal)} of {len(equal)} that run here")
     missing, wrong, count = unlisted()
     print(f"losses unlisted: {missing}; listed and not lost: {wrong} ({RANDOM} policies, {count} exports read back)")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", default="", help="these alone, without the figures of all")
+    parser.add_argument("--why", action="store_true", help="print where a target failed")
+    given = parser.parse_args()
+    main([name for name in given.targets.split(",") if name], given.why)

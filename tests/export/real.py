@@ -1,6 +1,6 @@
 """The targets' own code: loads what was exported, and trains two steps under it where that runs without a GPU.
 
-Everything here needs a package of the target; ``benchmarks/outlets/outlets.py --only exports`` runs what it finds and
+Everything here needs a package of the target; ``benchmarks/outlets/exports.py`` runs what it finds and
 prints which. Only what a machine without a GPU lacks is filled in: FP8 is emulated by torchao, capability checks are
 told that the GPU is there, and Transformer Engine is its recipe classes, which need no kernels.
 """
