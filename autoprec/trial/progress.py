@@ -39,7 +39,7 @@ def steps_file(result: Path | str) -> Path:
 
 
 class Beat:
-    """The trial's side: tells that a step is done; costs two microseconds."""
+    """The trial's side: it reports each finished step, which takes two microseconds."""
 
     def __init__(self, path: Path) -> None:
         self._count = 0
@@ -52,7 +52,7 @@ class Beat:
 
 
 def tree_usage(leader: int) -> dict[int, Usage]:
-    """Return every process of the session that ``leader`` leads, and of its descendants; empty where /proc is not."""
+    """Return every process of the session that ``leader`` leads, and of its descendants; empty without /proc."""
     rows = dict(all_processes())
     ticks = os.sysconf("SC_CLK_TCK")
     chosen = {pid for pid, fields in rows.items() if int(fields[3]) == leader or pid == leader}

@@ -41,7 +41,7 @@ def whole_seconds(setup: Setup, state: SearchState) -> float:
 
 
 class ByBlock:
-    """Decides whether runs compile blocks, and reads those that do.
+    """Decides whether runs compile blocks, and converts the times of those that do.
 
     Args:
         allowed: off, none does.

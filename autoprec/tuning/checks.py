@@ -35,7 +35,7 @@ def check_early(options: SearchOptions) -> None:
 
 
 def check_names(options: SearchOptions) -> None:
-    """Refuse a target, space or backend that does not exist, and a cost scale that is none, before a script is started.
+    """Refuse a target, space or backend that does not exist, and an invalid cost scale, before a script is started.
 
     Raises:
         UnknownNameError: no such target, space or backend, with the nearest valid name.
@@ -56,7 +56,7 @@ def check_names(options: SearchOptions) -> None:
 
 
 def check_scale(text: str, target_name: str) -> CostScale:
-    """Return a cost scale; refuse one of which nobody said what device it is for.
+    """Return the cost scale; refuse one without a target that it is for.
 
     Raises:
         UsageError: it is not a cost scale, or it would model this machine's CPU at a size that nobody trains there.

@@ -220,7 +220,7 @@ class PolicyRun:
 
 
 def claim(folder: Path) -> None:
-    """Be the script, if no process was it before: this one is the first that imports torch."""
+    """Claim to be the script's process, unless another one has: it is the first that imports torch."""
     with contextlib.suppress(OSError), open(folder / "first", "x", encoding="utf-8") as stream:
         stream.write(str(os.getpid()))
 

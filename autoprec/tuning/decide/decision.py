@@ -119,7 +119,7 @@ class Standing:
         return self.low is not None and not self.modelled
 
     def is_surely_above(self, speedup: float) -> bool:
-        """Say whether a duel shows it to be faster than that."""
+        """Say whether a duel shows that it is faster than ``speedup``, beyond its interval."""
         return self.timed and (self.low or 0.0) > speedup
 
     @property
@@ -239,7 +239,7 @@ class Rules:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The limits by the metrics that they are of, as far as there are any."""
+        """The limits that are set, by the name of the metric that each one bounds."""
         known = {"gradient_error": self.max_gradient, "memory_bytes": self.max_memory}
         return {"divergence": self.max_divergence} | {
             name: float(limit) for name, limit in known.items() if limit is not None

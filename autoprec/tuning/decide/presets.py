@@ -46,7 +46,7 @@ def presets(problem: Problem) -> list[tuple[str, Params]]:
 
 
 def widest(recipe: str, names: Collection[str]) -> str:
-    """Return the name, among those of presets, of the one that has a recipe in most layers; empty where none is."""
+    """Return which of the presets ``names`` runs a recipe in most layers; empty where none of them runs it."""
     return next((n for n in (f"all {recipe}", f"{recipe}, head in bf16", f"{recipe}, head kept") if n in names), "")
 
 

@@ -248,7 +248,7 @@ class Run:
 
     @classmethod
     def from_json(cls, document: Document) -> Run:
-        """Rebuild from :meth:`to_json`, also of a version that knew no intervals."""
+        """Rebuild from :meth:`to_json`; a metric whose interval was not stored has none."""
         sources, intervals = document.get("sources", {}), document.get("intervals", {})
         metrics = {
             name: Metric(value, sources.get(name, MEASURED), *intervals.get(name, ()))

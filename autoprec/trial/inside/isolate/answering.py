@@ -25,7 +25,7 @@ class Unanswered:
 
 
 def fork_to_answer() -> tuple[int, int]:
-    """Fork; returns the child's process id and where its answer is read, in the child 0 and where it is written."""
+    """Fork; return (child's process id, descriptor to read its answer), in the child (0, descriptor to write it)."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -60,7 +60,7 @@ def _is_admin() -> bool:
 
 
 class Mounts:
-    """The directories of the user's that are laid over, and the layers on them, of this process.
+    """The user's directories that this process has laid layers over, and those layers.
 
     Args:
         guarded: directories of the user's, none in another.
@@ -75,7 +75,7 @@ class Mounts:
         self._folder, self._layers = folder, [(folder, len(self.guarded))]  # each with how many it lies over
 
     def lay(self) -> None:
-        """Leave the others' mounts, and lay the first layer; raises OSError."""
+        """Enter a mount namespace of our own, and lay the first layer; raises OSError."""
         cwd = os.getcwd()
         flags, user, group = _NEWNS, os.getuid(), os.getgid()
         if not _is_admin():
