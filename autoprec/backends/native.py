@@ -72,7 +72,7 @@ def _refusal(kind: str, recipe: Recipe, gemm: Gemm, device: str) -> str:
     if kind in ("block", "mxfp8", "nvfp4"):
         if _cuda_version() < need.cuda:
             return f"{what} needs CUDA {need.cuda[0]}.{need.cuda[1]}, torch is built with {torch.version.cuda}"
-        if recipe.accumulation == "fast":
+        if recipe.accumulation != "full":
             return f"{what} has no fast accumulation on a GPU"
     formats = {recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm]}
     if need.e4m3 and formats != {"e4m3"}:

@@ -40,7 +40,7 @@ def refusal(recipe: Recipe) -> str:
             return "Transformer Engine's delayed scaling has no power_of_2 and no amax_epsilon"
         if (operands.input, operands.weight) != ("e4m3", "e4m3"):
             return "Transformer Engine's delayed scaling has E4M3 input and weight"
-    if scaling.granularity == "block" and recipe.accumulation == "fast":
+    if scaling.granularity == "block" and recipe.accumulation != "full":
         return "Transformer Engine multiplies blocks with full accumulation only"
     return ""
 

@@ -37,7 +37,7 @@ def _float8_refusal(recipe: Recipe, device: str) -> str:
         return _NO_BLOCKS
     if scaling.amax_epsilon:
         return "torchao has no amax_epsilon"
-    if recipe.accumulation == "fast" and not device.startswith("cuda"):
+    if recipe.accumulation != "full" and not device.startswith("cuda"):
         return "torchao's emulation ignores fast accumulation"
     return ""
 

@@ -17,7 +17,7 @@ from autoprec.errors import PolicyError, UnknownNameError
 from autoprec.policy import CommunicationPolicy, OperatorPolicy, OptimizerPolicy, Policy
 from autoprec.policy.document import PUBLISHED
 from autoprec.policy.space import Blocks, Choice
-from autoprec.precision.recipes import BUILTIN_RECIPES, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
 from autoprec.support.validation import Frozen, validated
 
@@ -72,6 +72,38 @@ class RoleRule(Frozen):
         return self
 
 
+class Small(Frozen):
+    """Sizes of a weight ``[N, K]`` that are too small to gain: at most so many outputs and inputs; None for any."""
+
+    n: int | None = Field(None, gt=0)
+    k: int | None = Field(None, gt=0)
+
+
+class Sizes(Frozen):
+    """Which linear layers a library converts where its own filter decides; all others stay as the script wrote them."""
+
+    multiple: int = Field(1, ge=1, description="that N and K are both of")
+    small: tuple[Small, ...] = ()
+
+    def take(self, n: int, k: int) -> bool:
+        """Say whether a layer with a weight ``[N, K]`` is converted.
+
+        Args:
+            n, k: outputs and inputs of the layer.
+        """
+        few = any((one.n is None or n <= one.n) and (one.k is None or k <= one.k) for one in self.small)
+        return n % self.multiple == k % self.multiple == 0 and not few
+
+    @property
+    def text(self) -> str:
+        """In words: which layers are left out."""
+        found = [f"N or K is not a multiple of {self.multiple}"] if self.multiple > 1 else []
+        for one in self.small:
+            bounds = [f"{name} <= {most}" for name, most in (("N", one.n), ("K", one.k)) if most is not None]
+            found.append(" and ".join(bounds))
+        return "; ".join(found)
+
+
 class Tail(Frozen):
     """What is different from a share of the run on: single GEMMs of the layers that run the policy's own recipe."""
 
@@ -86,6 +118,7 @@ class Published(Frozen):
         families: words of model classes it was published for (``llama``); empty: for any.
         blocks: of the model it was published for; 0 where its rules do not count blocks, or that is not published.
         use: what every tunable layer runs that no rule is about.
+        sizes: the library's own filter of nn.Linear; without one, any layer that can be tuned.
         rules: the first that is about a layer decides. Two that name one role in the same blocks are refused.
     """
 
@@ -97,6 +130,7 @@ class Published(Frozen):
     blocks: int = Field(0, ge=0)
     use: str = Field(min_length=1)
     recipes: dict[str, Recipe] = Field(default_factory=dict)
+    sizes: Sizes | None = None
     rules: tuple[RoleRule, ...] = ()
     tail: Tail | None = None
     activations: Literal["keep", "bf16"] = "bf16"
@@ -144,6 +178,8 @@ class Published(Frozen):
         for rule in self.rules:
             where = [", ".join(rule.roles), "" if rule.blocks is None else rule.blocks.text]
             out.append(f"{' in '.join(filter(None, where))}: {rule.use}")
+        if self.sizes is not None:
+            out.append(f"what is not an nn.Linear, or where {self.sizes.text}: {KEEP}")
         out.append(f"everything else: {self.use}")
         if self.tail is not None:
             changed = ", ".join(f"{gemm} {name}" for gemm, name in self.tail.gemms.items())

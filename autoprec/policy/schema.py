@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from autoprec.errors import nearest
@@ -204,10 +204,12 @@ class LayerPlan(Frozen):
     dgrad: Recipe | None = None
     wgrad: Recipe | None = None
 
-    @field_validator("dgrad")
+    @field_validator(*GEMMS)
     @classmethod
-    def _dgrad_has_no_output(cls, value: Recipe | None) -> Recipe | None:
-        return None if value is None else value.backward()
+    def _as_the_gemm_runs_it(cls, value: Recipe | None, info: ValidationInfo) -> Recipe | None:
+        gemm: Any = info.field_name
+        found = None if value is None else value.of_gemm(gemm)
+        return found.backward() if found is not None and gemm == "dgrad" else found
 
     @property
     def keeps(self) -> bool:

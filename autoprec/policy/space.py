@@ -327,6 +327,8 @@ def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str
     if name not in recipes or not fields:
         raise ValueError(f"parameters.{path}: '{name}' is not a recipe; write <recipe>.<field>[.<field>]")
     document = recipes[name].model_dump()
+    if len(fields) == 2 and fields[0] == "accumulation" and isinstance(document["accumulation"], str):
+        document["accumulation"] = dict.fromkeys(GEMMS, document["accumulation"])
     inner = document
     for field in fields[:-1]:
         deeper = inner.get(field)

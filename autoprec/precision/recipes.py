@@ -35,6 +35,7 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 KEEP = "keep"
 
 Eight = Literal["e4m3", "e5m2"]
+Sums = Literal["full", "fast"]
 _SCALED = ("fp8", "mxfp8", "nvfp4", "int8")
 
 
@@ -77,6 +78,14 @@ class Operands(Frozen):
     grad_output: Eight = "e4m3"
 
 
+class Accumulation(Frozen):
+    """How each GEMM of a layer accumulates, where they differ: torchao and Transformer Engine have fprop alone fast."""
+
+    fprop: Sums = "full"
+    dgrad: Sums = "full"
+    wgrad: Sums = "full"
+
+
 #: The formats that a field of a recipe is for.
 _FORMATS_WITH = {
     "scaling": ("fp8", "int8"),
@@ -98,14 +107,15 @@ class Recipe(Frozen):
     with finer scales. ``stochastic_rounding`` rounds grad_output so that its expectation is exact (torchao's default).
 
     ``accumulation: fast`` asks for Hopper's limited-precision accumulator (``use_fast_accum``,
-    ``use_split_accumulator=False``); ``full`` for FP32 accumulation. ``output: fp32`` is for the head: its GEMM runs
-    on 16-bit operands and returns the FP32 accumulator, so that the loss reads logits that were never rounded.
+    ``use_split_accumulator=False``); ``full`` for FP32 accumulation; ``{fprop: fast}`` names the GEMMs that are fast.
+    ``output: fp32`` is for the head: its GEMM runs on 16-bit operands and returns the FP32 accumulator, so that the
+    loss reads logits that were never rounded.
     """
 
     format: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"]
     scaling: Scaling | None = Field(None, description="fp8 and int8 only")
     operands: Operands | None = Field(None, description="fp8 and mxfp8 only")
-    accumulation: Literal["full", "fast"] = Field("full", description="fp8 only")
+    accumulation: Sums | Accumulation = Field("full", description="fp8 only; of all GEMMs, or by GEMM")
     output: Literal["keep", "fp32"] = Field(
         "keep", description="bf16 and fp16: fp32 returns fprop's FP32 sums unrounded"
     )
@@ -122,6 +132,10 @@ class Recipe(Frozen):
                 data["scaling"] = {"granularity": "row"} if data["format"] == "int8" else {}
             if data.get("format") in ("fp8", "mxfp8") and data.get("operands") is None:
                 data["operands"] = {}
+            if isinstance(data.get("accumulation"), dict):
+                same = {data["accumulation"].get(gemm, "full") for gemm in GEMMS}
+                if data["accumulation"].keys() <= set(GEMMS) and len(same) == 1:
+                    data["accumulation"] = same.pop()
         return data
 
     @model_validator(mode="after")
@@ -148,6 +162,12 @@ class Recipe(Frozen):
     def wide_output(self) -> bool:
         """True when fprop returns FP32, which autocast would not narrow either."""
         return self.format in ("fp32", "tf32") or self.output == "fp32"
+
+    def of_gemm(self, gemm: Gemm) -> Recipe:
+        """Return the recipe as one GEMM runs it: with one word for how that accumulates."""
+        if isinstance(self.accumulation, str):
+            return self
+        return self.model_copy(update={"accumulation": getattr(self.accumulation, gemm)})
 
     def backward(self) -> Recipe:
         """Return the recipe of dgrad and wgrad: gradients have the dtype of what they are of."""
@@ -188,7 +208,9 @@ class Recipe(Frozen):
         """Return a short name a person recognises, such as ``fp8 row e4m3/e4m3/e4m3``; fast accumulation is named."""
         if self.format == "fp8" and self.scaling is not None and self.operands is not None:
             kind = "delayed" if self.scaling.scale == "delayed" else self.scaling.granularity
-            fast = " fast" if self.accumulation == "fast" else ""
+            fast = "" if self.accumulation == "full" else " fast"
+            if isinstance(self.accumulation, Accumulation):
+                fast += " " + "+".join(gemm for gemm in GEMMS if getattr(self.accumulation, gemm) == "fast")
             return f"fp8 {kind} {self.operands.input}/{self.operands.weight}/{self.operands.grad_output}{fast}"
         if self.format == "int8" and self.scaling is not None:
             whole = " tensor" if self.scaling.granularity == "tensor" else ""

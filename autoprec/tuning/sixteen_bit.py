@@ -7,17 +7,19 @@ it is in 16 bit already) is measured before anything else. On a CPU the script a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoprec.cost import Verdict
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport
-from autoprec.policy.library import is_published
+from autoprec.policy.library import PREFIX, published
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.decide.presets import widest
+from autoprec.tuning.decide.published import LIBRARIES
 from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
@@ -31,8 +33,10 @@ SLOW_SIXTEEN_BIT = (
     "the script runs in {written}, and this CPU has no bf16 instructions: its products are slower than in fp32. "
     "Speed-ups are over that; the script in fp32 would be faster than it is, and was not timed"
 )
-#: What ``torchao.float8`` and Transformer Engine run where nobody says otherwise.
-LIBRARY_DEFAULTS = ("fp8_tensorwise", "fp8_delayed", "mxfp8")
+#: Recipe -> the library's default that is made of it; without that, the recipe in most layers is what people run.
+_DEFAULTS = {"fp8_tensorwise": "torchao-tensorwise", "fp8_delayed": "te-delayed", "mxfp8": "te-mxfp8"}
+#: Published policies that a preset's name says it is.
+_PUBLISHED = re.compile(re.escape(PREFIX) + r"([a-z0-9.-]+)")
 
 
 def gemm_dtype(graph: GraphReport) -> str:
@@ -115,14 +119,17 @@ def first_presets(found: Sequence[tuple[str, Params]]) -> list[tuple[str, Params
 def by_hand(known: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
     """Return the presets that a person writes without a search, in the order in which they are run.
 
-    ``torch.autocast`` in bf16, every layer in bf16, and where they are offered the default recipes of torchao
-    (``convert_to_float8_training``: a scale per tensor) and of Transformer Engine (``fp8_autocast``: delayed scales;
-    MXFP8 on GPUs that multiply it); where a space has none for the head, with the head as its baseline says. And what
-    was published for the family of the model.
+    ``torch.autocast`` in bf16, every layer in bf16, and what libraries run by default: torchao's three float8 recipes
+    in the layers that its filter takes, Transformer Engine's delayed and current scaling, and MXFP8 on GPUs that
+    multiply it. Where a default cannot be run, its recipe in most layers stands for it. And what was published for the
+    family of the model.
     """
-    order = [*NAMES, *(widest(recipe, {name for name, _ in known}) for recipe in LIBRARY_DEFAULTS)]
-    order += [name for name, _ in known if is_published(name)]
-    return [preset for name in order for preset in known if _is_named(preset[0], name)]
+    names = [name for name, _ in known]
+    public = {short: name for name in names for short in _PUBLISHED.findall(name)}
+    order = [*NAMES, *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public)]
+    order += [public[short] for short in LIBRARIES if short in public]
+    order += [name for short, name in public.items() if published(short).families]
+    return [preset for name in dict.fromkeys(order) for preset in known if _is_named(preset[0], name)]
 
 
 def is_plain(name: str) -> bool:

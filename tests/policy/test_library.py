@@ -6,7 +6,7 @@ import pytest
 
 from autoprec.errors import PolicyError, UnknownNameError
 from autoprec.policy import load_policy
-from autoprec.policy.library import is_published, published, published_names, read_published
+from autoprec.policy.library import Sizes, is_published, published, published_names, read_published
 from autoprec.policy.space import Blocks, Choice
 from autoprec.precision.recipes import KEEP
 
@@ -21,7 +21,7 @@ def written(folder: Path, body: str) -> Path:
 def test_the_policies_that_the_issue_names_are_there() -> None:
     wanted = {"deepseek-v3", "ling-2.0", "nemotron-h", "nvfp4-12b", "nvfp4-12b-tail", "nvfp4-8b", "nemotron-3-super"}
     wanted |= {"torchtitan-nvfp4-8b", "maxtext-nvfp4", "llama4-scout-mxfp8", "gpt-oss-20b", "deepseek-v4", "te-delayed"}
-    wanted |= {f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise", "rowwise-gw-hp")}
+    wanted |= {"te-current"} | {f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise", "rowwise-gw-hp")}
     assert wanted | {f"msamp-o{number}" for number in (1, 2, 3)} <= set(published_names())
 
 
@@ -61,6 +61,16 @@ def test_a_level_brings_its_optimizer() -> None:
 
 def test_the_tail_of_a_run_is_in_words_too() -> None:
     assert published("nvfp4-12b-tail").lines()[-1] == "from 82% of the run on: fprop bf16 where nvfp4 is"
+
+
+def test_sizes_in_words() -> None:
+    line = published("torchao-rowwise").lines()[-2]
+    assert line == (
+        "what is not an nn.Linear, or where N or K is not a multiple of 16; N <= 2048; K <= 1024; "
+        "N <= 4096 and K <= 2048: keep"
+    )
+    assert not Sizes().text
+    assert Sizes().take(3, 5)
 
 
 def test_blocks_in_words() -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import SpaceError, UnknownNameError
-from autoprec.policy.space import Choice, default_space, load_space, space_from_dict, space_names, spaces_dir
+from autoprec.policy.space import (
+    Choice,
+    default_space,
+    load_space,
+    space_from_dict,
+    space_names,
+    spaces_dir,
+    with_value,
+)
 from autoprec.precision.hardware import TARGETS, Capability
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json, parse_document, read_document
@@ -198,6 +206,19 @@ def test_parameters_change_the_recipe_and_nothing_else() -> None:
     assert changed["te_hybrid"].scaling.margin == 2
     assert changed["te_e4m3"] == found.all_recipes["te_e4m3"]
     assert changed["bf16"] == BUILTIN_RECIPES["bf16"]
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_accumulation_is_a_parameter_of_one_gemm_or_of_all(gemm: str) -> None:
+    path = f"fp8_rowwise.accumulation.{gemm}"
+    changed = with_value(BUILTIN_RECIPES, path, "fast")
+    assert changed["fp8_rowwise"].to_dict()["accumulation"] == {gemm: "fast"}
+    assert with_value(changed, path, "full") == BUILTIN_RECIPES
+    assert with_value(changed, "fp8_rowwise.accumulation", "fast")["fp8_rowwise"].accumulation == "fast"
+    with pytest.raises(ValueError, match=r"recipe 'fp8_rowwise' has no field 'accumulation\.forward'"):
+        with_value(BUILTIN_RECIPES, "fp8_rowwise.accumulation.forward", "fast")
+    with pytest.raises(ValueError, match="only with fp8"):
+        with_value(BUILTIN_RECIPES, f"bf16.accumulation.{gemm}", "fast")
 
 
 def test_what_transformer_engine_ignores_is_not_searched() -> None:

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from autoprec.policy import LayerPlan
 from autoprec.precision.formats import FORMATS
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Gemm, Recipe
 
+SUMS = st.sampled_from(["full", "fast"])
 DOCUMENTS = st.fixed_dictionaries(
     {"format": st.sampled_from(["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"])},
     optional={
@@ -26,7 +28,7 @@ DOCUMENTS = st.fixed_dictionaries(
             },
         ),
         "operands": st.fixed_dictionaries({}, optional={name: st.sampled_from(["e4m3", "e5m2"]) for name in OPERANDS}),
-        "accumulation": st.sampled_from(["full", "fast"]),
+        "accumulation": SUMS | st.dictionaries(st.sampled_from(GEMMS), SUMS),
         "output": st.sampled_from(["keep", "fp32"]),
         "hadamard": st.booleans(),
         "stochastic_rounding": st.booleans(),
@@ -70,6 +72,9 @@ def test_recipes_that_differ_are_written_differently(first: dict[str, Any], seco
         ({"format": "bf16", "scaling": {}}, "scaling has no effect"),
         ({"format": "int8", "operands": {}}, "operands has no effect"),
         ({"format": "mxfp8", "accumulation": "fast"}, "accumulation has no effect"),
+        ({"format": "bf16", "accumulation": {"fprop": "fast"}}, "accumulation has no effect"),
+        ({"format": "fp8", "accumulation": {"forward": "fast"}}, "forward"),
+        ({"format": "fp8", "accumulation": {"fprop": "quick"}}, "Input should be"),
         ({"format": "fp8", "hadamard": True}, "hadamard has no effect with format: fp8, only with nvfp4"),
         ({"format": "fp8", "scaling": {"granularity": "row", "scale": "delayed"}}, "per tensor only"),
         ({"format": "fp8", "scaling": {"amax_history_len": 64}}, "with scale: delayed only"),
@@ -126,3 +131,30 @@ def test_an_output_in_fp32_is_of_16_bit_products_and_of_fprop_alone() -> None:
     for name in ("fp32", "tf32", "fp8", "mxfp8", "nvfp4", "int8"):
         with pytest.raises(ValidationError, match=r"output has no effect with format: .*, only with bf16 or fp16"):
             Recipe.model_validate({"format": name, "output": "fp32"})
+
+
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [
+        ({}, "full"),
+        ({"dgrad": "full"}, "full"),
+        (dict.fromkeys(GEMMS, "fast"), "fast"),
+        ("fast", "fast"),
+    ],
+)
+def test_one_word_for_all_gemms_is_written_as_one(written: object, means: str) -> None:
+    recipe = Recipe.model_validate({"format": "fp8", "accumulation": written})
+    assert recipe == Recipe.model_validate({"format": "fp8", "accumulation": means})
+    assert recipe.to_dict().get("accumulation", "full") == means
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_gemm_has_its_own_word_for_how_it_accumulates(gemm: Gemm) -> None:
+    recipe = Recipe.model_validate({"format": "fp8", "accumulation": {gemm: "fast"}})
+    assert recipe.to_dict()["accumulation"] == {gemm: "fast"}
+    assert recipe.describe() == f"fp8 tensor e4m3/e4m3/e4m3 fast {gemm}"
+    plan = LayerPlan.uniform(recipe)
+    assert {name: recipe.accumulation for name, recipe in zip(GEMMS, plan.scaled, strict=True)} == {
+        name: "fast" if name == gemm else "full" for name in GEMMS
+    }
+    assert plan == LayerPlan(**{name: recipe.of_gemm(name) for name in GEMMS})

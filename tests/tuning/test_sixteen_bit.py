@@ -8,8 +8,10 @@ import pytest
 
 from autoprec.cli.progress import TerminalProgress
 from autoprec.errors import ScriptError
-from autoprec.policy import load_policy
+from autoprec.policy import Policy, load_policy
 from autoprec.policy.space import load_space
+from autoprec.precision.recipes import GEMMS
+from autoprec.report.html import html_report
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.engine import Search
@@ -23,7 +25,7 @@ from autoprec.tuning.sixteen_bit import (
     slow_sixteen_bit,
     written_in,
 )
-from autoprec.tuning.study.run import headline
+from autoprec.tuning.study.run import Run, headline
 from tests.simulated import SimulatedRunner, simulated_graph
 from tests.tuning.test_engine import engine, here, mine, options, plain_search, script, search, trained  # noqa: F401
 
@@ -180,3 +182,31 @@ def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(
     assert "Only 16 bit was tried: by the cost model nothing else gains more than 1.0" in result.reason
     assert "bf16 is about" not in result.reason, "what it gains was measured, and is said once"
     assert "too small to pay for casts" in result.reason
+
+
+def test_a_rehearsal_for_an_h100_runs_the_defaults_of_libraries_or_says_why_not() -> None:
+    """The candidates of people were bf16 alone: torchao's presets and Transformer Engine's were skipped."""
+    _, made, result, _ = plain_search(target="h100")
+    rows = json.loads(json.dumps(result.to_json()))["presets"]
+    names = " ".join(row["name"] for row in rows if row["status"] == "ok")
+    for library in ("torchao-tensorwise", "torchao-rowwise", "torchao-rowwise-gw-hp", "te-delayed", "te-current"):
+        assert f"published:{library}" in names.replace(",", "").split(), library
+    ran = next(record for record in made.records if record.name.startswith("published:torchao-rowwise-gw-hp"))
+    (recipe,) = [one for one in load_policy_of(ran).recipes.values() if one.scaled]
+    assert [recipe.of_gemm(gemm).accumulation for gemm in GEMMS] == ["fast", "full", "full"]
+
+
+def load_policy_of(record: Run) -> Policy:
+    return Policy.model_validate(record.policy)
+
+
+def test_defaults_whose_own_filter_takes_nothing_are_rows_with_the_reason(here: Path) -> None:  # noqa: F811
+    narrow = script(device="cpu", graph=simulated_graph(2, width=256, tokens=16384))
+    made, result = search(narrow, options(target="h100", trials=8))
+    refused = {row["name"]: row["reason"] for row in result.presets if row["status"] == "refused"}
+    assert {"published:torchao-tensorwise", "published:torchao-rowwise"} == refused.keys()
+    assert all("it leaves out what is not an nn.Linear, or where N or K is" in why for why in refused.values())
+    table = result.table()
+    assert {"published:torchao-tensorwise", "published:torchao-rowwise"} <= {cells[0] for cells in table.rows}
+    assert all(f"{name}: {why}" in table.notes for name, why in refused.items())
+    assert "published:torchao-tensorwise" in html_report(result, made.records, made.graph)

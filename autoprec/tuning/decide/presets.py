@@ -1,7 +1,7 @@
 """Presets: policies that people run today, which an answer is compared with.
 
 They are the script as written, bf16 everywhere, one FP8 recipe everywhere, and that recipe with the usual exceptions
-(first and last block, attention or the output layer in bf16, the MLPs only, torchao's filter by layer size), and what
+(first and last block, attention or the output layer in bf16, the MLPs only), what libraries run by default, and what
 was published for the family of the model. What a person writes without a search is always measured, and first
 (:func:`autoprec.tuning.sixteen_bit.by_hand`); the sampler asks for the others where a run of them pays.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from autoprec.graph.report import Layer
 from autoprec.graph.roles import places
 from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
@@ -29,13 +28,16 @@ def presets(problem: Problem) -> list[tuple[str, Params]]:
     """Return (name, params) of the presets that this problem can express, each numerically different from the others.
 
     The script as written, all bf16, each uniform choice (``head X`` where only the head offers it), each of them with
-    the first and last block in the baseline, with attention in the baseline, in the MLPs only, with the head out, and
-    where torchao's filter would put it; the presets of the space, and published ones. Names are unique.
+    the first and last block in the baseline, with attention in the baseline, in the MLPs only, and with the head out;
+    the presets of the space, and published ones. Names are unique.
     """
     found: list[tuple[str, Params]] = []
     seen: dict[tuple[Any, ...], int] = {}
-    own = {preset.name for preset in problem.space.presets} | {name for name, _ in published_presets(problem)}
-    for name, params in _candidates(problem):
+    # FP8 casts that are not fused seldom pay: where a policy may compile the model, its exceptions are tried compiled
+    execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
+    public = published_presets(problem, execution=execution)
+    own = {preset.name for preset in problem.space.presets} | {name for name, _ in public}
+    for name, params in (*_candidates(problem, execution), *public):
         key = problem.key(params)
         if key in seen and name in own:  # known by the space's name as well
             found[seen[key]] = (f"{name} ({found[seen[key]][0]})", found[seen[key]][1])
@@ -50,7 +52,7 @@ def widest(recipe: str, names: Collection[str]) -> str:
     return next((n for n in (f"all {recipe}", f"{recipe}, head in bf16", f"{recipe}, head kept") if n in names), "")
 
 
-def _candidates(problem: Problem) -> Iterator[tuple[str, Params]]:
+def _candidates(problem: Problem, execution: str) -> Iterator[tuple[str, Params]]:
     script, offered = problem.params_of(KEEP), problem.parameters
     if problem.is_script(script):
         yield "script", script
@@ -65,26 +67,21 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Params]]:
     uniform = [c for c in problem.choice_names if c != KEEP]
     for choice in uniform:
         yield _name(problem, choice), problem.params_of(choice)
-    for execution in problem.parameters.get("execution", ()):
-        if execution != "keep":
-            yield (
-                f"all {_label(problem.baseline)}, {_EXECUTED[execution]}",
-                problem.params_of(problem.baseline, execution=execution),
-            )
+    for executed in problem.parameters.get("execution", ()):
+        if executed != "keep":
+            name = f"all {_label(problem.baseline)}, {_EXECUTED[executed]}"
+            yield name, problem.params_of(problem.baseline, execution=executed)
     quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
     yield from _from_space(problem)
-    # FP8 casts that are not fused seldom pay: where a policy may compile the model, its exceptions are tried compiled
-    execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
     for choice in quantised if execution else ():
         yield f"{_name(problem, choice)}, compiled", problem.params_of(choice, execution=execution)
     for choice in quantised:
         yield from _partial(problem, choice, execution)
-    yield from published_presets(problem)
 
 
 def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, Params]]:
     label, groups, other = _label(choice), problem.groups, _without(problem)
-    layers, found = {layer.name: layer for layer in problem.report.layers}, places(problem.report.layers)
+    found = places(problem.report.layers)
 
     def roles(group: GroupVariable) -> set[str]:
         return {found[name].role.partition(".")[0] for name in group.layers}
@@ -99,7 +96,6 @@ def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[st
         f"first and last block {other}": [g for g in groups if not at_an_edge(g)],
         f"attention {other}": [g for g in groups if not roles(g) & _ATTENTION],
         "MLP only": [g for g in groups if roles(g) & _MLP],
-        "torchao filter": [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)],
     }
     parameters, free = {"execution": execution} if execution else {}, problem.free_groups
     for what, inside in parts.items():
@@ -141,19 +137,3 @@ def _from_space(problem: Problem) -> Iterator[tuple[str, Params]]:
 def _label(choice: str) -> str:
     parsed = Choice.parse(choice)
     return parsed.recipe + "".join(f", {gemm} {recipe}" for gemm, recipe in parsed.gemms.items())
-
-
-def torchao_filter(layer: Layer) -> bool:
-    """Say whether torchao's ``_auto_filter_for_recipe("rowwise")`` would convert this layer.
-
-    Its rule, from torchao.float8: both dimensions are multiples of 16, it is not the output layer, and it lies beyond
-    the thresholds measured on H100: not ``N <= 2048``, not ``K <= 1024``, not both ``N <= 4096`` and ``K <= 2048``
-    (K in_features, N out_features).
-    """
-    fprop = next((gemm for gemm in layer.gemms if gemm.role == "fprop"), None)
-    if fprop is None or "head" in layer.flags:
-        return False
-    k, n = fprop.k, fprop.n
-    if k % 16 or n % 16:
-        return False
-    return not (n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))

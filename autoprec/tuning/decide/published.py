@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autoprec.errors import AutoPrecError, PolicyMismatchError
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.roles import Place, places, shown
-from autoprec.policy import Policy
+from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.library import PREFIX, SCALED, WITHIN, Published, published, published_names
 from autoprec.policy.space import Blocks, Choice
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import counted
-from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
+from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
 
-#: Published policies that a search measures beside its other presets: each is a trial.
+#: Policies published for the family of a model that a search measures beside its other presets: each is a trial.
 MOST_PRESETS = 2
+#: What libraries run where nobody says otherwise.
+LIBRARIES = ("torchao-tensorwise", "torchao-rowwise", "torchao-rowwise-gw-hp", "te-delayed", "te-current", "te-mxfp8")
 #: Which layers of a divided role are meant, by the last word of their name; a fused one (``c_attn``) is none of them.
 _PARTS: dict[str, re.Pattern[str]] = {
     "attention.q": re.compile(r"(to_)?w?q(_proj|_lin|_a_proj|_b_proj)?|(\w+_)?query(_proj)?|queries"),
@@ -99,15 +103,19 @@ def resolve_published(name: str, report: GraphReport) -> Resolved:
     found = places(report.layers)
     inside = {layer.name: found[layer.name] for layer in report.tunable}
     depth = entry.blocks if name.endswith(SCALED) else 0
-    choices = {layer: _choice(entry, place, depth) for layer, place in inside.items()}
+    choices = {layer.name: _choice(entry, layer, inside[layer.name], depth) for layer in report.tunable}
     _refuse_nothing(entry, full, choices)
     notes = [*_missing(entry, report, found), *([] if depth else _depths(entry, full, inside))]
     facts = {"published": entry.name, "published_in": entry.source, "published_on": entry.date}
     return Resolved(full, _rendered(entry, report, choices, facts), choices, tuple(notes))
 
 
-def _choice(entry: Published, place: Place, depth: int) -> str:
+def _choice(entry: Published, layer: Layer, place: Place, depth: int) -> str:
     """Return what a layer runs; counts of blocks are of a model of ``depth``, 0: of this one."""
+    if entry.sizes is not None:
+        fprop = next((gemm for gemm in layer.gemms if gemm.role == "fprop"), None)
+        if layer.kind != "linear" or fprop is None or not entry.sizes.take(fprop.n, fprop.k):
+            return KEEP
     for rule in entry.rules:
         named = not rule.roles or any(is_of(role, place) for role in rule.roles)
         if named and (rule.blocks is None or in_blocks(rule.blocks, place, depth)):
@@ -122,6 +130,8 @@ def _refuse_nothing(entry: Published, full: str, choices: Mapping[str, str]) -> 
     kept = " and ".join(rule.blocks.text for rule in entry.rules if rule.blocks is not None)
     roles = ", ".join(dict.fromkeys(role for rule in entry.rules for role in rule.roles))
     why = f"it keeps {kept} high" if kept else f"it is about {roles}"
+    if entry.sizes is not None:
+        why = f"it leaves out what is not an nn.Linear, or where {entry.sizes.text}"
     fix = "`autoprec show published:` lists others"
     if kept and entry.blocks and not full.endswith(SCALED):
         fix = f"{full}{SCALED} keeps the same share of this model's blocks; or {fix}"
@@ -179,47 +189,136 @@ def _rendered(entry: Published, report: GraphReport, choices: Mapping[str, str],
     return Policy.model_validate(document)
 
 
-def published_presets(problem: Problem) -> list[tuple[str, Params]]:
-    """Return (name, params) of the policies published for the family of this model that the problem can express.
+def published_presets(problem: Problem, *, execution: str = "") -> list[tuple[str, Params]]:
+    """Return (name, params) of published policies that the problem can express.
 
-    The family follows from the class of the model. A policy counts whose quantised recipes are choices of the space, so
-    that the target runs them; its 16-bit layers take the space's baseline where they have no other. One that was
-    published for another depth keeps the share of blocks. A policy with phases is not a point of a search.
+    Those are the defaults of libraries (:data:`LIBRARIES`), what was published for any model, and up to
+    :data:`MOST_PRESETS` that were published for the family of this one, which follows from its class. A policy counts
+    whose quantised recipes are choices of the space under some values of its parameters, so that the target runs them;
+    its 16-bit layers take the space's baseline where they have no other. One that was published for another depth keeps
+    the share of blocks. A policy with phases is not a point of a search.
+
+    Args:
+        problem: what is searched.
+        execution: of the policies, where that is searched; it is named behind theirs.
     """
-    family = str(problem.report.model.get("class", "")).lower()
     found: list[tuple[str, Params]] = []
+    where, of_family = places(problem.report.layers), 0
     for entry in map(published, published_names()):
-        if entry.tail is not None or not any(word in family for word in entry.families):
+        if not _is_for(entry, problem) or (entry.families and of_family == MOST_PRESETS):
             continue
-        name = f"{PREFIX}{entry.name}{SCALED if entry.blocks else ''}"
         try:
-            choices = resolve_published(name, problem.report).choices
+            params, _ = _point(problem, entry, where)
         except AutoPrecError:
-            continue  # it would lower nothing in this model
-        params = _params(problem, entry, choices)
-        if params is not None and len(found) < MOST_PRESETS:
-            found.append((name, params))
+            continue  # :func:`library_presets` says why
+        of_family += bool(entry.families)
+        if execution:
+            params = {**params, "execution": execution}
+        found.append((_full_name(entry) + (", compiled" if execution else ""), params))
     return found
 
 
-def _params(problem: Problem, entry: Published, choices: Mapping[str, str]) -> Params | None:
-    """Return the point of a problem at which each layer runs its choice; None where a group offers no such choice."""
+def library_presets(problem: Problem) -> tuple[dict[str, str], list[str]]:
+    """Return what a reader should know of the defaults of libraries, as far as they are in formats of the space.
+
+    Returns:
+        Those that cannot be run here, with the reason; and a sentence for each that runs otherwise than in its library.
+    """
+    refused, otherwise, where = dict[str, str](), list[str](), places(problem.report.layers)
+    formats = {problem.space.all_recipes[name].format for name in recipes_in(problem.choice_names)}
+    for entry in map(published, LIBRARIES):
+        full = _full_name(entry)
+        if entry.all_recipes[Choice.parse(entry.use).recipe].format not in formats:
+            continue
+        try:
+            _, moved = _point(problem, entry, where)
+        except AutoPrecError as error:
+            refused[full] = error.what.removeprefix(f"{full}: ")
+            continue
+        if moved:
+            otherwise.append(f"{full}: {shown(moved)} run as their siblings do, with which a search moves them")
+    return refused, otherwise
+
+
+def _full_name(entry: Published) -> str:
+    return f"{PREFIX}{entry.name}{SCALED if entry.blocks else ''}"
+
+
+def _is_for(entry: Published, problem: Problem) -> bool:
+    """Say whether a policy is for the family of a problem's model, and about nothing but its layers."""
+    family = str(problem.report.model.get("class", "")).lower()
+    apart = entry.optimizer == OptimizerPolicy() and entry.communication == CommunicationPolicy()
+    return entry.tail is None and apart and (not entry.families or any(word in family for word in entry.families))
+
+
+def _point(problem: Problem, entry: Published, where: Mapping[str, Place]) -> tuple[Params, list[str]]:
+    """Return the point of a problem that runs a policy, and layers that run otherwise.
+
+    Where a filter by size takes a group apart, the group runs what most of its products shall.
+
+    Raises:
+        PolicyMismatchError: there is none; the message begins with the policy's name.
+    """
+    full, depth = _full_name(entry), entry.blocks
+    layers = {layer.name: layer for layer in problem.report.tunable}
+    choices = {name: _choice(entry, layer, where[name], depth) for name, layer in layers.items()}
+    _refuse_nothing(entry, full, choices)
     activations = {"activations": "bf16"} if "bf16" in problem.parameters.get("activations", ()) else {}
     params = problem.params_of(problem.baseline, **activations)
+    narrow = problem.value(params, "activations") == "bf16"
+    tuned, moved = dict[str, Any](), list[str]()
     for group in problem.groups:
-        choice = _offered(problem, entry, group, {choices[name] for name in group.layers})
-        if choice is None:
-            return None
+        weights: dict[str, int] = {}
+        for name in group.layers:
+            weights[choices[name]] = weights.get(choices[name], 0) + layers[name].total_flops
+        most = max(weights, key=lambda one: weights[one])
+        others = [name for name in group.layers if choices[name] != most]
+        if others and entry.sizes is None:  # what was published for roles is run as it is, or not
+            raise PolicyMismatchError(f"{full}: {shown(group.layers)} move together, and it takes them apart")
+        moved += others
+        wanted = _as_run(Choice.parse(most).plan(entry.all_recipes), narrow)
+        choice, values = _offered(problem, group.choices, wanted, narrow)
+        if choice is None and not wanted.scaled:  # other 16 bits: those of the space
+            choice = problem.choice_of({}, group)
+        if choice is None or any(tuned.get(name, value) != value for name, value in values.items()):
+            refused = {one: why for name, one, why in problem.refused if name == group.name}
+            one, _ = _offered(problem, refused, wanted, narrow)
+            why = f"the space '{problem.space.name}' offers {group.layers[0]} no {wanted.describe()}"
+            why = why if one is None else refused[one]
+            raise PolicyMismatchError(f"{full}: {why}", fix="`autoprec show published:` lists others")
+        tuned |= values
         if len(group.choices) > 1:
             params[layer_key(group.name)] = choice
-    return params
+    return {**params, **{name: value for name, value in tuned.items() if name in problem.parameters}}, moved
 
 
-def _offered(problem: Problem, entry: Published, group: GroupVariable, wanted: set[str]) -> str | None:
-    """Return the choice of a group that runs what its layers shall, its baseline for other 16 bits; None for none."""
-    recipes = problem.space.all_recipes
-    plans = {Choice.parse(choice).plan(entry.all_recipes) for choice in wanted}
-    same = [choice for choice in group.choices if {Choice.parse(choice).plan(recipes)} == plans]
-    plain = [choice for choice in (problem.baseline, *group.choices) if not Choice.parse(choice).plan(recipes).scaled]
-    usable = same or ([] if any(plan.scaled for plan in plans) else [c for c in plain if c in group.choices])
-    return next(iter(usable), None)
+def _as_run(plan: LayerPlan, narrow: bool) -> LayerPlan:
+    """Return a plan with what autocast gives a GEMM that runs as written, where that is around the model."""
+    bf16 = BUILTIN_RECIPES["bf16"]
+    return LayerPlan(**{gemm: bf16 if narrow and plan.recipe(gemm) is None else plan.recipe(gemm) for gemm in GEMMS})
+
+
+def _offered(
+    problem: Problem, choices: Iterable[str], wanted: LayerPlan, narrow: bool
+) -> tuple[str | None, Mapping[str, Any]]:
+    """Return the one of some choices, and values of its recipes' parameters, that run a plan; None where none does."""
+    for name in choices:
+        choice = Choice.parse(name)
+        values = dict(_values(problem, choice, wanted))
+        if _as_run(choice.plan(problem.space.recipes_with(values)), narrow) == wanted:
+            return name, values
+    return None, {}
+
+
+def _values(problem: Problem, choice: Choice, wanted: LayerPlan) -> Iterator[tuple[str, Any]]:
+    """Yield the values that parameters of a choice's recipes have in a plan, as far as the space offers them."""
+    for path, offered in problem.space.parameters.items():
+        name, *fields = path.split(".")
+        gemms = [gemm for gemm in GEMMS if choice.recipe_of(gemm) == name]
+        if fields[0] == "accumulation" and len(fields) == 2:
+            gemms, fields = [gemm for gemm in gemms if gemm == fields[1]], fields[:1]
+        value: Any = wanted.recipe(gemms[0]) if gemms else None
+        for field in fields:
+            value = getattr(value, field, None)
+        if value in offered:
+            yield path, value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -232,6 +232,12 @@ def _row(record: Run, decision: Decision, errors: Collection[str]) -> dict[str, 
     return kept | {"number": record.number, "status": record.status, "reason": why}
 
 
+def _refused(state: SearchState) -> Iterator[dict[str, Any]]:
+    """Yield a row for each policy that people write by hand and that cannot be run here."""
+    for name, why in state.refused.items():
+        yield {"name": name, "kind": "preset", "status": "refused", "reason": why, "seeds": 0}
+
+
 def search_result(
     setup: Setup,
     state: SearchState,
@@ -264,7 +270,7 @@ def search_result(
         policy=policy_path,
         best=final_metrics(setup, state, decision),
         reference=reference_metrics(setup, state),
-        presets=tuple(row(r) for r in known if r.kind == "preset"),
+        presets=tuple(row(r) for r in known if r.kind == "preset") + tuple(_refused(state)),
         front=tuple(row(r) for r in front(known)),
         baseline=_baseline(setup, known),
         trials=state.store.count(),

@@ -21,6 +21,7 @@ from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import VARIANT, Params, Point
+from autoprec.tuning.decide.published import library_presets
 from autoprec.tuning.decide.sampler.expectation import EXPLORATORY, Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
@@ -245,6 +246,9 @@ def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: Sen
         NothingAcceptableError: five trials in a row failed, ten where another one was measured.
     """
     prior, goals = make_prior(setup, state, table), goals_of(setup, state, table)
+    state.refused, otherwise = library_presets(setup.problem)
+    for told in otherwise:
+        state.note(told)
     sampler, first = _sampler(setup, prior, goals)
     store, problem = state.store, setup.problem
     own = isinstance(sampler, PrecisionSampler)

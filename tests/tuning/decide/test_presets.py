@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from autoprec.policy.space import load_space
-from autoprec.tuning.decide.presets import presets, torchao_filter, widest
+from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.problem import Problem, layer_key
-from tests.tuning.models import gpt, linear, report
+from tests.tuning.models import gpt
 
 
 def compiled_script() -> Problem:
@@ -78,27 +78,6 @@ def test_levels_of_the_space_are_presets() -> None:
     assert found["O2"]["optimizer.exp_avg"] == "e4m3_tensor"
     assert found["O2-exact"]["optimizer.exp_avg"] == "e4m3"
     assert found["O1"]["communication.gradients"] == "fp8"
-
-
-def test_torchaos_thresholds() -> None:
-    def passes(k: int, n: int, flags: tuple[str, ...] = ()) -> bool:
-        return torchao_filter(linear("x", 4096, k, n, flags=flags))
-
-    assert passes(4096, 14336)
-    assert passes(2048, 8192)
-    assert not passes(4096, 2048)  # N <= 2048
-    assert not passes(1024, 8192)  # K <= 1024
-    assert not passes(2048, 4096)  # both small
-    assert not passes(4096, 4104)  # not a multiple of 16
-    assert not passes(4096, 32000, ("head",))
-
-
-def test_a_model_large_enough_gets_the_torchao_preset() -> None:
-    layers = [linear("big", 4096, 4096, 14336), linear("small", 4096, 512, 512), linear("mid", 64, 4096, 8192)]
-    space = load_space("hopper-fp8").executed(compiled=True, measured=True)
-    found = dict(presets(Problem.build(report(layers), space)))
-    preset = found["fp8_rowwise, torchao filter"]
-    assert (preset["layer:big"], preset["layer:small"]) == ("fp8_rowwise", "bf16")
 
 
 def test_what_the_head_alone_offers_is_called_a_head() -> None:

@@ -12,7 +12,7 @@ from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import Operator
 from autoprec.policy import resolve
 from autoprec.policy.space import load_space, space_from_dict
-from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem, layer_key
 from autoprec.tuning.decide.table import SensitivityTable, parameter_probes, plan_probes
@@ -190,7 +190,7 @@ def test_equal_numerics_have_one_key_and_long_histories_are_what_a_trial_can_sho
 def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -> None:
     fields = {name.split(".", 1)[1] for name in HOPPER.parameters if "." in name}
     assert {"scaling.margin", "scaling.amax_compute_algo", "scaling.amax_history_len", "scaling.power_of_2"} <= fields
-    assert {"operands.grad_output", "accumulation"} <= fields
+    assert {"operands.grad_output", *(f"accumulation.{gemm}" for gemm in GEMMS)} <= fields
     assert "fp8_delayed/wgrad=bf16" in HOPPER.choice_names
 
 
