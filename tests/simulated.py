@@ -120,8 +120,9 @@ class SimulatedScript:
     are layers without a gradient yet;
     ``compile_s`` is what it compiles its whole model for (0: it does not compile itself), and a step of compiled blocks
     takes a fifth longer; ``whole_factor`` multiplies the step under a policy that is compiled as a whole.
-    ``noise`` is how far any change at all moves the loss of a run, as a gradient error would; ``calls`` lists every
-    spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient
+    ``library_factor`` multiplies the step of a policy by the library that its evidence names, None where that cannot
+    run it; ``noise`` is how far any change at all moves the loss of a run, as a gradient error would; ``calls`` lists
+    every spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient
     shrinks with the root of their number, so a model of 500 layers is no worse than one of nine.
     """
 
@@ -136,6 +137,7 @@ class SimulatedScript:
     hardly_moved: tuple[str, ...] = ()
     device: str = "cpu"
     compile_s: float = 0.0
+    library_factor: Callable[[str], float | None] = lambda _name: 1.0
     whole_factor: Callable[[Mapping[str, Any]], float] = lambda _policy: 1.0
     calls: list[tuple[int, TrialSpec]] = field(default_factory=list)
 
@@ -169,7 +171,14 @@ class SimulatedScript:
             rates = [TIME[recipe.format] if recipe else 1.0 for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
             used += work[name] * sum(rates) / 3
         compiled = document is not None and document.get("execution") == "compile"
-        return self.step_ms * (0.2 + 0.8 * used / sum(work.values())) * (0.8 if compiled else 1.0)
+        library = self.library_factor(named_backend(document)) or 1.0
+        return self.step_ms * (0.2 + 0.8 * used / sum(work.values())) * (0.8 if compiled else 1.0) * library
+
+
+def named_backend(document: Mapping[str, Any] | None) -> str:
+    """Return who runs a policy's quantised layers, native where its evidence does not say."""
+    rows = ((document or {}).get("evidence") or {}).get("backends", {})
+    return next((str(row["backend"]) for row in rows.values()), "native")
 
 
 class SimulatedRunner(Runner):
@@ -210,11 +219,15 @@ class SimulatedRunner(Runner):
     def _duel(self, spec: DuelSpec) -> TrialResult:
         """Time policies beside each other: rounds without noise."""
         asked = {REFERENCE: spec.policy} | {probe.id: probe.policy for probe in spec.probes}
+        factor = self.script.library_factor
+        lacking = [p.id for p in spec.probes if spec.by_backend and factor(named_backend(p.policy)) is None]
+        refused = dict.fromkeys(lacking, "not here")
+        asked = {name: p for name, p in asked.items() if name not in lacking}
         ms = {
             name: self._train(TrainSpec(policy=p, by_block=spec.by_block), in_duel=True).step_ms[-1]
             for name, p in asked.items()
         }
-        return TrialResult("ok", answer=DuelRounds((ms,) * 8, steps=8, block=1))
+        return TrialResult("ok", answer=DuelRounds((ms,) * 8, steps=8, block=1, refused=refused))
 
     def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
         script, steps = self.script, spec.steps + spec.warmup

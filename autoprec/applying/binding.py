@@ -24,20 +24,22 @@ from autoprec.precision.recipes import GEMMS
 def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> dict[str, Backend]:
     """Return recipe family -> the backend that the policy was found with; those that native runs are left out.
 
-    What its evidence names and this machine lacks is said, and native runs it.
+    What its evidence names and this machine lacks is said, and native runs it. A row is about the kind of device that
+    it was timed on, a GPU where it does not say.
 
     Args:
         held: backends by name that already run layers of the model.
     """
     found = policy.evidence.get("backends")
-    if not device.startswith("cuda") or not isinstance(found, Mapping):
+    if not isinstance(found, Mapping):
         return {}
     made = dict(held)
     out: dict[str, Backend] = {}
     for name, recipe in policy.recipes.items():
         row = found.get(name)
-        asked = str(row.get("backend") or "") if isinstance(row, Mapping) else ""
-        if asked in ("", "native", "emulated"):
+        row = row if isinstance(row, Mapping) else {}
+        asked = str(row.get("backend") or "")
+        if asked in ("", "native", "emulated") or row.get("device", "cuda") != device.split(":")[0]:
             continue
         why = "this version does not know it"
         if asked in BACKENDS:

@@ -182,6 +182,7 @@ class DuelSpec(TrialSpec):
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: contenders are forks where there may be more than one.
         by_block: as :attr:`TrainSpec.by_block`.
+        by_backend: a contender is refused where none of the backends that its evidence names runs a layer.
     """
 
     kind: ClassVar[str] = "duel"
@@ -191,6 +192,7 @@ class DuelSpec(TrialSpec):
     precision: float = 0.01
     side_by_side: int = 1
     by_block: bool = False
+    by_backend: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.decide.problem import VARIANT, Params
+from autoprec.tuning.libraries.choice import row_of, run_by
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState, Work
 from autoprec.tuning.study.kept import KeptAnswers
@@ -99,7 +100,7 @@ class PairedRunner:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""
         options = self._setup.options
         spec = TrainSpec(
-            policy=policy,
+            policy=None if policy is None else self.as_run(policy),
             backend=self._backend,
             seed=self._reseed,
             timeout_s=self.trial_timeout(),
@@ -111,6 +112,10 @@ class PairedRunner:
             by_block=self.by_block.active,
         )
         return replace(spec, **changes)
+
+    def as_run(self, policy: Document) -> Document:
+        """Return a policy as it is run: by the backend that this search has found to be the fastest."""
+        return policy if not self._state.backend or row_of(policy) else run_by(policy, self._state.backend)
 
     def scan_spec(self, policy: Document | None, probes: Sequence[Probe]) -> ScanSpec:
         """Return the spec of a scan: the gradient errors of ``probes`` against a policy's gradients."""

@@ -93,6 +93,8 @@ class SearchState:
         needed_s: seconds that the whole search usually takes; 0 before the reference was measured (reference).
         table: gradient errors by group and choice; None until they were measured (sensitivity).
         refused: policies that people write by hand and that cannot be run here, with the reason (trials).
+        backend: who runs quantised layers, as a row of a policy's evidence; empty before it was decided, and where
+            nothing was timed (trials).
         measured_errors: gradient errors of whole policies, by their records' names; all others are predicted
             (finalists).
         ranking: every policy that was tried, judged (finalists).
@@ -113,6 +115,7 @@ class SearchState:
     needed_s: float = 0.0
     table: SensitivityTable | None = None
     refused: dict[str, str] = field(default_factory=dict)
+    backend: Document = field(default_factory=dict)
     measured_errors: dict[str, float] = field(default_factory=dict)
     ranking: Ranking = field(default_factory=Ranking)
     seconds: Seconds = field(default_factory=Seconds)

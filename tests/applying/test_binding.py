@@ -116,6 +116,18 @@ def test_what_the_evidence_does_not_name_is_natives(gpu: dict[str, Fake]) -> Non
     assert ran(made) == ["torchao", "native"]
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda", ""])
+@pytest.mark.parametrize("here", ["cpu", "cuda:0"])
+def test_what_was_timed_on_one_kind_of_device_decides_nothing_on_another(
+    gpu: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, here: str, kind: str
+) -> None:
+    monkeypatch.setattr(applying, "_device_of", lambda _model: here)
+    made = model()
+    row = by("torchao") | ({"device": kind} if kind else {})
+    policy({"*": "fp8_rowwise"}, {"fp8_rowwise": row}).apply(made)
+    assert ran(made) == ["torchao" if (kind or "cuda") == here.partition(":")[0] else "native"] * 2
+
+
 @pytest.mark.parametrize(
     "backends", [None, [], "torchao", {"fp8_rowwise": "torchao"}, {"fp8_rowwise": {"reason": "?"}}]
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,34 @@ def apply_document(
     for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
         policy.wrap_optimizer(optimizer, model=found.root)
     return policy
+
+
+@contextmanager
+def by_its_backend(document: Document | None, root: nn.Module) -> Iterator[None]:
+    """Refuse a policy that the body applies and of which no layer runs by a library that its evidence names.
+
+    Args:
+        document: of the policy; None for one that may run as it does.
+        root: the model.
+
+    Raises:
+        UnsupportedError: with what the backend said.
+    """
+    from autoprec.applying.swap import root_of
+    from autoprec.errors import AutoPrecWarning, UnsupportedError
+
+    rows = ((document or {}).get("evidence") or {}).get("backends") or {}
+    asked = {row["backend"] for row in rows.values()} - {"native"}
+    if not asked:
+        yield
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AutoPrecWarning)
+        yield
+    execution = root_of(root)
+    if asked.isdisjoint(one.name for one in (execution.backends if execution is not None else ())):
+        said = [str(one.message) for one in caught if issubclass(one.category, AutoPrecWarning)]
+        raise UnsupportedError("; ".join(said) or f"no layer runs by {', '.join(sorted(asked))}")
 
 
 def by_block(document: Document | None, root: nn.Module) -> Document | None:

@@ -27,7 +27,7 @@ from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import any_rank, world_size
 from autoprec.policy import policy_from_dict
-from autoprec.trial.inside.applying import by_block
+from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
@@ -134,7 +134,9 @@ class Duel:
             try:
                 wanted = by_block(document, root) if self._spec.by_block else document
                 if wanted is not None:
-                    apply_policy(policy_from_dict(wanted), root, backend=self._spec.backend)
+                    named = wanted if self._spec.by_backend else None
+                    with by_its_backend(named, root):
+                        apply_policy(policy_from_dict(wanted), root, backend=self._spec.backend)
                 self._lanes[name] = Prepared(root)
             except AutoPrecError as error:
                 self._refused[name] = str(error)

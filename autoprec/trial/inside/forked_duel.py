@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.applying import apply_document, by_its_backend
 from autoprec.trial.inside.duel import is_late, undecided
 from autoprec.trial.inside.isolate.answering import Unanswered, answer, await_answer, fork_to_answer
 from autoprec.trial.inside.isolate.isolation import before_forks
@@ -108,7 +108,9 @@ class ForkedDuel:
         sys.excepthook = lambda kind, error, _trace: self._say(failed=f"{kind.__name__}: {error}"[:300])
         self._on_exit(self._ended)
         try:
-            apply_document(self._policies[name], self._found, self._spec.backend)
+            named = self._policies[name] if self._spec.by_backend else None
+            with by_its_backend(named, self._found.root):
+                apply_document(self._policies[name], self._found, self._spec.backend)
         except AutoPrecError as error:
             self._say(failed=str(error))
         self.loop = Loop(

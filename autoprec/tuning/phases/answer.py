@@ -22,6 +22,7 @@ from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.libraries.choice import run_by
 from autoprec.tuning.options import versions
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.measuring import with_gain
@@ -188,6 +189,7 @@ def emitted_policy(setup: Setup, state: SearchState, decision: Decision) -> Poli
         return Policy(model=model, evidence=evidence)
     reasons = as_evidence(decision.explanation)
     policy = setup.problem.policy(decision.run.params, evidence=evidence | reasons)
+    policy = Policy.model_validate(run_by(policy.to_dict(), state.backend)) if state.backend else policy
     return policy.model_copy(update={"guard": guard_for(policy), "model": model})
 
 

@@ -29,6 +29,7 @@ from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
+from autoprec.tuning.libraries.choice import BACKENDS
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.schedule import CACHED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
@@ -159,7 +160,7 @@ class Duels:
                 on_the_clock=self._setup.options.budget_s is not None,
                 by_block=by_block,
             ),
-            {run.name: run.policy for run in together},
+            {run.name: self._runner.as_run(run.policy) for run in together},
             within,
         )
         known = self._rounds[by_block]
@@ -187,6 +188,51 @@ class Duels:
             self._state.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
         self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began[1]
         return bool(found)
+
+    def by_backend(self, run: Run, policies: Mapping[str, Document]) -> tuple[list[dict[str, float]], dict[str, str]]:
+        """Time a policy beside itself, as it is run by each of several backends.
+
+        Args:
+            run: of the policy.
+            policies: backend -> the policy whose evidence names it.
+
+        Returns:
+            Milliseconds per step by backend, round by round; and why a backend was not timed. Nothing where a time
+            budget leaves no time for it.
+        """
+        by_block = self._by_block(False)
+        within = self._seconds(len(policies), compile_s=self._compile_s(len(policies), by_block))
+        if within <= 0 or self._runner.is_elsewhere(run.params) or not can_be_exchanged(run.policy):
+            return [], {}
+        began = time.monotonic()
+        self._state.listener.phase("duel", ", ".join(f"{run.name} by {name}" for name in policies))
+        spec = replace(
+            self._runner.duel_spec(self._setup.reference_policy()),
+            probes=tuple(Probe(*named) for named in policies.items()),
+            within_s=within,
+            precision=PRECISE,
+            side_by_side=2 if self._can_fork([run]) else 1,
+            on_the_clock=self._setup.options.budget_s is not None,
+            by_block=by_block,
+            by_backend=True,
+        )
+        result = self._runner.on_host(spec)
+        self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began
+        if not isinstance(result.answer, DuelRounds):
+            return [], dict.fromkeys(policies, f"{result.status}: {result.reason}")
+        return list(result.answer.rounds), dict(result.answer.refused)
+
+    def book(self, run: Run, times: Sequence[tuple[float, float]]) -> None:
+        """Store what the duel of backends says of a policy by the fastest of them.
+
+        Args:
+            run: of the policy, whose evidence names the backend.
+            times: milliseconds per step of the reference and of the policy, round by round.
+        """
+        by_block = (BY_BLOCK,) if self._by_block(False) else ()
+        done = duel_run(run.name, run.policy, times, self._state.reference.step_ms)
+        tags, number = (*by_block, BACKENDS), self._state.store.next_number()
+        self._state.store.add(replace(done, params=run.params, tags=tags, number=number))
 
     def _can_fork(self, runs: Sequence[Run]) -> bool:
         """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import optuna
@@ -26,8 +26,10 @@ from autoprec.tuning.decide.sampler.expectation import EXPLORATORY, Expectation,
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
 from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.libraries.choice import BACKENDS, able, fastest, row_of, run_by
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import explained
+from autoprec.tuning.phases.duels import times_of
 from autoprec.tuning.phases.finalists import SeedAllocation
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.phases.variants import NEAR
@@ -96,6 +98,7 @@ class _Loop:
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
         by_hand: keys of what people write by hand, which is run first, whatever the budget says.
+        backend_due: who runs quantised layers is decided as soon as what people write by hand was run.
         used_up: the sampler proposed nothing new any more.
         fitted_at: how many records there were when the models were last fitted.
         saved: name of the best policy so far, which is in ``best.yaml``.
@@ -114,6 +117,7 @@ class _Loop:
     running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
     by_hand: frozenset[Point] = frozenset()
     used_up: bool = False
+    backend_due: bool = False
     fitted_at: int = -1
     saved: str = ""
 
@@ -195,8 +199,38 @@ class _Loop:
         return best.value if best is not None else 0.0
 
     def wants_more(self) -> bool:
+        if self.backend_due and not self.by_hand - self.seen.keys():
+            return False
         gain = self.expected()
         return gain > 0 and gain >= self.allocation.now.gain
+
+    def decide_backend(self) -> bool:
+        """Time the best that people write by hand by each library, and take the fastest from here on; false if done.
+
+        Nothing is run where one backend alone is able. A search that goes on takes what it had decided.
+        """
+        if not self.backend_due:
+            return False
+        self.backend_due, state, duels = False, self.state, self.allocation.duels
+        before = [record for record in state.store.records if BACKENDS in record.tags]
+        hand = [run for key, run in self.seen.items() if key in self.by_hand and state.acceptable(run)]
+        known = [run for run in hand if len(able(run.policy)) > 1]
+        if before or not known:
+            state.backend = row_of(before[-1].policy) if before else {}
+            return True
+        best = min(known, key=state.cost)
+        device = "cpu" if self.setup.host.device == "cpu" else "cuda"
+        asked = {name: run_by(best.policy, {"backend": name, "device": device}) for name in able(best.policy)}
+        rounds, refused = duels.by_backend(best, asked)
+        for name, why in refused.items():
+            state.note(f"{best.name} was not timed by {name}: {why}")
+        state.backend = fastest(rounds, list(asked), device)
+        if state.backend:
+            name = str(state.backend["backend"])
+            state.note(f"quantised layers are run by {name}: with {best.name}, {state.backend['reason']}")
+            duels.book(replace(best, policy=run_by(best.policy, state.backend)), times_of(rounds, name))
+            self.refit()
+        return True
 
     def conclude(self) -> None:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
@@ -260,10 +294,14 @@ def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: Sen
     seen = {problem.key(record.params): record for record in store.learned()}
     goal, done = setup.options.trials, len(store.learned())
     loop = _Loop(setup, runner, state, table, allocation, sampler, goal, done, seen=seen, by_hand=hand)
+    loop.backend_due = setup.measured and setup.options.backend == "auto"
     state.listener.phase("search")
     while True:
         known = len(store.records), len(state.measured_errors)
         _drive(loop)
+        if loop.decide_backend():
+            state.listener.phase("search")
+            _drive(loop)
         state.listener.phase("finalists")
         allocation.run(loop.expected)
         # where a seed is worth more than a trial, and there is time for a trial alone, neither runs

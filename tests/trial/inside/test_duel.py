@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from autoprec.policy import Policy
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.protocol import DuelSpec, Probe, TrainSpec, TrialResult
+from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrainSpec, TrialResult
+from autoprec.tuning.libraries.choice import fastest, run_by
 from tests.trial.conftest import uniform
 
 SCRIPT = """
@@ -54,6 +56,30 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: An
     assert slow < 0.9
     assert low <= middle <= high
     assert 0.85 < middle < 1.15
+
+
+def named(backend: str, recipe: str = "fp8_rowwise") -> Probe:
+    policy = Policy(recipes={recipe: BUILTIN_RECIPES[recipe]}, default=recipe).to_dict()
+    return Probe(backend, run_by(policy, {"backend": backend, "device": "cpu"}))
+
+
+def test_a_policy_is_timed_by_each_backend_that_can_run_it_here(host: Any, tmp_path: Path) -> None:
+    """On this CPU all is emulated, by this package and by torchao: what is tested is who ran it, not how fast."""
+    pytest.importorskip("torchao.float8")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    probes = (named("native"), named("torchao"), named("transformer_engine"), Probe("empty", Policy().to_dict()))
+    spec = DuelSpec(probes=probes, within_s=60.0, precision=10.0, timeout_s=120.0, by_backend=True)
+    with host(str(tmp_path / "train.py"), "100000") as runner:
+        result = runner.run(spec)
+    assert result.ok, result.reason
+    found = result.answer
+    assert found.refused.keys() == {"transformer_engine"}
+    assert "was found with backend 'transformer_engine', which cannot run here" in found.refused["transformer_engine"]
+    assert all(ms.keys() == {REFERENCE, "native", "torchao", "empty"} for ms in found.rounds)
+    row = fastest(found.rounds, ["native", "torchao", "transformer_engine"], "cpu")
+    assert row["backend"] in ("native", "torchao")
+    middle = median_interval([ms["native"] / ms["torchao"] for ms in found.rounds])
+    assert (row["backend"] == "torchao") is (middle[1] > 1.0)
 
 
 def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -> None:

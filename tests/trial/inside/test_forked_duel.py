@@ -13,7 +13,7 @@ from autoprec.trial.inside.duel import ratios_of
 from autoprec.trial.intervals import median_interval
 from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrialResult
 from tests.trial.conftest import uniform
-from tests.trial.inside.test_duel import SCRIPT
+from tests.trial.inside.test_duel import SCRIPT, named
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def duel(host: Any, folder: Path, steps: int, *probes: Probe, script: str = SCRI
     # the fewest rounds end it, long before its time is up: of that, settling has its share, and a slow machine's first
     # step takes more than a short duel's
     usual: dict[str, Any] = {"within_s": 10.0, "precision": 1.0, "timeout_s": 60.0, "side_by_side": len(probes) + 1}
-    spec = DuelSpec(probes=probes, backend="emulated", **(usual | changes))
+    spec = DuelSpec(probes=probes, **({"backend": "emulated"} | usual | changes))
     with host(str(path), str(steps)) as runner:
         result: TrialResult = runner.run(spec)
     return result
@@ -128,3 +128,13 @@ def test_loading_that_workers_would_do_is_not_on_the_clock(host: Any, tmp_path: 
     found = duel(host, tmp_path, 0, EMPTY, script=LOADS, within_s=0.3).answer
     assert found.rounds
     assert all(ms < 12.0 for ms in found.rounds[0].values())  # 24 ms of loading
+
+
+def test_a_policy_that_its_backend_cannot_run_is_refused_and_vetoes_nobody(host: Any, tmp_path: Path) -> None:
+    probes = (named("native"), named("transformer_engine"))
+    found = duel(host, tmp_path, 100_000, *probes, backend="auto", by_backend=True).answer
+    assert found.refused.keys() == {"transformer_engine"}
+    assert "cannot run here" in found.refused["transformer_engine"]
+    assert sum("native" in ms for ms in found.rounds) >= 6
+    free = duel(host, tmp_path, 100_000, *probes, backend="auto").answer
+    assert free.refused == {}, "elsewhere native runs what a library cannot"

@@ -1,0 +1,1 @@
+"""Which library multiplies the quantised layers of what a search runs."""
