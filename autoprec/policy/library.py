@@ -119,6 +119,7 @@ class Published(Frozen):
         blocks: of the model it was published for; 0 where its rules do not count blocks, or that is not published.
         use: what every tunable layer runs that no rule is about.
         sizes: the library's own filter of nn.Linear; without one, any layer that can be tuned.
+        compiled: it is for models under ``torch.compile``, without which it is slower than bf16.
         rules: the first that is about a layer decides. Two that name one role in the same blocks are refused.
     """
 
@@ -131,6 +132,7 @@ class Published(Frozen):
     use: str = Field(min_length=1)
     recipes: dict[str, Recipe] = Field(default_factory=dict)
     sizes: Sizes | None = None
+    compiled: bool = False
     rules: tuple[RoleRule, ...] = ()
     tail: Tail | None = None
     activations: Literal["keep", "bf16"] = "bf16"

@@ -136,7 +136,7 @@ def test_adopts_the_fastest_policy_within_every_limit() -> None:
     assert policy.model.class_name == "Simulated"
     finalists = [record for record in made.records if record.kind == "finalist"]
     assert {record.seed for record in finalists} == {1}  # far within the budget: two seeds are enough
-    assert result.trials["complete"] < 16
+    assert result.trials["complete"] < 20
     assert "converged after" in result.stopped
     told = result.explanation
     assert sum(row["count"] for row in told["layers"]) == len(simulated.graph.tunable)
@@ -287,13 +287,14 @@ def test_whether_the_script_is_compiled_is_searched_where_it_is_timed() -> None:
     assert not any("execution" in record.params for record in plain_search(target="h100").made.records)
 
 
-def test_a_script_that_cannot_be_compiled_is_tried_twice(here: Path) -> None:
+def test_a_script_that_cannot_be_compiled_is_tried_as_people_compile_it_and_no_more(here: Path) -> None:
     def cannot(policy: object) -> tuple[str, str] | None:
         return ("crashed", "BackendCompilerFailed") if "'compile'" in str(policy) else None
 
     made, result = search(script(fail=cannot), options(trials=20))
     failed = [record for record in made.records if record.params.get("execution") == "compile"]
-    assert [record.status for record in failed] == ["crashed", "crashed"]
+    assert [record.status for record in failed] == ["crashed"] * 3
+    assert all(record.name.startswith("published:torchao-") for record in failed)
     assert result.verdict == "adopt"
     assert load_policy(result.policy).execution == "keep"
 

@@ -200,7 +200,7 @@ def published_presets(problem: Problem, *, execution: str = "") -> list[tuple[st
 
     Args:
         problem: what is searched.
-        execution: of the policies, where that is searched; it is named behind theirs.
+        execution: of the policies that are for compiled models, where that is searched; it is named behind theirs.
     """
     found: list[tuple[str, Params]] = []
     where, of_family = places(problem.report.layers), 0
@@ -212,9 +212,10 @@ def published_presets(problem: Problem, *, execution: str = "") -> list[tuple[st
         except AutoPrecError:
             continue  # :func:`library_presets` says why
         of_family += bool(entry.families)
-        if execution:
-            params = {**params, "execution": execution}
-        found.append((_full_name(entry) + (", compiled" if execution else ""), params))
+        name = _full_name(entry)
+        if execution and entry.compiled:
+            name, params = f"{name}, compiled", {**params, "execution": execution}
+        found.append((name, params))
     return found
 
 

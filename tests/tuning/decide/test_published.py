@@ -184,7 +184,7 @@ def test_a_search_measures_what_was_published_for_the_family_and_the_space_offer
         ran = problem.assignment(params)
         assert all(ran[layer] == choice for layer, choice in asked.items() if choice not in ("keep", "bf16"))
         assert set(ran.values()) <= {"bf16", *asked.values()}
-    assert {f"{name}, compiled" for name in found} & {name for name, _ in presets(problem)}
+    assert set(found) & {name for name, _ in presets(problem)}
     assert [name for name, _ in by_hand(presets(problem)) if name.startswith("published:")]
 
 
@@ -221,7 +221,7 @@ def test_an_h100_search_has_what_people_write_by_hand_first() -> None:
     assert {part.strip("()") for name in hand for part in name.split(" ")} >= FIVE
     assert library_presets(problem)[0] == {}
     eager = [name for name, _ in by_hand(presets(hopper(wide(), compiled=False)))]
-    assert "published:torchao-tensorwise, compiled" in eager, "torchao's README: it gains under torch.compile alone"
+    assert {"published:torchao-tensorwise, compiled", "published:te-delayed"} <= set(eager)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

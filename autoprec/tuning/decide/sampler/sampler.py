@@ -198,9 +198,11 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
 
         From the budget on a policy may also be within it under another value of a parameter that costs no time (margin,
         amax history, rounding of scales): that is not known before it ran, and pays for a run where the error binds.
+        Fast accumulation is for time alone.
         """
         law, (table, effects) = self.expectation.divergence.law(), self.expectation.cost_table()
-        free = [f for f, effect in zip(self._features, effects, strict=True) if abs(effect) < _LEAST_EFFECT]
+        costs = zip(self._features, effects, strict=True)
+        free = [f for f, effect in costs if abs(effect) < _LEAST_EFFECT and ".accumulation" not in f[0]]
         found: list[Params] = []
         for turn, values in enumerate(self._options(effects)):
             for factor in _FACTORS if turn == 0 else (1.0,):
