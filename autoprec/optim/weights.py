@@ -24,6 +24,7 @@ from autoprec.policy import OptimizerPolicy
 
 #: The entry of an optimizer's checkpoint that holds the exact value of a weight.
 EXACT = "weight_exact"
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def _obstacle(parameter: Tensor) -> str:
@@ -83,6 +84,8 @@ class StoredWeights:
     ) -> StoredWeights:
         """Exchange every matrix among ``parameters`` but embeddings, and hook its gradient storage.
 
+        Of what the script itself keeps in 16 bits nothing is left out: vectors and embeddings lose updates as well.
+
         Args:
             parameters: of any shapes and dtypes.
             choice: in which formats weights and gradients are stored.
@@ -92,11 +95,13 @@ class StoredWeights:
         made = cls(codec("weights", choice.weights))
         made.gradients, embeddings = codec("gradients", choice.gradients), tables_among(parameters)
         for parameter in parameters:
-            if parameter.dim() < 2 or not parameter.is_floating_point() or id(parameter) in embeddings:
+            if not parameter.is_floating_point():
                 continue
-            obstacle = _obstacle(parameter)
-            if made.codec is not None:
+            obstacle, matrix = _obstacle(parameter), parameter.dim() >= 2 and id(parameter) not in embeddings
+            if made.codec is not None and (matrix or parameter.dtype in _NARROW):
                 made._add(parameter, obstacle, (exact or {}).get(id(parameter)))
+            if not matrix:
+                continue
             if made.gradients is not None and "holds it" in obstacle:  # DDP works on the gradient after our hook would
                 made.rounded.add(id(parameter))
             elif made.gradients is not None:

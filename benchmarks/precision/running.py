@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoprec.graph.report import GraphReport
+from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.first_step import FirstStep
 from autoprec.trial.inside.judging.judge import Judge
 from autoprec.trial.inside.observe.hooks import Hooks
@@ -116,8 +117,8 @@ def _its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
         torch.set_rng_state(random)
 
 
-def judged(script: Path, arguments: Sequence[str] = ()) -> GraphReport:
-    """Return the recorded and judged step of a script, which runs until then.
+def judged(script: Path, arguments: Sequence[str] = (), policy: dict[str, Any] | None = None) -> GraphReport:
+    """Return the recorded and judged step of a script, which runs until then; under a policy document, if one is given.
 
     Raises:
         RuntimeError: it takes no step that can be seen.
@@ -129,6 +130,7 @@ def judged(script: Path, arguments: Sequence[str] = ()) -> GraphReport:
         raise _JudgedError
 
     def arrived(found: Any, *_: Any) -> None:
+        apply_document(policy, found, "auto", run_steps=1)
         judges.append(Judge(found, hooks, done))
         judges[0].start(running=False)
 
@@ -155,14 +157,14 @@ def judged(script: Path, arguments: Sequence[str] = ()) -> GraphReport:
     return GraphReport.from_json(out[0].to_json())
 
 
-def found_in(script: Path, arguments: Sequence[str] = ()) -> list[Finding]:
-    """Return the findings about a script's own precision, the worst first."""
-    return findings(Facts(report=judged(script, arguments), settings=settings_of([str(script)], script.parent)))
+def found_in(script: Path, arguments: Sequence[str] = (), policy: dict[str, Any] | None = None) -> list[Finding]:
+    """Return the findings about a script's own precision, the worst first; under a policy document, if one is given."""
+    return findings(Facts(report=judged(script, arguments, policy), settings=settings_of([str(script)], script.parent)))
 
 
-def found_in_text(text: str) -> list[Finding]:
-    """Return the findings about a script that is given as a text."""
+def found_in_text(text: str, policy: dict[str, Any] | None = None) -> list[Finding]:
+    """Return the findings about a script that is given as a text; under a policy document, if one is given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(text)
-        return found_in(path)
+        return found_in(path, policy=policy)

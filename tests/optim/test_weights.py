@@ -27,6 +27,14 @@ def test_matrices_are_stored_vectors_and_embeddings_are_not():
     assert not weights.emulated
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_a_model_in_sixteen_bits_every_weight_is_stored_beside(dtype):
+    net = model().to(dtype)
+    weights = StoredWeights.install(list(net.parameters()), KAHAN)
+    assert weights.beside.keys() == {id(p) for p in net.parameters()}
+    assert list(weights.emulated.values()) == [5]
+
+
 def test_a_tied_embedding_stays_plain():
     net = model()
     net["head"] = nn.Linear(4, 5, bias=False)

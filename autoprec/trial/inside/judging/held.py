@@ -17,6 +17,7 @@ from autoprec.applying.units import clean_name
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.census import Held
 from autoprec.graph.trace import dtype_name
+from autoprec.optim.optimizer import runtime_of
 from autoprec.trial.inside.judging.shadow import LOW, ShadowRecorder, half_ulp, sampled
 
 #: Elements of one tensor that are compared before and after an update.
@@ -38,13 +39,17 @@ def in_fp32(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class _Weight:
-    """One weight before an update: a sample of it, and where its gradient is not zero."""
+    """One weight before an update: a sample of it, and where its gradient is not zero.
+
+    ``stored``: a policy keeps its exact value beside it, of which the sample then is.
+    """
 
     parameter: Tensor
     before: Tensor
     moves: Tensor
     group: int
     optimizer: int
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +87,17 @@ class Weights:
     names: ModelNames
     _held: list[_Weight] = field(default_factory=list)
     _rates: dict[tuple[int, int], float] = field(default_factory=dict)
+    _meant: dict[int, Tensor] = field(default_factory=dict)
 
     def hold(self) -> None:
         """Sample every weight that has a gradient."""
         self._held.clear()
         self._rates.clear()
+        self._meant.clear()
         for at, optimizer in enumerate(self.optimizers):
+            runtime = runtime_of(optimizer)
+            if runtime is not None:
+                runtime.observer = self._observe
             for index, group in enumerate(optimizer.param_groups):
                 self._rates[at, index] = float(group.get("lr", 1.0))
                 for p in group["params"]:
@@ -102,7 +112,19 @@ class Weights:
                         None if p.grad is None or p.grad.layout is not torch.strided else sampled(p.grad, _SAMPLE) != 0
                     )
                     if grad is not None:
-                        self._held.append(_Weight(p, sampled(p, _SAMPLE).clone(), grad, index, at))
+                        before, stored = self._exact(at, p)
+                        self._held.append(_Weight(p, before, grad, index, at, stored))
+
+    def _observe(self, parameter: Tensor, weight: Tensor, _second: Tensor | None) -> None:
+        """Keep what a policy's own update makes of a weight, before it is stored."""
+        self._meant[id(parameter)] = sampled(weight, _SAMPLE).clone()
+
+    def _exact(self, optimizer: int, parameter: Tensor) -> tuple[Tensor, bool]:
+        """Return a sample of a weight's exact value, and whether that is kept beside the parameter."""
+        runtime = runtime_of(self.optimizers[optimizer])
+        beside = runtime is not None and runtime.weights.beside_of(parameter) is not None
+        value = runtime.weights.read(parameter) if runtime is not None and beside else parameter
+        return sampled(value, _SAMPLE).clone(), beside
 
     @property
     def rate(self) -> float:
@@ -111,13 +133,15 @@ class Weights:
 
     def updates(self, recorder: ShadowRecorder) -> list[Update]:
         """Return what became of the updates, by optimizer, parameter group and dtype."""
-        found: dict[tuple[int, int, torch.dtype], list[_Weight]] = {}
+        found: dict[tuple[int, int, torch.dtype, bool], list[_Weight]] = {}
         for one in self._held:
-            found.setdefault((one.optimizer, one.group, one.before.dtype), []).append(one)
+            found.setdefault((one.optimizer, one.group, one.parameter.dtype, one.stored), []).append(one)
+        for runtime in filter(None, map(runtime_of, self.optimizers)):
+            runtime.observer = None
         return [self._update(key, several, recorder) for key, several in found.items()]
 
-    def _update(self, key: tuple[int, int, torch.dtype], held: list[_Weight], recorder: ShadowRecorder) -> Update:
-        at, index, dtype = key
+    def _update(self, key: tuple[int, int, torch.dtype, bool], held: list[_Weight], recorder: ShadowRecorder) -> Update:
+        at, index, dtype, _ = key
         group = self.optimizers[at].param_groups[index]
         rate = self._rates[at, index]
         peak = max(rate, float(group.get("initial_lr", rate)))
@@ -126,16 +150,19 @@ class Weights:
         inner = size = 0.0
         ulps, steps, seen = [], [], False
         for one in held:
-            after, twin = sampled(one.parameter, _SAMPLE), recorder.twin_of(one.parameter)
+            after, _ = self._exact(at, one.parameter)
+            meant, twin = self._meant.get(id(one.parameter)), recorder.twin_of(one.parameter)
+            if meant is None and twin is not None:
+                meant = sampled(twin, _SAMPLE)
             before = one.before.double()
             half = half_ulp(one.before)
             step = after.double() - before
-            if twin is not None:
+            if meant is not None:
                 seen = True
-                step = sampled(twin, _SAMPLE).double() - before
+                step = meant.double() - before
                 inner += float(((after.double() - before) * step).sum())
                 size += float(step.square().sum())
-            moves = (step != 0) if twin is not None else one.moves
+            moves = (step != 0) if meant is not None else one.moves
             moved += int(moves.sum())
             same = moves & (after == one.before)
             stayed += int(same.sum())

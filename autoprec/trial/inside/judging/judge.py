@@ -24,7 +24,7 @@ from autoprec.graph.places import caller
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import storage_of
-from autoprec.graph.trace import SCRIPT, dtype_name
+from autoprec.graph.trace import SCRIPT, Ref, dtype_name
 from autoprec.trial.inside.judging import forward, loop
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, collapsed_tables, in_fp32, states_of, tensors_of
@@ -301,28 +301,34 @@ class Judge(Events):
         if self._kept_update is None:
             return
         shapes = {tuple(p.shape) for p in self._found.root.parameters()}
-        mine = {_address(p) for p in self._found.root.parameters()}
-        told: set[int] = set()
-        trace = self._kept_update.trace
-        trained = {
-            _address(v)
-            for o in self._found.optimizers
-            for s in o.state.values()
-            for v in s.values()
-            if isinstance(v, Tensor)
-        }
+        states = [v for o in self._found.optimizers for s in o.state.values() for v in s.values()]
+        grads = [p.grad for p in self._found.parameters if p.grad is not None]
+        own = [*self._found.root.parameters(), *grads, *(v for v in states if isinstance(v, Tensor))]
+        told = {_address(one) for one in own}
+        trace, outside = self._kept_update.trace, self._kept_update.outside
+        names = {value.storage: value.name for value in trace.values if value.name}
         for call in trace.calls:
-            to = trace.values[call.ins[0]] if call.ins else None
-            if to is None or not call.op.endswith("_") or to.storage in told | mine | trained or to.shape not in shapes:
+            if not call.op.endswith("_") or call.name in ("zero", "_foreach_zero", "fill"):
                 continue
-            if to.origin in ("input", "foreign") and len(to.shape) > 0:
+            first = call.args[0] if call.args else None
+            for written in first if isinstance(first, (list, tuple)) else (first,):
+                to = trace.values[written.value] if isinstance(written, Ref) else None
+                if (
+                    to is None
+                    or to.storage in told
+                    or to.storage not in outside
+                    or to.shape not in shapes
+                    or not to.shape
+                ):
+                    continue
                 told.add(to.storage)
+                twin = "fp32" if to.dtype in LOW else ""
                 yield Held(
                     "copy of the weights",
-                    to.name or call.where,
+                    names.get(to.storage) or call.where,
                     to.dtype,
                     to.shape,
-                    "fp32" if to.dtype in LOW else "",
+                    twin,
                     where=call.where,
                 )
 

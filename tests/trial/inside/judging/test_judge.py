@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autoprec.graph.report import GraphReport
+from autoprec.graph.trace import dtype_name
 from autoprec.trial.inside.judging.judge import Judge, broken_backward
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
@@ -75,6 +76,99 @@ for step in range({steps}):
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     optimizer.step()
 """
+
+
+LOW = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8)).to(torch.bfloat16)
+optimizer = {optimizer}
+for step in range(3):
+    loss = net(torch.randint(0, 32, (16,))).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        ("torch.optim.AdamW(net.parameters(), lr=1e-5)", {"exp_avg_sq": "fp16_scaled"}),
+        ("torch.optim.AdamW(net.parameters(), lr=1e-5)", {"exp_avg_sq": "int8_block"}),
+        ("torch.optim.Adam(net.parameters(), lr=1e-5, foreach=True)", {"exp_avg_sq": "fp16_scaled", "exp_avg": "e4m3"}),
+        ("torch.optim.AdamW([{'params': [p]} for p in net.parameters()], lr=1e-5)", {"exp_avg_sq": "fp16_scaled"}),
+        ("torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)", {}),
+        ("torch.optim.SGD(net.parameters(), lr=1e-6)", {}),
+    ],
+)
+def test_stored_weights_of_a_policy_cure_lost_updates_and_are_seen_to(optimizer: str, state: dict[str, str]) -> None:
+    """Embeddings, norms and biases in 16 bits lose updates as matrices do, and are stored as well."""
+    text = LOW.format(optimizer=optimizer)
+    assert "updates-lost" in {one.code for one in found_in_text(text) if one.severity == "error"}
+    policy = {"schema": "autoprec.policy/1", "optimizer": {"weights": "bf16_kahan", **state}}
+    assert found_in_text(text, policy) == []
+
+
+def test_what_arrives_at_stored_weights_is_measured(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOW.format(optimizer="torch.optim.SGD(net.parameters(), lr=1e-6)"))
+    seen = judged(script, policy={"schema": "autoprec.policy/1", "optimizer": {"weights": "bf16_kahan"}}).judged
+    assert seen is not None
+    (lost,) = (one.figures for one in seen.observations if one.code == "updates-lost")
+    assert 0.95 < lost["arrives"] < 1.05
+    assert lost["unchanged"] < 0.3
+    assert lost["tensors"] == 7
+
+
+AVERAGED = """
+import copy, torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+other = copy.deepcopy(net).to({dtype})
+average = torch.optim.swa_utils.AveragedModel(net)
+for step in range(3):
+    loss = net(torch.randn(8, 8)).square().mean()
+    optimizer.zero_grad(set_to_none={drops})
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        {update}
+    optimizer.zero_grad(set_to_none={drops})
+"""
+EACH = "[o.{} for o, p in zip(other.parameters(), net.parameters())]"
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+@pytest.mark.parametrize(
+    ("update", "copies"),
+    [
+        ("average.update_parameters(net)", 4),
+        (EACH.format("lerp_(p.to(o.dtype), 0.1)"), 4),
+        (EACH.format("detach().copy_(0.9 * o + 0.1 * p)"), 4),
+        (EACH.format("data.mul_(0.9).add_(p.to(o.dtype), alpha=0.1)"), 4),
+        ("torch._foreach_lerp_([*other.parameters()], [p.to({dtype}) for p in net.parameters()], 0.1)", 4),
+        ("other.load_state_dict(net.state_dict())", 4),
+        ("pass", 0),
+        (EACH.format("sub(p)"), 0),
+    ],
+)
+@pytest.mark.parametrize("drops", [True, False])
+def test_every_copy_of_the_weights_that_is_written_is_in_the_census(
+    tmp_path: Path, update: str, copies: int, dtype: str, drops: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(AVERAGED.format(update=update.format(dtype=dtype), dtype=dtype, drops=drops))
+    found = judged(script).judged
+    assert found is not None
+    kept = [row for row in found.census if row.kind == "copy of the weights"]
+    asked = "fp32" if "average" in update else dtype_name(getattr(torch, dtype[6:]))
+    assert sorted((row.dtype, row.shape) for row in kept) == [
+        (asked, shape) for shape in [(4,), (4, 16), (16,), (16, 8)][:copies]
+    ]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
