@@ -12,11 +12,8 @@ from autoprec.tuning.study.rows import percent
 
 def verdict_lines(result: SearchResult) -> list[str]:
     """Return why the answer is what it is: the verdict in one line, then its caveats; at least one, maybe empty."""
-    try:
-        lines = statements([Reason.from_json(reason) for reason in result.reasons]) if result.reasons else []
-    except (KeyError, TypeError):  # codes of an earlier version: its words are kept beside them
-        lines = []
-    return [redact_text(line) for line in lines or [result.reason]]
+    lines = statements([Reason.from_json(reason) for reason in result.reasons]) if result.reasons else [result.reason]
+    return [redact_text(line) for line in lines]
 
 
 def cost_text(summary: Summary) -> str:
