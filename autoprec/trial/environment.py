@@ -54,9 +54,9 @@ def trial_environment(
 
     Args:
         config: file that the hooks read.
-        mark: by which the trial's processes are found.
+        mark: the mark by which the trial's processes are found.
         private: folder of the trial.
-        threads: of OpenMP and MKL; 0 leaves the user's own.
+        threads: threads of OpenMP and MKL; 0 leaves the user's own.
         base: variables to begin with; default: those of this process.
     """
     own = run_environment(config, base)

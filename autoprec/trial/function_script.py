@@ -52,7 +52,7 @@ def function_script(function: Callable[..., Any], folder: Path) -> Path:
 
     Args:
         function: trains when it is called without arguments.
-        folder: where such scripts are kept; made when it is missing.
+        folder: folder in which such scripts are kept; made when it is missing.
 
     Raises:
         UsageError: it is not a function, needs arguments, or holds what cannot be taken to another process.

@@ -274,7 +274,7 @@ def sweep(mark: str, sessions: Iterable[int] = (), *, patience_s: float = 5.0) -
     """Kill every marked process and wait until none is left; returns what could not be ended.
 
     Args:
-        mark: in the environment of the processes.
+        mark: mark in the environment of the processes.
         sessions: ids of sessions whose processes count as well.
         patience_s: seconds to wait at most.
     """

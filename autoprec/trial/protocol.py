@@ -234,7 +234,7 @@ class ProbeResult:
 
     Attributes:
         gradient_error: ``||g - g_ref|| / ||g_ref||`` over all trained parameters; None where it is not finite.
-        loss: of its forward pass; None where it is not finite.
+        loss: loss of its forward pass; None where it is not finite.
         nonfinite: its gradients or its loss are not finite.
         failed: why it has no gradients; empty where it has.
     """
@@ -260,7 +260,7 @@ class GradientErrors:
         gradient_noise: relative standard deviation of the gradient between mini-batches; None where only one was seen.
         noise_batches: how many were seen for that.
         hardly_moved: layers whose weights have hardly any gradient yet.
-        reference_loss: of the script's own step; None where it is not finite.
+        reference_loss: loss of the script's own step; None where it is not finite.
     """
 
     kind: ClassVar[str] = "gradient_errors"
@@ -277,7 +277,7 @@ class DuelRounds:
 
     Attributes:
         rounds: milliseconds per step by contender, :data:`REFERENCE` among them, of each round.
-        steps: that were taken in all.
+        steps: optimizer steps that were taken in all.
         block: steps of a block; 0 where it has as many as take a certain time.
         refused: why a contender was not timed, by its name.
         settled_s: seconds until all contenders had settled, where one process times them.
@@ -318,7 +318,7 @@ class LiftedLines:
             what it computes; ``gradient``: the relative change of the whole gradient when it alone is lifted; largest
             first.
         every: that change when all lines are lifted; None where a gradient is not finite.
-        noise: that of playing the step again as it is.
+        noise: that change when the step is played again as it is.
         wide: the dtype that lines were lifted to.
         left: lines that were not lifted one at a time.
     """
@@ -371,7 +371,7 @@ class TrialResult:
         memory_bytes: peak of a step by torch's allocator, of the rank that holds most; 0 where it was not measured.
         samples: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
-        start_s: from the request to the first training step.
+        start_s: seconds from the request to the first training step.
         unreliable: why the times are not to be trusted (a throttled or shared GPU, compilation in timed steps); empty
             when nothing speaks against them.
         audit: what ran of each layer beside what was asked, a document of ``autoprec check``; None without a policy.

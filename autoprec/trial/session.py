@@ -86,7 +86,7 @@ class Session:
         """Run backward, update the weights, and clear the gradients.
 
         Args:
-            loss: of shape ``[]``.
+            loss: the loss, of shape ``[]``.
         """
         loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
@@ -98,7 +98,7 @@ class Session:
         """Tell that a step has ended which the loop did by itself (an engine, ``torch.autograd.grad``, ...).
 
         Args:
-            loss: of shape ``[]``.
+            loss: the loss, of shape ``[]``.
         """
         agent = _agent()
         if agent is not None:

@@ -44,10 +44,10 @@ class ByBlock:
     """Decides whether runs compile blocks, and converts the times of those that do.
 
     Args:
-        allowed: off, none does.
+        allowed: whether runs may compile blocks at all.
 
     Attributes:
-        active: runs ask for blocks, instead of the whole model that the script compiles.
+        active: whether runs compile blocks instead of the whole model.
     """
 
     def __init__(self, setup: Setup, state: SearchState, *, allowed: bool = True) -> None:
@@ -59,8 +59,8 @@ class ByBlock:
         """Return what is run after a trial that failed by block under the script's own seed: the same as a whole.
 
         Args:
-            spec: of the trial.
-            result: that it gave.
+            spec: what the trial was asked.
+            result: what it answered.
             seed: the paired seed.
         """
         if not self._is_by_block(spec) or result.status not in ("oom", "crashed") or spec.policy is None or seed:
@@ -78,7 +78,7 @@ class ByBlock:
         """Say whether running the reference by block pays.
 
         Args:
-            whole: its run as the script compiles it, with nothing cached.
+            whole: the reference's run as the script compiles it, with nothing cached.
         """
         step_s = step_time(whole.step_ms, whole.warmup) / 1e3
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_s)

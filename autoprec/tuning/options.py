@@ -77,7 +77,7 @@ def option(default: Any, help: str, group: str, **about: Any) -> Any:
     """Return a dataclass field with a default that describes itself as an option.
 
     Args:
-        default: of the field.
+        default: the field's default.
         help: one sentence.
         group: the heading that it stands under.
         about: further fields of :class:`Option`.
@@ -266,8 +266,8 @@ def check_signature(stored: Document, asked: Document, *, where: str) -> None:
     """Refuse to continue a study under a changed setup.
 
     Args:
-        stored: of the study, see :meth:`SearchOptions.signature`.
-        asked: of this search.
+        stored: the study's signature, see :meth:`SearchOptions.signature`.
+        asked: the signature of this search.
         where: the study, for the message.
 
     Raises:

@@ -273,7 +273,7 @@ def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget
     Args:
         run: runs the reference under a perturbation (:attr:`TrainSpec.perturb`); it must succeed or raise.
         first: the plain reference of the same paired seed.
-        budget: of the divergence, a fraction.
+        budget: largest acceptable divergence, a fraction.
     """
     results = [run("bf16")]
     while needs_more_benign_runs([divergence(r.losses, first.losses) for r in results], budget):

@@ -103,7 +103,7 @@ class Setup:
         """Find out what is searched, for which device, and under which variants of the script's arguments.
 
         Args:
-            options: of the search.
+            options: the search's options.
             host: what the script was found to be.
             graph: the recorded step.
             shapes: the variants; empty for the script as given.

@@ -52,9 +52,9 @@ class Work:
     """What the trials took together, over all threads; counted by :class:`~autoprec.tuning.paired.PairedRunner`.
 
     Attributes:
-        starts: trials; ``start_s_sum`` what they took until their first step.
-        training_s: from there to their end.
-        trial_wall_s: of all of them, as the driver saw it.
+        starts: number of trials; ``start_s_sum`` is what they took until their first step.
+        training_s: what they took from there to their end.
+        trial_wall_s: wall time of all of them, as the driver saw it.
         passes: forward and backward passes, wherever and however fast they were run.
     """
 

@@ -34,7 +34,7 @@ def introduction(
     """Return what is told of a search before its first run: model, device, choices and budget.
 
     Args:
-        options: as they were given; those of ``setup`` may be narrowed.
+        options: the options as they were given; those of ``setup`` may be narrowed.
         storage: its address, without a password.
         variant: the row of the variant that it is of; None for the script as it was given.
     """

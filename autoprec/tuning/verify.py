@@ -161,7 +161,7 @@ def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: 
     """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones.
 
     Args:
-        policy: whose evidence may say them.
+        policy: the policy, whose evidence may hold them.
         max_divergence: asked for: a fraction; None for nothing.
         max_gradient_error: asked for: a share of the gradient noise; None for nothing.
 
@@ -182,7 +182,7 @@ def searched(policy: Policy, model: Document | None = None) -> str:
     """Return what a policy's search found of its losses and gradients, in words; empty where it was not searched.
 
     Args:
-        model: of the script; figures of another model are left out.
+        model: the script's model; figures of another model are left out.
     """
     if model and _is_another(policy, model):
         return ""
@@ -205,7 +205,7 @@ def refuse_another_model(policy: Policy, pool: HostPool, backend: str) -> None:
     """Try one step under a policy that was found on another model: what does not fit is refused before all runs.
 
     Args:
-        policy: to be verified.
+        policy: the policy to verify.
         pool: hosts.
         backend: who multiplies.
 
@@ -232,9 +232,9 @@ def setup_of(policy: Policy, pool: HostPool, options: SearchOptions) -> Setup:
     """Return the setup of a search for the policy's target in which everything is measured on this device.
 
     Args:
-        policy: to be verified.
+        policy: the policy to verify.
         pool: hosts.
-        options: with the script's command and the limits.
+        options: the script's command and the limits.
 
     Raises:
         ScriptError: the script's training step could not be recorded.
@@ -431,8 +431,8 @@ def judge(rules: Rules, name: str, runs: Sequence[Run]) -> Contender:
     """Return a policy with what the rules of a search say of its runs, one per paired seed.
 
     Args:
-        rules: of a search.
-        name: of the policy.
+        rules: the rules of a search.
+        name: the policy's name.
         runs: one per paired seed, and its duel, if any.
     """
     errors, limit = [max(error, TINY) for error in _errors(runs)], rules.gradient_limit
@@ -467,7 +467,7 @@ def decide(rows: Sequence[Contender], rules: Rules, *, timed: bool, reference_me
 
     Args:
         rows: the policy that is verified, and what it is compared with.
-        rules: of a search.
+        rules: the rules of a search.
         timed: whether step times mean anything.
         reference_memory: bytes of a step of the script as written.
     """

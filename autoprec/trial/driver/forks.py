@@ -96,9 +96,9 @@ class Forks:
         """Start a process with a configuration and further variables; None where the server has ended, or hangs.
 
         Args:
-            config: of the trial.
+            config: the trial's configuration.
             environment: variables that it has beside the server's.
-            mark: by which its processes are found.
+            mark: the mark by which its processes are found.
             log: file for what it prints; None leaves the server's.
         """
         reader, writer = os.pipe()

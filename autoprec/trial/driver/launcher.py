@@ -97,9 +97,9 @@ class Launcher:
         """Start a process from the zygote; None when there is none (any more).
 
         Args:
-            config: of the trial.
+            config: the trial's configuration.
             environment: variables that it has beside the server's.
-            mark: by which its processes are found.
+            mark: the mark by which its processes are found.
             log: file for what it prints; None leaves the server's.
         """
         zygote = self._zygote

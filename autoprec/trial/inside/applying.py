@@ -91,7 +91,7 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
     Args:
         policy: that was applied; None for none.
         found: models and optimizers of the script.
-        steps: of the trial.
+        steps: steps of the trial.
     """
     from autoprec.policy import OptimizerPolicy
 
@@ -107,8 +107,8 @@ class StateSeen:
     """What was seen of stored weights and optimizer state from the inside.
 
     Attributes:
-        penalty: of updates that were lost, added to the divergence; ``problems`` says where.
-        skipped_steps: by loss scaling of ours.
+        penalty: penalty for updates that were lost, added to the divergence; ``problems`` says where.
+        skipped_steps: steps that our loss scaling left out.
         audit: rows of the audit by the part of the optimizer.
         hints: notes of the audit.
     """
@@ -124,9 +124,9 @@ def state_seen(policy: Any, found: Found, monitors: list[Any]) -> StateSeen:
     """Return what was seen of weights and state under a policy.
 
     Args:
-        policy: that was applied.
+        policy: the policy that was applied.
         found: models and optimizers of the script.
-        monitors: of :func:`watch_state`.
+        monitors: what :func:`watch_state` returned.
     """
     from autoprec.optim.audit import audit_optimizer, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps

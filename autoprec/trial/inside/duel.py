@@ -178,7 +178,7 @@ def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: f
 
     Args:
         rounds: milliseconds per step by contender, round by round.
-        names: of contenders.
+        names: the names of contenders.
         precision: half the width of an interval that is enough, relative.
     """
     ratios = {name: ratios_of(rounds, name) for name in names if name != REFERENCE}
@@ -198,7 +198,7 @@ def is_late(spec: DuelSpec, own_s: float, began: float) -> bool:
     """Say whether a duel's time is used up: its processes' own, or on a busy machine that on the clock.
 
     Args:
-        spec: of the duel.
+        spec: the duel's spec.
         own_s: seconds of its processes' own.
         began: ``time.monotonic()`` of its begin.
     """

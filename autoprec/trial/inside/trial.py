@@ -120,7 +120,7 @@ class Trial:
 
         Args:
             module: the model whose forward begins the first training step.
-            args, kwargs: of that call.
+            args, kwargs: the arguments of that call.
         """
         spec = self.spec
         sys.excepthook = self._on_exception

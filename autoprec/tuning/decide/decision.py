@@ -94,7 +94,7 @@ class Standing:
         A seed that failed is an infinite divergence: such a policy is never accepted.
 
         Args:
-            name: of the policy.
+            name: the policy's name.
             runs: its runs, one per paired seed, and its duel.
             gradient_error: relative to the gradient's norm; None when unknown.
         """
@@ -136,7 +136,7 @@ class Decision:
         verdict: ``adopt``, ``stay``, or ``undecided`` where it was cut short.
         reasons: the first says what was decided.
         ranking: everything that was compared, judged; the script first, where it took part.
-        index: of the chosen one in the ranking; None with ``stay`` where the script took no part.
+        index: position of the chosen one in the ranking; None with ``stay`` where the script took no part.
         not_taken: why others that were measured to be faster are not the answer, by name.
         rests_on: indices of those whose speeds decided: the chosen one and what is tied with it, or the fastest one
             that a "stay" refuses.
@@ -210,7 +210,7 @@ class Rules:
 
     Attributes:
         max_divergence: budget of the mean divergence, a fraction.
-        max_gradient: from :func:`gradient_limit`.
+        max_gradient: largest acceptable gradient error, from :func:`gradient_limit`.
         max_memory: bytes.
         gradient_noise: mini-batch gradient noise, in whose units gradient errors are given.
     """

@@ -99,7 +99,7 @@ def effective_speedup(speedup: float, losses: Sequence[float], reference: Sequen
 
     Args:
         speedup: a ratio to the reference.
-        losses: of the policy's run, one per step.
+        losses: losses of the policy's run, one per step.
         reference: losses of the reference.
 
     Returns:
@@ -201,12 +201,12 @@ def run_metrics(
     """Return the metrics of a run, under the names that every part of AutoPrec uses.
 
     Args:
-        reference: of the same paired seed.
+        reference: the reference under the same paired seed.
         step_ms, memory: milliseconds and peak bytes of a step, and where they come from, ``source``.
         gap: its divergence.
         error: its gradient error.
         share: what is left of its speed-up after paying for a worse loss.
-        spread: of a modelled step, whose speed-up then has the model's bounds.
+        spread: spread of a modelled step; the speed-up then has the model's bounds.
     """
     speedup = reference.step_ms / step_ms
     timed = {

@@ -177,7 +177,7 @@ def uninformative(budget: float, baseline: Baseline) -> Reason | None:
     It cannot where the rule for policies would reject the benign perturbation itself.
 
     Args:
-        budget: of the divergence, a fraction.
+        budget: largest acceptable divergence, a fraction.
     """
     if baseline.noise_floor_upper > budget:
         return Reason(

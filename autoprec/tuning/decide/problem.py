@@ -59,7 +59,7 @@ class Problem:
     """What a search decides about one model; built by :meth:`build`.
 
     Attributes:
-        groups: in model order, those without a choice included.
+        groups: the groups of layers in model order, those without a choice included.
         parameters: name -> values, the default first; only those with more than one.
         fixed: name -> value of the parameters with one value.
         refused: (group, choice, reason) of what the target or a shape rules out.

@@ -28,7 +28,7 @@ class Ranking:
         accepted: positions of those that are surely acceptable.
         next: position of the one whose next seed has most value of information; None where no run pays.
         gain: what it is expected to gain, less the price of the runs that it takes.
-        best_cost: of the incumbent; None where that is the script.
+        best_cost: cost of the incumbent; None where that is the script.
         breaking: names of those that break a limit by what was measured of them.
     """
 

@@ -328,7 +328,7 @@ def save_front(setup: Setup, state: SearchState, result: SearchResult) -> None:
     Args:
         setup: what is searched.
         state: what the search has learnt so far.
-        result: whose front it is.
+        result: the result whose front is written.
     """
     records = {record.name: record for record in state.store.learned()}
     for index, point in enumerate(result.front):

@@ -84,7 +84,7 @@ def first_run(setup: Setup, runner: PairedRunner, state: SearchState, plan: Run,
 
     Args:
         error: the policy's gradient error, as predicted.
-        changes: of the runner's spec.
+        changes: changes to the runner's spec.
     """
     began = time.time(), time.monotonic()
     result = runner.measure(runner.train_spec(plan.policy, plan.params, **changes))

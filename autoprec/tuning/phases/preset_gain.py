@@ -37,7 +37,7 @@ def best_preset(
         setup: what is searched.
         state: what the search has learnt so far.
         expectation: the models that are fitted to every run.
-        standings: of all that was tried.
+        standings: every policy that was tried, judged.
         tried: their first runs, in the same order.
         chosen: what would be adopted.
     """
@@ -68,8 +68,8 @@ def over_preset(chosen: Standing, best: Standing | None, duels: Duels, noise: fl
     Args:
         chosen: what is adopted.
         best: the best preset; None for none.
-        duels: of the search.
-        noise: of timings: what two speed-ups differ by through noise alone, relative.
+        duels: the search's duels.
+        noise: relative difference that two speed-ups have through timing noise alone.
     """
     if best is None:
         return ()

@@ -30,7 +30,7 @@ def answer_of(result: TrialResult, kind: type[A], label: str, done: str = "measu
     """Return what a trial was asked for.
 
     Args:
-        result: of the trial.
+        result: the trial's result.
         kind: type of its answer.
         label: what the script is called in messages.
         done: what was to be done with the step, in the message.

@@ -55,7 +55,7 @@ class About:
     """What a metric is.
 
     Attributes:
-        label: as a column's heading.
+        label: its heading in a table.
         unit: empty for a ratio or a fraction.
         better: ``higher``, ``lower``, or empty where it is neither.
         text: writes a value for a person.
@@ -93,7 +93,7 @@ def metrics_of(values: Mapping[str, float], source: str | Mapping[str, str] = ME
     """Return plain values as metrics.
 
     Args:
-        source: of all of them, or of each by name (``measured`` where it is not named).
+        source: where all of them come from, or each by name (``measured`` where it is not named).
     """
     named = {} if isinstance(source, str) else source
     usual = source if isinstance(source, str) else MEASURED

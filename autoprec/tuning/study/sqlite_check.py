@@ -38,7 +38,7 @@ def check_sqlite(url: str, *, may_be_empty: bool = True, holds_studies: bool = F
     written.
 
     Args:
-        url: of the storage.
+        url: the storage's address.
         may_be_empty: see above.
         holds_studies: see above.
 

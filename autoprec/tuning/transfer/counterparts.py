@@ -32,7 +32,7 @@ class Edges:
         """Return which of ``others`` blocks stands where block ``rank`` of ``count`` stands.
 
         Args:
-            rank: from 0.
+            rank: position of the block, from 0.
             count: blocks of the series.
             others: blocks of the other model's series.
         """
@@ -62,7 +62,7 @@ class Counterparts:
     """The proxy's layer for every layer of the big model.
 
     Attributes:
-        here, there: where the layers of the big model, and of the proxy, stand.
+        here, there: places of the layers of the big model, and of the proxy.
         of: layer of the big model -> layer of the proxy; absent where there is none.
         alone: layers without a counterpart, in model order.
     """

@@ -97,7 +97,7 @@ def transfer(
     """Carry a policy over to a big model, every phase of the run by itself.
 
     Args:
-        policy: of the small model.
+        policy: the small model's policy.
         proxy: the small model.
         report: a step of the big model, recorded or written down; layers alone (no GEMMs) are mapped by name.
         cost: the big model's cost on the target; None drops nothing.
@@ -124,7 +124,7 @@ def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], r
         policy: what is said beside the layers stays.
         names: every layer of the model, tunable or not.
         choices: layer -> choice name.
-        recipes: by the names that the choices use.
+        recipes: recipes by the names that the choices use.
     """
     used = recipes_in(choices.values())
     document = policy.model_dump(by_alias=True) | {
@@ -149,7 +149,7 @@ def with_evidence(
         report: a step of the big model.
         target: the device whose times decided.
         study: name of the study that found the policy; empty where it is not known.
-        date: of today, ISO 8601.
+        date: today's date, ISO 8601.
     """
     origin: dict[str, Any] = {
         "model": dict(proxy.report.model),

@@ -54,7 +54,7 @@ def find_study(policy: Policy, path: Path, runs_dirs: Sequence[Path]) -> Path | 
 
     Args:
         policy: what the file holds.
-        path: of the file.
+        path: the policy file.
         runs_dirs: folders that hold studies.
     """
     for folder in (path.parent, path.parent.parent):

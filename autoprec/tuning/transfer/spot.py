@@ -120,8 +120,8 @@ def judged(answers: Sequence[GradientErrors], max_gradient_error: float) -> Spot
     """Return the outcome of the passes.
 
     Args:
-        answers: of ``sensitivity`` trials with the probes of :func:`spot_probes`, one per moment; errors count by the
-            root of their mean square over moments.
+        answers: answers of ``sensitivity`` trials with the probes of :func:`spot_probes`, one per moment; errors count
+            by the root of their mean square over moments.
         max_gradient_error: the most gradient error, as a share of the mini-batch noise.
     """
     each: dict[str, list[float]] = {}

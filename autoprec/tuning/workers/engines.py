@@ -29,7 +29,7 @@ def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: floa
     """Return the factory of the engine that was asked for; ``start_s`` is until the first training forward, here.
 
     Args:
-        options: of the search.
+        options: the search's options.
         command: the script.
         start_s: seconds until its first training forward.
 

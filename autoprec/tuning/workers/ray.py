@@ -116,7 +116,7 @@ class RayRunner(Runner):
     """A runner whose trials run in Ray actors.
 
     Args:
-        run_dir: where actors write logs, on their own node.
+        run_dir: folder on their own node in which actors write logs.
         gpus: GPUs per trial; 0 for CPU trials.
         cores: CPU cores a trial claims.
     """

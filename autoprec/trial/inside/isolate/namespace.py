@@ -172,7 +172,7 @@ def enter(guarded: Iterable[str], writable: Sequence[str], folder: str) -> Mount
     Args:
         guarded: directories of the user's that are laid over.
         writable: directories that stay as they are.
-        folder: that takes what is written.
+        folder: the folder that takes what is written.
     """
     if sys.platform != "linux":
         return None

@@ -29,8 +29,8 @@ def own_port(folder: Path, port: int) -> int:
     """Return the port that stands for ``port`` in the trial whose folder this is: the same one in each of its ranks.
 
     Args:
-        folder: of the trial; a folder ``ports`` is made in it.
-        port: that the script asks for. 0 (any port), and one that already is the trial's own, stay what they are.
+        folder: the trial's folder; a folder ``ports`` is made in it.
+        port: the port that the script asks for; 0 (any port), and one that is the trial's own already, stay.
     """
     if not port:
         return port

@@ -35,7 +35,7 @@ class OpenFile:
 
     Attributes:
         number: the descriptor.
-        path: as the script knows it; empty where that is not the file any more (it was removed, or replaced).
+        path: the path as the script knows it; empty where that is not the file any more (it was removed, or replaced).
         same_as: a lower descriptor that is a duplicate (``dup``): both move together; -1 where there is none.
     """
 

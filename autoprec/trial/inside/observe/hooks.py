@@ -60,8 +60,8 @@ class Events:
         """Gradients were clipped.
 
         Args:
-            parameters: whose gradients they are, of any shapes.
-            norm: of the gradients before, of shape ``[]``.
+            parameters: the parameters whose gradients they are, of any shapes.
+            norm: norm of the gradients before, of shape ``[]``.
             max_norm: what they were clipped to.
         """
 
@@ -158,7 +158,7 @@ class Hooks:
 
         Args:
             owner: module, class or object that has the function.
-            name: of the function there.
+            name: the function's name there.
             wrapper: is called with the function and its arguments.
         """
         original = getattr(owner, name)
@@ -280,8 +280,8 @@ class Hooks:
         share its loss, are as the scaled loss left them, and so are those of a fused one, which divides them itself.
 
         Args:
-            factors: by the ``id`` of parameters; are changed.
-            optimizer: whose gradients are ready.
+            factors: factors by the ``id`` of parameters, changed in place.
+            optimizer: the optimizer whose gradients are ready.
             others: optimizers that share its loss.
         """
         scales: dict[int, float] = {}

@@ -32,9 +32,9 @@ def early_stop(losses: Sequence[float], reference: Sequence[float], limit: float
     """True when the mean absolute gap (in units of the loss) over the last quarter of the steps exceeds ``limit``.
 
     Args:
-        losses: of the trial so far, one per step.
+        losses: losses of the trial so far, one per step.
         reference: losses of the reference.
-        limit: of the gap.
+        limit: largest gap that is allowed.
         total: steps of the trial.
     """
     seen = min(len(losses), len(reference))

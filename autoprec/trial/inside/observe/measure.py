@@ -98,7 +98,7 @@ def some_heap(seed: float) -> list[bytearray]:
     and differ by 9 % (ConvNeXt) from those of forks of another process. So every one begins with a heap of its own.
 
     Args:
-        seed: of their sizes.
+        seed: seed of their random sizes.
     """
     draw = random.Random(seed)
     sizes = [draw.randrange(_KEPT_BYTES) for _ in range(2 * _KEPT)]

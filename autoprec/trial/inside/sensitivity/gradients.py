@@ -117,7 +117,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, summed over ranks where that is still to be done; others as they are.
 
     Args:
-        tensor: of any shape and dtype.
+        tensor: a tensor of any shape and dtype.
     """
     if not is_dtensor(tensor):
         return tensor

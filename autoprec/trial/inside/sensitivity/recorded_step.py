@@ -115,9 +115,9 @@ class RecordedStep:
     The owner calls :meth:`before_backward` and :meth:`after_backward` around every backward pass of the step.
 
     Args:
-        parameters: of the model that is recorded; a call of a module that holds one of them is a call of the model.
-        device: where they are.
-        modules: of the model, those whose ``forward`` the script may call itself, past ``nn.Module.__call__``.
+        parameters: those of the recorded model; a call of a module that holds one of them is a call of the model.
+        device: the device of the parameters.
+        modules: modules of the model whose ``forward`` the script may call itself, past ``nn.Module.__call__``.
 
     Attributes:
         line: while the step is played, the script's ``file:line`` of the torch function outside the model that runs.
@@ -291,7 +291,7 @@ class RecordedStep:
 
         Args:
             run: what was called.
-            args, kwargs: of the call.
+            args, kwargs: the arguments of the call.
             outputs: what it returned.
             random: state of random streams before it, of a call of the model.
             sync: whether ranks exchange gradients in its backward pass (DDP); None where that is not said.

@@ -76,7 +76,7 @@ def answered(probe: Probe, value: float, loss: float) -> ProbeResult:
     Args:
         probe: what was asked.
         value: the relative gradient error.
-        loss: of the probe's forward.
+        loss: loss of the probe's forward.
     """
     finite = math.isfinite(value) and math.isfinite(loss)
     return ProbeResult(probe.id, value if finite else None, finite_or_none(loss), nonfinite=not finite)

@@ -133,7 +133,7 @@ class Outlook:
         upper: 95 % bound of the mean divergence over seeds.
         chance: probability that the mean divergence is within the budget, and the limits are kept.
         gain: what its further runs are expected to gain over the best policy that is surely acceptable, a fraction.
-        value: of information: the gain less the price of these runs; no run pays where that is not positive.
+        value: value of information, the gain less the price of these runs; no run pays where that is not positive.
     """
 
     cost: Vector
@@ -150,7 +150,7 @@ class Expectation:
         presets: (name, params) of policies that people run today.
 
     Attributes:
-        best_cost: of the best policy that is surely acceptable; None where that is the script.
+        best_cost: cost of the best policy that is surely acceptable; None where that is the script.
     """
 
     def __init__(

@@ -243,7 +243,7 @@ def make_sampler(
 
     Args:
         problem, prior, goals, presets: see :class:`PrecisionSampler`; Optuna's own samplers use none of them.
-        seed: of Optuna's own samplers; ours draws nothing at random.
+        seed: seed of Optuna's own samplers; ours draws nothing at random.
     """
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed)
