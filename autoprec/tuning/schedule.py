@@ -107,7 +107,7 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
     Args:
         usual, most: what a search usually does, and what it does if it never converges.
         budget_s: the time budget, None without one.
-        elapsed_s: since the search began.
+        elapsed_s: seconds since the search began.
     """
     parts = (
         f"gradient errors {_time(usual.scan_s)}, {counted(usual.trials, 'trial')} {_time(usual.trials_s)}, "
@@ -154,12 +154,12 @@ def schedule(
     Args:
         options: what was asked.
         reference, trial: what one run takes as written, and under a policy.
-        setup_s: until the script is at its first step, when it is started anew.
+        setup_s: seconds until the script is at its first step, when it is started anew.
         host_s: the same for each further paired seed, where its script is started from a copy; None: ``setup_s``.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
-        duels_s: for duels; 0 where steps are not timed.
-        closing_s: for the policy, the reports and MLflow.
+        duels_s: seconds for duels; 0 where steps are not timed.
+        closing_s: seconds for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds

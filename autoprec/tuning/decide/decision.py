@@ -191,7 +191,7 @@ def gradient_limit(
 ) -> float | None:
     """Return the largest relative gradient error that is allowed: a share of the mini-batch gradient noise.
 
-    Below 0.1 of the noise harmless, from 0.35 always bad (200 steps of a character GPT, 30 configurations x 3 seeds).
+    An error below 0.1 of the noise is harmless, one from 0.35 on always bad (a character GPT, 30 configurations).
     None (for no limit) when the noise is unknown. Where the loss is ``uninformative`` an absolute limit holds as well.
 
     Args:

@@ -191,8 +191,7 @@ def screening_limit(budget: float, floor: float) -> float:
     """Return the divergence up to which one short trial stays a candidate: the budget, or what noise explains.
 
     Where the floor is far below the budget, a gap beyond the budget counts against a policy. Where it is near or above
-    it, only a gap that neither rounding in every step nor the spread of single trials explains does; what decides is
-    asked later.
+    it, only a gap counts that neither rounding in every step nor the spread of single trials explains.
     """
     return budget if floor <= _NEARLY * budget else max(budget, _EVERY_STEP * _ONE_TRIAL * floor)
 

@@ -1,7 +1,7 @@
 """What a script says of precision itself, read from its source and from the files it is given, without running it.
 
-Looked at are the script, the modules beside it that it imports, and DeepSpeed's and accelerate's configuration files
-among its arguments. Only what is written out is seen: a dtype that comes from an argument has an empty value.
+The script is read, the modules beside it that it imports, and DeepSpeed's and accelerate's configuration files among
+its arguments. Only what is written out is seen: a dtype that comes from an argument has an empty value.
 """
 
 from __future__ import annotations

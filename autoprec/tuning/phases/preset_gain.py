@@ -29,8 +29,8 @@ def best_preset(
 ) -> Standing | None:
     """Return the fastest preset that is acceptable, or may be for all that is known: under no seed if it was not run.
 
-    One that was not run is predicted to be as fast as the chosen policy at most, or a run of it would have paid, and
-    stands for those that were only where it is faster by more than a tenth. A preset that was chosen is the best one.
+    A preset that was not run is predicted to be no faster than the chosen policy, or a run of it would have paid. It
+    takes the place of those that were run only where it is faster by more than a tenth. A chosen preset is the best.
     None where there are no presets, or speed is not the objective.
 
     Args:

@@ -43,7 +43,7 @@ def with_faster(
     """Return the decision with why policies that were measured to be faster are not adopted.
 
     Args:
-        chosen: the policy that is.
+        chosen: the policy that is adopted.
         tried: everything that was measured, judged.
         fewest: paired seeds that it takes to be accepted.
     """

@@ -103,8 +103,8 @@ def _tell_uninformative(setup: Setup, state: SearchState) -> None:
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:
     """Return a reference from one or more runs that take equally long, on average.
 
-    The fastest of three would be 4 % faster than a trial of the script is, where runs differ by 5 %. The peak of its
-    step is modelled where that of a script that is timed could not be measured.
+    Where runs differ by 5 %, the fastest of three would be 4 % faster than an average run is, so times are averaged.
+    The peak memory of a timed step is modelled where it could not be measured.
     """
     modelled = setup.steps.of_reference()
     measured = statistics.fmean(step_time(result.step_ms, result.warmup) for result in results)
@@ -187,8 +187,8 @@ def check_time(options: SearchOptions, host: HostInfo, elapsed_s: float, start_s
     """End a search whose time budget would be used up before two steps of the reference are known.
 
     Args:
-        elapsed_s: since the search began.
-        start_s: what the script took until its first steps were seen, beside whatever else was done.
+        elapsed_s: seconds since the search began.
+        start_s: seconds that the script took until its first steps were seen.
         starts: how often a script whose trials are processes of their own is started anew until then.
 
     Raises:

@@ -1,6 +1,6 @@
 """Whether a comparison with the script as written says anything: a reference that does not train proves nothing.
 
-Looked at is what is there anyway: the recorded step (:mod:`autoprec.graph.census`) and the losses of the reference.
+It looks at what is there anyway: the recorded step (:mod:`autoprec.graph.census`) and the losses of the reference.
 """
 
 from __future__ import annotations

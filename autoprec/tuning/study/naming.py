@@ -44,7 +44,7 @@ def check_named(options: SearchOptions) -> None:
     """Refuse to resume a study of this name that is not there, before a folder is made for it.
 
     Raises:
-        StudyError: with the names of those that are.
+        StudyError: there is none; the message names the studies that exist.
     """
     runs = Path(RUNS)
     if not options.resume or not options.study or options.storage or (runs / options.study / "study.db").exists():

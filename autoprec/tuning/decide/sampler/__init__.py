@@ -10,6 +10,6 @@ saves.
    memory), are refitted to every run. Policies share layers, so each run says something about all of them.
 3. **Expectation** (:mod:`.expectation`): for any policy the chance that it turns out acceptable, what it would gain,
    and how many runs it takes to be sure.
-4. **Ask** (:mod:`.sampler`): the knapsack (:mod:`autoprec.policy.solver`) gives the front by the models; asked
-   is its point (or the preset) with the largest expected gain per run, until that is too small for one.
+4. **Ask** (:mod:`.sampler`): the knapsack (:mod:`autoprec.policy.solver`) gives the front by the models; the
+   point of it (or the preset) with the largest expected gain per run is tried, until that gain is too small.
 """

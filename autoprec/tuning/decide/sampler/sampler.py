@@ -148,7 +148,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
 
         Laws of divergence, and of times where they are measured, are drawn from all that what ran leaves possible, and
         the fastest policy within the budget is solved for under each: the misfit of the tables that the runs have shown
-        is in them. It is never less than what two times have to be apart to be told apart.
+        is in them. It is never less than the difference by which two times can be told apart.
         """
         rng = np.random.default_rng(0)
         best = self._drawn(rng)
