@@ -3,7 +3,6 @@
     python benchmarks/cost/cost_model.py [--out FILE.md]
 
 Parameters were fitted on the rows marked `fit` and nothing else; goals are judged on the others. Misses stay in.
-Peak memory on this CPU has a script of its own, ``peak.py``.
 """
 
 from __future__ import annotations
