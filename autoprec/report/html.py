@@ -12,6 +12,7 @@ from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
+from autoprec.report.shares import share_chart, share_words
 from autoprec.report.summary import Summary, summarise
 from autoprec.report.svg import Chart
 from autoprec.report.text import cost_text, verdict_lines
@@ -149,6 +150,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
     titles, rows = result.comparison()
     comparison = [(row["role"], (*cells, note_of(row) or source_of(row))) for row, cells in rows]
     layers = layer_rows(result, records, graph) if graph is not None else ()
+    decisions = result.explanation.get("decisions", ())
     about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     failed = [f"{name}: {reason}" for name, reason in summary.failures[:50]]
     verdict, *caveats = verdict_lines(result)
@@ -171,6 +173,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  layer_map(layers)),
         _section("Why", _WHY if result.verdict == "adopt" else "What keeps each kind of layer as it is.",
                  _reasons(result)),
+        _section("What each decision did", share_words(decisions), share_chart(decisions)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
         _section("Variants", "The script with further arguments, timed beside itself.", _variants(result)),

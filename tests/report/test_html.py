@@ -19,6 +19,7 @@ from autoprec.report.html import _cell, html_report, write_html
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
+from tests.report.test_shares import ROWS
 
 VOID = {"meta", "circle", "polygon", "line", "polyline"}
 
@@ -171,7 +172,7 @@ def test_nothing_overflows_its_card_in_a_browser(tmp_path: Path, graph: GraphRep
     rows = tuple(
         {"group": f"blocks.{n}.attn.qkv", "choice": c, "gradient_error": 0.02} for n in range(3) for c in choices
     )
-    page = html_report(replace(result, sensitivity=rows), records, graph)
+    page = html_report(replace(result, sensitivity=rows, explanation={"decisions": ROWS}), records, graph)
     measure = (
         "<script>onload=()=>{const wide=[...document.querySelectorAll('section,header')].filter(card=>"
         "[...card.querySelectorAll('*')].some(e=>!e.closest('.wide,figure,pre')&&"

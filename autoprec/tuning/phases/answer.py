@@ -13,13 +13,14 @@ from typing import Any
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, save_policy
 from autoprec.policy.known_layers import known_layers
-from autoprec.policy.solver import FloatTable
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
+from autoprec.tuning.decide.sampler.expectation import Expectation
+from autoprec.tuning.decide.sampler.shares import decision_shares
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.libraries.choice import run_by
@@ -201,17 +202,19 @@ def guard_for(policy: Policy) -> Guard:
 
 
 def explained(
-    setup: Setup, state: SearchState, decision: Decision, table: SensitivityTable, time_ms: FloatTable
+    setup: Setup, state: SearchState, decision: Decision, table: SensitivityTable, expectation: Expectation
 ) -> Decision:
-    """Return the decision with why each kind of layer got its precision, or keeps its own.
+    """Return the decision with why each kind of layer got its precision, or keeps its own, and what each choice did.
 
     Args:
-        table, time_ms: gradient errors, and milliseconds ``[G, C]`` as they were fitted to the runs.
+        table: gradient errors.
+        expectation: the models, fitted to the runs.
     """
     problem = setup.problem
     params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
     whole_ms = _measured_saving(setup, state, decision) if setup.measured and decision.run is not None else None
-    return replace(decision, explanation=explanation(problem, time_ms, table, params, whole_ms))
+    found = explanation(problem, expectation.time.mean()[0], table, params, whole_ms)
+    return replace(decision, explanation=found | {"decisions": decision_shares(problem, expectation, params)})
 
 
 def _measured_saving(setup: Setup, state: SearchState, decision: Decision) -> float:

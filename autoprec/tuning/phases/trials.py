@@ -311,7 +311,7 @@ def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: Sen
             break
         state.listener.phase("search")
     loop.conclude()
-    return explained(setup, state, allocation.answer(), table, expectation.time.mean()[0])
+    return explained(setup, state, allocation.answer(), table, expectation)
 
 
 def _sampler(setup: Setup, prior: Prior, goals: Goals) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, Params]]]:

@@ -39,8 +39,8 @@ class SearchResult(Shown):
         baseline: name of the 16-bit run that gains are given over; empty on a CPU, and where none was measured.
         trials: counts of trials by how they ended.
         study_name: ``study`` in JSON.
-        explanation: of :func:`autoprec.tuning.decide.explain.explanation`; empty where no trial
-            was needed.
+        explanation: ``layers`` of :func:`autoprec.tuning.decide.explain.explanation`, and ``decisions`` of
+            :func:`autoprec.tuning.decide.sampler.shares.decision_shares`; empty where no trial was needed.
         rejected: why a policy is not acceptable, by name; ``not_taken`` why another that was measured to be faster is
             not the answer: too few paired seeds, or faster by no more than the timing noise.
         cut_short: what was left out, and ``resume`` the command that goes on; both are empty where nothing was.

@@ -129,6 +129,7 @@ def test_the_result_and_the_policy_tell_the_same_figures() -> None:
 def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -> None:  # noqa: F811
     made, result = search(script(device="cpu"), options(target="h100", trials=4, seeds=2, max_gradient_error=1e-9))
     assert result.verdict == "stay", result.reason
+    assert result.explanation["decisions"] == []  # nothing was decided
     why = result.explanation["layers"]
     assert made.setup is not None
     assert sum(row["count"] for row in why) == len(made.setup.graph.tunable)
@@ -162,3 +163,20 @@ def test_members_of_the_front_are_written_with_what_was_measured(mine: Searched,
         file.write_text(text[: len(text) // 2])
         with pytest.raises(PolicyError):
             load_policy(file)
+
+
+@pytest.mark.parametrize(("target", "source"), [("auto", "fitted"), ("h100", "modelled")])
+def test_an_answer_says_what_each_decision_did(target: str, source: str) -> None:
+    _, made, result, _ = plain_search() if target == "auto" else plain_search(target=target)
+    *rows, together = result.explanation["decisions"]
+    assert {row["source"] for row in (*rows, together)} == {source}
+    assert together["decision"] == "together"
+    assert rows[0]["saved_ms"]["low"] <= rows[0]["saved_ms"]["value"] <= rows[0]["saved_ms"]["high"]
+    assert sum(row["time_share"]["value"] for row in rows) == pytest.approx(1.0, abs=0.01)
+    assert sum(row["divergence_share"]["value"] for row in rows) == pytest.approx(1.0, abs=0.01)
+    # what was adopted saves about what the decisions are said to save, over everything at the baseline
+    assert made.setup is not None
+    plain = next(row for row in result.presets if row["name"] == "all bf16")
+    saved = plain["step_time_ms"] - result.best["step_time_ms"]
+    assert together["saved_ms"]["low"] <= saved * 1.03
+    assert saved * 0.97 <= together["saved_ms"]["high"]
