@@ -66,9 +66,10 @@ def test_layers_and_parameters_are_decided_in_one_sample() -> None:
 def test_nothing_is_proposed_twice() -> None:
     found = synthetic()
     at = study(PrecisionSampler(found.problem, found.prior, GOALS))
-    for _, params in presets(found.problem):
+    known = presets(found.problem)
+    for _, params in known:
         at.enqueue_trial(params)
-    drive(found, at, 30)
+    drive(found, at, len(known) + 3)  # and what the sampler proposes by itself
     keys = [found.problem.key(t.params) for t in at.trials]
     assert len(set(keys)) == len(keys)
 
