@@ -8,7 +8,8 @@ from typing import Any
 
 #: Width and height of the drawing in a cell, and how far an axis reaches at most (as shares).
 _WIDTH, _HEIGHT, _LEAST, _MOST = 160, 18, -0.5, 1.5
-
+#: What the whole gain may lie outside the interval, relative, before the fit is doubted.
+_NEAR = 0.05
 _MODELLED = "the cost model's, and their intervals do not hold what that may be wrong by: that of the speed-up does"
 
 
@@ -83,6 +84,13 @@ def share_words(rows: Sequence[Mapping[str, Any]]) -> str:
     fitted = any(row["source"] == "fitted" for row in rows)
     times = "fitted to the runs of this search, not measured one by one" if fitted else _MODELLED
     told = [row for row in rows if row["decision"] != "together"]
+    doubt = "".join(
+        f" As a whole the policy saves {row['whole_ms']:.3g} ms of a step, which the fit does not explain: its shares "
+        "of the time are doubtful."
+        for row in rows
+        if (whole := row.get("whole_ms")) is not None
+        and not row["saved_ms"]["low"] - _NEAR * abs(whole) <= whole <= row["saved_ms"]["high"] + _NEAR * abs(whole)
+    )
     unknown = (
         " The gain of all of them together cannot be told from none, so it has no shares."
         if told and all(row["time_share"] is None for row in told)
@@ -90,5 +98,6 @@ def share_words(rows: Sequence[Mapping[str, Any]]) -> str:
     )
     return (
         f"Times are {times}; divergence is fitted, too. A line is the 95 % interval of what the models still take for "
-        f"possible; shares add up to 100 %, and what makes things better than the baseline has a negative one.{unknown}"
+        f"possible; shares add up to 100 %, and what makes things better than the baseline has a negative one."
+        f"{unknown}{doubt}"
     )

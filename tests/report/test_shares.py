@@ -61,6 +61,13 @@ def test_where_the_gain_may_be_none_there_are_no_shares_of_it_and_that_is_said()
     assert "cannot be told from none" not in share_words(ROWS)
 
 
+@pytest.mark.parametrize(("whole", "doubted"), [(None, False), (2.2, False), (1.65, False), (1.2, True), (4.0, True)])
+def test_a_fit_that_does_not_explain_what_was_measured_is_doubted(whole: float | None, doubted: bool) -> None:
+    *rows, together = ROWS
+    said = share_words([*rows, together | {"whole_ms": whole}])
+    assert ("which the fit does not explain" in said) is doubted
+
+
 @pytest.mark.parametrize(("source", "said"), [("fitted", "not measured one by one"), ("modelled", "the cost model's")])
 def test_what_was_not_measured_is_not_called_measured(source: str, said: str) -> None:
     assert said in share_words([one | {"source": source} for one in ROWS])

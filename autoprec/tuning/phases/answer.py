@@ -214,7 +214,9 @@ def explained(
     params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
     whole_ms = _measured_saving(setup, state, decision) if setup.measured and decision.run is not None else None
     found = explanation(problem, expectation.time.mean()[0], table, params, whole_ms)
-    return replace(decision, explanation=found | {"decisions": decision_shares(problem, expectation, params)})
+    if whole_ms is None:
+        whole_ms = setup.steps.of(problem.params_of(problem.baseline)).time_ms - setup.steps.of(params).time_ms
+    return replace(decision, explanation=found | {"decisions": decision_shares(problem, expectation, params, whole_ms)})
 
 
 def _measured_saving(setup: Setup, state: SearchState, decision: Decision) -> float:

@@ -13,6 +13,7 @@ from autoprec.errors import PolicyError
 from autoprec.policy import GUARD_METRICS, Policy, load_policy
 from autoprec.precision.hardware import target
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.report.shares import share_words
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.events import Listeners
@@ -178,5 +179,6 @@ def test_an_answer_says_what_each_decision_did(target: str, source: str) -> None
     assert made.setup is not None
     plain = next(row for row in result.presets if row["name"] == "all bf16")
     saved = plain["step_time_ms"] - result.best["step_time_ms"]
-    assert together["saved_ms"]["low"] <= saved * 1.03
-    assert saved * 0.97 <= together["saved_ms"]["high"]
+    assert together["whole_ms"] == pytest.approx(saved, rel=1e-3)
+    # where compiling is timed it gains more here than the cost model believes, and the report says so
+    assert ("does not explain" in share_words(result.explanation["decisions"])) is (target == "auto")

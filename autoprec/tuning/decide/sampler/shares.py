@@ -55,18 +55,20 @@ class _Decision:
     divergence: Vector
 
 
-def decision_shares(problem: Problem, expectation: Expectation, params: Params) -> list[Row]:
+def decision_shares(problem: Problem, expectation: Expectation, params: Params, whole_ms: float) -> list[Row]:
     """Return what each decision of a policy did, those first that save most time; empty where it decides nothing.
 
     A row has ``decision`` (layers, or a parameter), ``choice`` and what it is ``over`` (the baseline's), ``layers``
     (how many; 0 of a parameter), and ``saved_ms``, ``time_share`` and ``divergence_share``, each a mapping of
     ``value``, ``low`` and ``high`` with a 95 % interval. ``time_share`` is None where the whole gain cannot be told
-    from none. Equal layers of all blocks are one row. The last row, ``"together"``, has the whole gain. ``source``
-    says of times whether they were ``fitted`` to timed runs or ``modelled``; divergence is always fitted.
+    from none. Equal layers of all blocks are one row. The last row, ``"together"``, has the whole gain, and
+    ``whole_ms``: far outside the interval it says that the fit is wrong. ``source`` says of times whether they were
+    ``fitted`` to timed runs or ``modelled``; divergence is always fitted.
 
     Args:
         expectation: the models, fitted to every run.
         params: the policy's.
+        whole_ms: what the policy saves of a step as a whole, measured or modelled as times are.
     """
     decided = _decisions(problem, expectation, params)
     if all(one.choice == one.over for one in decided):
@@ -83,6 +85,7 @@ def decision_shares(problem: Problem, expectation: Expectation, params: Params) 
         rows.append(row | {"divergence_share": _interval(one.divergence)})
     together = {"decision": "together", "choice": "", "over": "", "layers": sum(one.count for one in found)}
     together |= {"saved_ms": told, "time_share": None, "divergence_share": None}
+    together["whole_ms"] = float(f"{whole_ms:.4g}")
     source = "fitted" if expectation.goals.timed else "modelled"
     return [row | {"source": source} for row in (*rows, together)]
 

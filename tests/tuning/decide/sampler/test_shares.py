@@ -149,7 +149,7 @@ def covered() -> dict[str, list[bool]]:
     for seed in range(16):
         found = truth(seed)
         params = asked(found.problem, optimizer_exp_avg="bf16", activations="bf16")
-        *rows, _ = decision_shares(found.problem, fitted(found, seed, params), params)
+        *rows, _ = decision_shares(found.problem, fitted(found, seed, params), params, 1.0)
         true = found.shares(params)
         for row in rows:
             for name, value in zip(("saved_ms", "time_share", "divergence_share"), true[key_of(row)], strict=True):
@@ -175,14 +175,14 @@ def test_an_interval_says_more_than_nothing() -> None:
     few, many = (fitted(found, 3, params, runs=runs) for runs in (6, 60))
     widths: list[list[float]] = []
     for expectation in (few, many):
-        *rows, _ = decision_shares(found.problem, expectation, params)
+        *rows, _ = decision_shares(found.problem, expectation, params, 1.0)
         widths.append(
             [row["saved_ms"]["high"] - row["saved_ms"]["low"] for row in rows if row["choice"] != row["over"]]
         )
     assert sum(widths[1]) < 0.8 * sum(widths[0])
     assert all(row["divergence_share"]["high"] - row["divergence_share"]["low"] < 0.6 for row in rows)
     exact = truth(3, timed=False)
-    *rows, together = decision_shares(exact.problem, fitted(exact, 3, params, timed=False), params)
+    *rows, together = decision_shares(exact.problem, fitted(exact, 3, params, timed=False), params, 1.0)
     assert {row["source"] for row in (*rows, together)} == {"modelled"}
     for row in rows:
         value = exact.shares(params)[key_of(row)][1]
@@ -194,7 +194,7 @@ def test_an_interval_says_more_than_nothing() -> None:
 def test_shares_are_of_one_whole(parameters: dict[str, str]) -> None:
     found = truth(5, timed=False)
     params = asked(found.problem, **parameters)
-    *rows, together = decision_shares(found.problem, fitted(found, 5, params, timed=False), params)
+    *rows, together = decision_shares(found.problem, fitted(found, 5, params, timed=False), params, 1.0)
     assert {row["decision"] for row in rows if not row["layers"]} == {
         {"optimizer_exp_avg": MOMENTS, "activations": AROUND}[name] for name in parameters
     }
@@ -209,7 +209,7 @@ def test_shares_are_of_one_whole(parameters: dict[str, str]) -> None:
 def test_layers_at_the_baseline_save_nothing_and_may_still_diverge() -> None:
     found = truth(1)
     params = asked(found.problem)
-    rows = {row["decision"]: row for row in decision_shares(found.problem, fitted(found, 1, params), params)}
+    rows = {row["decision"]: row for row in decision_shares(found.problem, fitted(found, 1, params), params, 1.0)}
     head = rows.get("lm_head")
     if head is not None:  # in bf16, as it is in the baseline
         assert head["choice"] == head["over"] == "bf16"
@@ -222,7 +222,7 @@ def test_of_a_gain_that_may_be_none_no_shares_are_told() -> None:
     same = replace(found.prior, time_ms=np.where(found.problem.allowed, 1.0, np.inf), parameter_time_ms={})
     study = replace(found, prior=same, time_ms=np.ones_like(found.time_ms))
     params = asked(study.problem)
-    *rows, together = decision_shares(study.problem, fitted(study, 2, params), params)
+    *rows, together = decision_shares(study.problem, fitted(study, 2, params), params, 1.0)
     assert together["saved_ms"]["low"] < 0 < together["saved_ms"]["high"]
     assert rows
     assert all(row["time_share"] is None for row in rows)
@@ -232,22 +232,22 @@ def test_of_a_gain_that_may_be_none_no_shares_are_told() -> None:
 def test_a_policy_that_decides_nothing_has_no_decisions() -> None:
     found = truth(0)
     params = found.problem.params_of("bf16")
-    assert decision_shares(found.problem, fitted(found, 0, params), params) == []
+    assert decision_shares(found.problem, fitted(found, 0, params), params, 1.0) == []
 
 
 def test_equal_layers_of_all_blocks_are_one_row_and_a_long_list_ends_with_the_others() -> None:
     found = truth(4, blocks=3)
     params = asked(found.problem)
-    rows = decision_shares(found.problem, fitted(found, 4, params), params)
+    rows = decision_shares(found.problem, fitted(found, 4, params), params, 1.0)
     assert "h.*.mlp.c_fc (3)" in [row["decision"] for row in rows]
     assert rows[0]["saved_ms"]["value"] == max(row["saved_ms"]["value"] for row in rows[:-1])
     mixed = params | {layer_key(g.name): g.choices[(i * 7 // 2) % 3] for i, g in enumerate(found.problem.free_groups)}
-    assert len(decision_shares(found.problem, fitted(found, 4, mixed), mixed)) <= MOST_DECISIONS + 1
+    assert len(decision_shares(found.problem, fitted(found, 4, mixed), mixed, 1.0)) <= MOST_DECISIONS + 1
 
 
 def test_the_same_study_is_told_the_same_way_and_is_plain_data() -> None:
     found = truth(6)
     params = asked(found.problem, optimizer_exp_avg="bf16")
-    once, again = (decision_shares(found.problem, fitted(found, 6, params), params) for _ in range(2))
+    once, again = (decision_shares(found.problem, fitted(found, 6, params), params, 1.0) for _ in range(2))
     assert once == again
     assert json.loads(json.dumps(once, allow_nan=False)) == once
