@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: Keys of a ``config.json`` that say where its weights or its code are, not what it is.
 _NOT_SIZES = ("auto_map", "quantization_config", "torch_dtype", "dtype", "model_type", "use_cache", "architectures")
+_FLOAT = "__float__"
 _FIX = "record a step of the script itself: autoprec estimate train.py"
 #: Builds a model without values for its Parameters.
 _OLDEST = 5
@@ -49,7 +50,7 @@ def config_report(path: Path | str, *, batch: int, seq: int, recompute: str = ""
         UsageError: the family does not checkpoint.
         MissingDependencyError: transformers is not installed, or too old.
     """
-    document = read_document(path)
+    document = read_document(path, may_be_infinite=True)  # as a time step's limit is
     family = str(document.get("model_type") or "")
     if not family:
         raise FileError("has no model_type", where=str(path), fix="is this the config.json of a model?")
@@ -100,7 +101,7 @@ def _config(transformers: Any, family: str, document: Mapping[str, Any], path: P
             where=str(path),
             fix=_FIX,
         )
-    sizes = {name: entry for name, entry in document.items() if name not in _NOT_SIZES}
+    sizes = {name: _with_floats(entry) for name, entry in document.items() if name not in _NOT_SIZES}
     try:
         config = transformers.AutoConfig.for_model(family, **sizes, dtype=torch.bfloat16)
     except Exception as error:  # each family checks its sizes in its own way
@@ -110,6 +111,15 @@ def _config(transformers: Any, family: str, document: Mapping[str, Any], path: P
         named = ", ".join(map(str, document.get("architectures") or ())) or f"'{family}'"
         raise FileError(f"is the configuration of {named}, not of a decoder", where=str(path), fix=_FIX)
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return an entry with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        return (
+            float(value[_FLOAT]) if [*value] == [_FLOAT] else {name: _with_floats(one) for name, one in value.items()}
+        )
+    return [_with_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def _first(error: BaseException) -> str:

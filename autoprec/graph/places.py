@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
+from types import TracebackType
 
 import torch
 
@@ -37,3 +39,13 @@ def caller(*, own: bool = False) -> str:
                 return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def raised_at(trace: TracebackType | None) -> str:
+    """Return ``file.py:line`` where an error was raised: in a script or its libraries, where one of them is on the way.
+
+    A policy that a script does not fit fails below the script's line, in PyTorch's code or ours.
+    """
+    frames = [] if trace is None else traceback.extract_tb(trace)
+    known = [frame for frame in frames if not _is_hidden(frame.filename)] or frames
+    return f"{os.path.basename(known[-1].filename)}:{known[-1].lineno}" if known else ""

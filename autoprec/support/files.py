@@ -269,17 +269,17 @@ def file_lock(path: Path | str, *, what: str = "study") -> Iterator[None]:
         os.close(handle)
 
 
-def _check_plain(value: Any, where: str, depth: int = 0) -> None:
+def _check_plain(value: Any, where: str, depth: int = 0, *, may_be_infinite: bool = False) -> None:
     if depth > MAX_DEPTH:
         raise FileError(f"nested deeper than {MAX_DEPTH}", where=where)
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(key, where, depth + 1)
-            _check_plain(item, where, depth + 1)
+            _check_plain(item, where, depth + 1, may_be_infinite=may_be_infinite)
     elif isinstance(value, list):
         for item in value:
-            _check_plain(item, where, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
+            _check_plain(item, where, depth + 1, may_be_infinite=may_be_infinite)
+    elif isinstance(value, float) and not (may_be_infinite or math.isfinite(value)):
         raise FileError(f"{value} is not a finite number", where=where, fix="write a finite number")
     elif isinstance(value, str):
         try:
@@ -301,13 +301,16 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def parse_document(text: str, *, where: str = "document", most_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def parse_document(
+    text: str, *, where: str = "document", most_bytes: int = MAX_BYTES, may_be_infinite: bool = False
+) -> dict[str, Any]:
     """Parse a YAML or JSON mapping as plain data.
 
     Args:
         text: of the file; a byte order mark is skipped.
         where: the file, for messages.
         most_bytes: of the text.
+        may_be_infinite: numbers may be infinite or NaN, as other programs write them.
 
     Raises:
         FileError: too large, malformed, aliased, nested too deep, not a mapping, or holding a non-finite number.
@@ -325,7 +328,7 @@ def parse_document(text: str, *, where: str = "document", most_bytes: int = MAX_
         raise FileError(f"cannot be read as YAML or JSON: {first}", where=where, fix="correct the file") from error
     if not isinstance(value, dict):
         raise FileError(f"holds a {type(value).__name__}, not a mapping", where=where, fix="is it the right file?")
-    _check_plain(value, where)
+    _check_plain(value, where, may_be_infinite=may_be_infinite)
     return value
 
 
@@ -390,6 +393,12 @@ def read_text(path: Path | str, *, most_bytes: int = MAX_BYTES) -> str:
         raise FileError(f"cannot be read: {why}", where=str(path), fix="check the path") from error
 
 
-def read_document(path: Path | str, *, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Read a YAML or JSON file as plain data; see :func:`read_text` and :func:`parse_document`."""
-    return parse_document(read_text(path, most_bytes=most_bytes), where=str(path), most_bytes=most_bytes)
+def read_document(path: Path | str, *, most_bytes: int = MAX_BYTES, may_be_infinite: bool = False) -> dict[str, Any]:
+    """Read a YAML or JSON file as plain data; see :func:`read_text` and :func:`parse_document`.
+
+    Args:
+        path: of the file.
+        most_bytes, may_be_infinite: see :func:`parse_document`.
+    """
+    text = read_text(path, most_bytes=most_bytes)
+    return parse_document(text, where=str(path), most_bytes=most_bytes, may_be_infinite=may_be_infinite)

@@ -39,7 +39,7 @@ from autoprec.tuning.phases.answer import emitted_policy, save_front, search_res
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
-from autoprec.tuning.phases.soundness import faults, naming_faults, told, with_soundness
+from autoprec.tuning.phases.soundness import faults, naming_faults, told, why_flat, with_soundness
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
@@ -283,7 +283,7 @@ class Search:
         """Run the script as written, and say how long the search will take."""
         self.listener.phase("reference")
         with naming_faults(bound.at_fault):
-            measure_reference(bound.setup, runner, state)
+            measure_reference(bound.setup, runner, state, flat_because=why_flat(bound.at_fault))
         runner.doubt_load()
         for line in expected(bound.setup, runner, state):
             if not self.options.resume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,38 @@ def test_parameters_and_layers_are_those_of_the_model_that_is_built(
         assert (fprop.m, fprop.k, fprop.n) == (32, 64, size)
     assert report.source == "fake"
     assert any("from the configuration" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[0.0, Infinity]",
+        "[-Infinity, NaN]",
+        '[0.0, {"__float__": "Infinity"}]',
+        '[0.0, {"__float__": Infinity}]',
+        '{"time_step": {"limit": {"__float__": "-Infinity"}}}',
+    ],
+)
+def test_a_number_without_a_bound_is_one(
+    tmp_path: Path, stub: None, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Configurations of state-space models hold a limit that is infinite, as Python or as transformers writes it."""
+    known: Any = sys.modules["transformers"].AutoConfig  # type: ignore[attr-defined]
+    seen: dict[str, Any] = {}
+    build = known.for_model
+
+    def for_model(family: str, **sizes: Any) -> Any:
+        seen.update(sizes)
+        return build(family, **{name: one for name, one in sizes.items() if name != "time_step_limit"})
+
+    monkeypatch.setattr(known, "for_model", for_model)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL)[:-1] + f', "time_step_limit": {text}}}')
+    assert config_report(path, batch=2, seq=16).tunable
+    limit = seen["time_step_limit"]
+    flat = [limit["time_step"]["limit"]] if isinstance(limit, dict) else limit
+    assert all(isinstance(one, float) for one in flat)
+    assert not all(map(math.isfinite, flat))
 
 
 def test_a_model_of_8b_is_recorded_in_seconds_and_estimated(tmp_path: Path, stub: None) -> None:

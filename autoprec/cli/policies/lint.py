@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from autoprec.precision.hardware import load_targets
 from autoprec.precision.hardware import target as target_named
 from autoprec.report.findings import TEXTS, counts, sarif, sound
 from autoprec.support.files import read_document, read_text
+from autoprec.support.redact import redact_arguments
 from autoprec.support.units import counted
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import findings
@@ -100,6 +102,9 @@ def _facts(loaded: Policy | None, path: str, words: tuple[str, ...], phases: Pha
     layers = tuple(replace(layer, where=layer.where.removeprefix(f"{here}/")) for layer in report.layers)
     judged = report.judged.within(here) if report.judged is not None else None
     unseen += judged.unseen if judged is not None else ()
+    if loaded and not is_description(words[0]):
+        again = shlex.join(redact_arguments(words))
+        unseen.append(f"the script's own precision was not judged: `autoprec lint {again}` does that")
     return replace(facts, report=replace(report, layers=layers, judged=judged)), unseen
 
 

@@ -27,6 +27,7 @@ from autoprec.applying.compiling import (
     run_eagerly,
 )
 from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
+from autoprec.graph.places import raised_at
 from autoprec.graph.report import GraphReport
 from autoprec.numerics.sharded import any_rank, rank, world_size
 from autoprec.support.files import canonical_json, finite
@@ -372,8 +373,7 @@ class Trial:
             self._judged.failed(error)
         if issubclass(kind, KeyboardInterrupt):
             self.finish("crashed", "interrupted")
-        last = traceback.extract_tb(trace)[-1:] if trace is not None else []
-        where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+        where = f" ({at})" if (at := raised_at(trace)) else ""
         reason = f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
         if savers.suppressed:
             reason += f"; AutoPrec left out {savers.remarks()}, which may be the cause"

@@ -73,12 +73,14 @@ class Baseline:
         rounding_gaps: their divergences; the floor alone when empty.
         rounding_excess: their signed relative loss gaps.
         learnt: whether the script's own loss moved over the steps that are compared.
+        flat_because: what is known of why it did not; empty for nothing.
     """
 
     floor: float = 0.0
     rounding_gaps: tuple[float, ...] = ()
     rounding_excess: tuple[float, ...] = ()
     learnt: bool = True
+    flat_because: str = ""
 
     @property
     def noise_floor_upper(self) -> float:
@@ -184,7 +186,8 @@ def uninformative(budget: float, baseline: Baseline) -> Reason | None:
             "noise_beyond_budget",
             {"floor": baseline.floor, "noise_floor_upper": baseline.noise_floor_upper, "budget": budget},
         )
-    return None if baseline.learnt else Reason("loss_flat")
+    cause = {"cause": baseline.flat_because} if baseline.flat_because else {}
+    return None if baseline.learnt else Reason("loss_flat", cause)
 
 
 def screening_limit(budget: float, floor: float) -> float:

@@ -94,11 +94,9 @@ def _divergence_beyond(
     return f"divergence {mean:.3%}{spread} is beyond {limit:.3%}"
 
 
-def _loss_flat() -> str:
-    return (
-        "the loss proves nothing, because the script's own does not fall over the steps that were compared "
-        "(a learning-rate warm-up, or too few steps: raise --steps)"
-    )
+def _loss_flat(cause: str = "") -> str:
+    known = f": {cause}" if cause else " (a learning-rate warm-up, or too few steps: raise --steps)"
+    return f"the loss proves nothing, because the script's own does not fall over the steps that were compared{known}"
 
 
 def _judged_by_gradient(loss: Reason, error: float, limit: float, ratio: float | None = None) -> str:
@@ -234,7 +232,7 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
 
 def _unsound_reference(faults: Sequence[dict[str, str]], still: bool, reference: str) -> str:
     """Say that what everything was compared with is at fault: first of all that, then how to go on."""
-    what = [*map(_fault, faults), *(["its loss is the same number at every step"] if still else [])]
+    what = [*map(fault_text, faults), *(["its loss is the same number at every step"] if still else [])]
     name = "the script as written" if reference == "script" else f"the {reference} reference"
     mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
     out = "; or compare with a run in fp32: --reference fp32" if reference == "script" else ""
@@ -245,10 +243,11 @@ def _unsound_reference(faults: Sequence[dict[str, str]], still: bool, reference:
 
 
 def _doubtful_reference(faults: Sequence[dict[str, str]]) -> str:
-    return f"The script's own precision is in doubt: {_first_two([*map(_fault, faults)])}"
+    return f"The script's own precision is in doubt: {_first_two([*map(fault_text, faults)])}"
 
 
-def _fault(row: Mapping[str, str]) -> str:
+def fault_text(row: Mapping[str, str]) -> str:
+    """Return what a fault of the script's own precision is, and where."""
     return f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ")
 
 

@@ -22,7 +22,7 @@ from autoprec.tuning.study.run import MODELLED, Metric, Run
 FEWEST_RUNS = 2
 
 
-def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState) -> Reference:
+def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *, flat_because: str = "") -> Reference:
     """Run the reference twice and at least once benignly perturbed; it becomes seed 0's reference.
 
     The second run shows whether the script is deterministic; the perturbation (every weight rounded once to
@@ -35,6 +35,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState) ->
         setup: what is searched.
         runner: runs trials beside the reference.
         state: what the search has learnt so far.
+        flat_because: why its loss may not fall, as the recorded step shows; empty where that shows nothing.
 
     Raises:
         ScriptError: the reference itself fails in the script's own code.
@@ -52,7 +53,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState) ->
         second, known = again.result(), {"bf16": rounded.result()}
     budget = setup.options.max_divergence
     noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, budget)
-    baseline = baseline_of(first, second, noisy)
+    baseline = replace(baseline_of(first, second, noisy), flat_because=flat_because)
     deterministic = first.losses == second.losses
     if not deterministic:
         own = divergence(second.losses, first.losses)

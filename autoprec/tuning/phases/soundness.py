@@ -13,7 +13,7 @@ from autoprec.errors import NothingAcceptableError
 from autoprec.graph.report import GraphReport
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
-from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.decide.sentences import Reason, fault_text
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import Finding, findings
 from autoprec.tuning.lint.source import settings_of
@@ -22,6 +22,8 @@ from autoprec.tuning.lint.source import settings_of
 _MENDED_BY_FP32 = frozenset(
     ("loss-16bit", "norm-16bit", "softmax-16bit", "reduction-16bit", "router-16bit", "overflow-16bit", "fp16-unscaled")
 )
+#: Faults under which weights hardly move, whatever the learning rate and the number of steps.
+_STANDING = frozenset(("updates-lost", "rate-below-half-ulp", "stale-casts", "fp16-unscaled"))
 #: Steps from which on losses that are one number mean that nothing is learnt.
 _FEWEST = 3
 
@@ -46,6 +48,12 @@ def faults(graph: GraphReport, command: ScriptCommand, reference: str) -> list[F
 def is_still(losses: Sequence[float]) -> bool:
     """Say whether a run's losses are one number, step after step."""
     return len(losses) >= _FEWEST and len(set(losses)) == 1
+
+
+def why_flat(found: Sequence[Finding]) -> str:
+    """Return why a reference with these faults does not learn; empty where they do not keep it from that."""
+    known = [row for row in _rows(found, "error") if row["code"] in _STANDING]
+    return fault_text(known[0]) if known else ""
 
 
 def told(found: Sequence[Finding], losses: Sequence[float], reference: str) -> Reason | None:

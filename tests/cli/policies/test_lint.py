@@ -108,6 +108,7 @@ def test_one_step_tells_what_a_change_broke_and_a_baseline_keeps_it_quiet(projec
     assert ("rule-unmatched", "policy.yaml", 5) in rows
     assert ("rule-unmatched", "policy.yaml", 4) in rows
     assert found.json()["gains"].keys() == {"h100"}
+    assert found.json()["unseen"] == ["the script's own precision was not judged: `autoprec lint train.py` does that"]
     (project / "known.json").write_text(found.out)
     again = autoprec("lint", "--baseline", "known.json", "--format", "sarif", "policy.yaml", "--", "train.py")
     assert again.code == 0, again.err

@@ -15,6 +15,7 @@ REASONS = [
     NOISY,
     Reason("noise_beyond_budget", {"floor": 0.0019, "noise_floor_upper": 0.003, "budget": 0.0025}),
     Reason("loss_flat"),
+    Reason("loss_flat", {"cause": "train.py:9: updates are lost [updates-lost]"}),
     Reason("judged_by_gradient", {"loss": Reason("incomplete"), "error": 0.04, "limit": 0.1, "ratio": 1.5}),
     BEYOND,
     Reason("divergence", BEYOND.data | {"upper": 0.0055, "least": 0.0029, "most": 0.0081, "seeds": 2}),

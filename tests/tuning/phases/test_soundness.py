@@ -10,9 +10,10 @@ from autoprec.errors import NothingAcceptableError
 from autoprec.graph.census import Judged, Observation
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
+from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.lint.rules import Finding
-from autoprec.tuning.phases.soundness import faults, is_still, naming_faults, told, with_soundness
+from autoprec.tuning.phases.soundness import faults, is_still, naming_faults, told, why_flat, with_soundness
 from benchmarks.cost.decoder import PRESETS, decoder_report
 
 GPT = decoder_report(PRESETS["gpt2"], batch=1, seq=64)
@@ -69,6 +70,29 @@ def _found(tmp_path: Path, *seen: Observation) -> list[Finding]:
     (tmp_path / "train.py").write_text("")
     command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
     return faults(replace(GPT, judged=Judged(observations=seen)), command, "script")
+
+
+@pytest.mark.parametrize(
+    ("code", "figures", "says"),
+    [
+        ("stale-casts", {}, "it uses the casts of the old weights [stale-casts]"),
+        ("updates-lost", LOST, "[updates-lost]"),
+        ("rate-below-half-ulp", LOST, "[rate-below-half-ulp]"),
+        ("fp16-unscaled", {"flushed": 0.9}, "[fp16-unscaled]"),
+        ("loss-16bit", LOSS, ""),  # what is computed is off, and the weights move all the same
+        ("updates-lost", LOST | {"unchanged": 0.4, "at_peak": 0.4, "arrives": 0.9}, ""),  # a warning
+        ("recurrent-fp32", {}, ""),
+    ],
+)
+def test_a_loss_that_does_not_fall_has_the_cause_that_the_step_shows(
+    tmp_path: Path, code: str, figures: dict[str, Any], says: str
+) -> None:
+    """Neither a warm-up nor too few steps is to blame where updates never reach the forward."""
+    cause = why_flat(_found(tmp_path, Observation(code, "train.py:7", figures=figures)))
+    assert cause.startswith("train.py:7: ") == bool(says)
+    assert cause.endswith(says)
+    why = str(uninformative(0.0025, Baseline(learnt=False, flat_because=cause)))
+    assert ("raise --steps" in why, why.endswith(f": {cause}")) == (not says, bool(says))
 
 
 @pytest.mark.parametrize(
