@@ -15,13 +15,13 @@ from typing import TypeGuard
 
 from autoprec.trial.protocol import TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
-from autoprec.tuning.schedule import QUANTISED_COMPILE, repeated_blocks
+from autoprec.tuning.schedule import FEWEST_BLOCKS, QUANTISED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, Run
 
-#: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
-_FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
+#: Fewer seconds to compile the script as written are not worth a further run of the reference.
+_LEAST_COMPILE_S = 10.0
 #: The same where policies quantise: they compile several times as long, and an earlier search may have left what the
 #: script compiles in torch's cache, but not what they do.
 _LEAST_QUANTISED_S = 2.0
@@ -84,7 +84,7 @@ class ByBlock:
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_s)
         self._state.seconds.compile_s, self._state.seconds.step_s = compile_s, step_s
         least = _LEAST_COMPILE_S if self._setup.target.is_cpu else _LEAST_QUANTISED_S
-        few = repeated_blocks(self._setup.host.layers) < _FEWEST_BLOCKS
+        few = repeated_blocks(self._setup.host.layers) < FEWEST_BLOCKS
         return self._allowed and not few and compile_s >= least
 
     def begin(self, blocks: TrialResult) -> bool:

@@ -33,6 +33,8 @@ QUANTISED_COMPILE = 5.5
 #: CPU time to compile what torch's cache on disk holds already, over that of the first time (``cached_cpu_s`` over
 #: ``again_cpu_s`` of 2026-11-23_gpu_ready.md). Dynamo traces it again, and the rest is read.
 CACHED_COMPILE = 0.2
+#: Fewer blocks are not worth compiling by themselves.
+FEWEST_BLOCKS = 4
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
 

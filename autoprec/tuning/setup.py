@@ -19,13 +19,14 @@ from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import SearchSpace, default_space, load_space
 from autoprec.precision.hardware import Target, limit_bytes
-from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 from autoprec.support.files import canonical_json
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import VARIANT, Params, Problem
 from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.schedule import FEWEST_BLOCKS, repeated_blocks
 from autoprec.tuning.target import resolve_target
 
 #: Name of a variant -> (step time, memory) of the script under it, over those under the first.
@@ -120,6 +121,8 @@ class Setup:
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)
+        if target.is_cpu and not options.space and repeated_blocks(host.layers) < FEWEST_BLOCKS:
+            space = space.model_copy(update={"execution": (KEEP,)})  # compiling all of a model takes too long to try
         if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
             space = space.without_bf16_activations()
         if not graph.root_called:

@@ -18,7 +18,7 @@ from autoprec.policy.library import PREFIX, published
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
-from autoprec.tuning.decide.presets import widest
+from autoprec.tuning.decide.presets import COMPILED, widest
 from autoprec.tuning.decide.published import LIBRARIES
 from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions
@@ -121,14 +121,16 @@ def by_hand(known: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
 
     ``torch.autocast`` in bf16, every layer in bf16, and what libraries run by default: torchao's three float8 recipes
     in the layers that its filter takes, Transformer Engine's delayed and current scaling, and MXFP8 on GPUs that
-    multiply it. Where a default cannot be run, its recipe in most layers stands for it. And what was published for the
-    family of the model.
+    multiply it. Where a default cannot be run, its recipe in most layers stands for it. What was published for the
+    family of the model. And for a script that compiles nothing ``torch.compile`` of its blocks, where 16 bit is the
+    baseline, beside that.
     """
     names = [name for name, _ in known]
     public = {short: name for name in names for short in _PUBLISHED.findall(name)}
     order = [*NAMES, *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public)]
     order += [public[short] for short in LIBRARIES if short in public]
     order += [name for short, name in public.items() if published(short).families]
+    order += [COMPILED, *(f"{name}, compiled" for name in NAMES)]
     return [preset for name in dict.fromkeys(order) for preset in known if _is_named(preset[0], name)]
 
 

@@ -20,6 +20,8 @@ from autoprec.tuning.decide.published import in_blocks, published_presets
 #: First words of roles (:data:`autoprec.graph.roles.ROLES`): of layers that do attention, and of MLPs.
 _ATTENTION, _MLP = {"attention", "cross_attention"}, {"mlp", "expert", "shared_expert"}
 
+#: The preset that changes no precision, and compiles the blocks of a script that compiles nothing.
+COMPILED = "script, blocks compiled"
 #: How a policy's ``execution`` is called in a preset's name.
 _EXECUTED = {"compile": "compiled", "compile_whole": "compiled as a whole", "eager": "not compiled"}
 
@@ -34,7 +36,8 @@ def presets(problem: Problem) -> list[tuple[str, Params]]:
     found: list[tuple[str, Params]] = []
     seen: dict[tuple[Any, ...], int] = {}
     # FP8 casts that are not fused seldom pay: where a policy may compile the model, its exceptions are tried compiled
-    execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
+    fuses = problem.baseline != KEEP and "compile" in problem.parameters.get("execution", ())
+    execution = "compile" if fuses else ""
     public = published_presets(problem, execution=execution)
     own = {preset.name for preset in problem.space.presets} | {name for name, _ in public}
     for name, params in (*_candidates(problem, execution), *public):
@@ -68,8 +71,9 @@ def _candidates(problem: Problem, execution: str) -> Iterator[tuple[str, Params]
     for choice in uniform:
         yield _name(problem, choice), problem.params_of(choice)
     for executed in problem.parameters.get("execution", ()):
-        if executed != "keep":
-            name = f"all {_label(problem.baseline)}, {_EXECUTED[executed]}"
+        if executed != KEEP:
+            alone = executed == "compile" and problem.baseline == KEEP
+            name = COMPILED if alone else f"all {_label(problem.baseline)}, {_EXECUTED[executed]}"
             yield name, problem.params_of(problem.baseline, execution=executed)
     quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
     yield from _from_space(problem)

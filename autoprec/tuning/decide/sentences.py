@@ -138,6 +138,11 @@ def _none_acceptable(first: str = "", why: Reason | None = None, more: int = 0) 
     return text + (f"; nor {'the other' if more == 1 else f'any of the {more} others'}" if more else "")
 
 
+def _compiled_apart(compiled: float, precision: float, low: float | None = None, high: float | None = None) -> str:
+    more = speed_text(precision, low, high)
+    return f"compiling the blocks gives {speed_text(compiled)}, the precision {more} over that"
+
+
 def _only_blocks(name: str, speedup: float, low: float | None = None, high: float | None = None) -> str:
     speed = speed_text(speedup, low, high)
     return f"{name} is {speed} over the script by the times of compiled blocks; the whole model was not timed under it"
@@ -288,6 +293,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "none_acceptable": _none_acceptable,
     "no_gain": _no_gain,
     "adopted": _adopted,
+    "compiled_apart": _compiled_apart,
     "only_blocks": _only_blocks,
     "faster_not_taken": _faster_not_taken,
     "under_variant": _under_variant,

@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
@@ -149,22 +149,21 @@ class Duels:
     def _time(self, wanted: Sequence[Run], within: float, *, by_block: bool = False) -> bool:
         began = time.time(), time.monotonic()
         self._state.listener.phase("duel", ", ".join(run.name for run in wanted))
-        forks = self._can_fork(wanted)
         here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
-        together = [run for run in here if forks or can_be_exchanged(run.policy)]
-        rounds, failure = timed_together(
-            self._runner.on_host,
-            replace(
+        together, failure, known = list[Run](), "", self._rounds[by_block]
+        for forks, group in self._groups(here):
+            exchanged = [run for run in group if forks or can_be_exchanged(run.policy)]
+            spec = replace(
                 self._runner.duel_spec(self._setup.reference_policy()),
                 side_by_side=2 if forks else 1,
                 on_the_clock=self._setup.options.budget_s is not None,
                 by_block=by_block,
-            ),
-            {run.name: self._runner.as_run(run.policy) for run in together},
-            within,
-        )
-        known = self._rounds[by_block]
-        known += rounds
+            )
+            policies = {run.name: self._runner.as_run(run.policy) for run in exchanged}
+            share = within * len(group) / len(here)
+            rounds, failed = timed_together(self._runner.on_host, spec, policies, share)
+            known += rounds
+            together, failure = together + exchanged, failure or failed
         if failure:
             self._state.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]
@@ -188,6 +187,13 @@ class Duels:
             self._state.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
         self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began[1]
         return bool(found)
+
+    def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:
+        """Yield policies that are timed in one way, and whether each has a process: none does that compiles."""
+        for compiles in (False, True):
+            group = [run for run in runs if (run.policy.get("execution", "keep") != "keep") is compiles]
+            if group:
+                yield self._can_fork(group), group
 
     def by_backend(self, run: Run, policies: Mapping[str, Document]) -> tuple[list[dict[str, float]], dict[str, str]]:
         """Time a policy beside itself, as it is run by each of several backends.

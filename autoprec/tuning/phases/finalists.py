@@ -22,7 +22,7 @@ from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
-from autoprec.tuning.phases.preset_gain import best_preset, over_preset
+from autoprec.tuning.phases.preset_gain import beside_compiled, best_preset, over_compiled, over_preset
 from autoprec.tuning.phases.reasons import why_nothing, with_faster
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors
@@ -342,9 +342,7 @@ class SeedAllocation:
     def _timed_whole(self, decision: Decision) -> list[Run]:
         """Return what is timed as the script compiles it: the answer, the best by hand, and the best preset."""
         hand = self._by_hand()
-        if (
-            decision.run is None or decision.chosen is None
-        ):  # to stay is an answer that all by hand must have lost against
+        if decision.run is None or decision.chosen is None:  # all by hand must have lost before it is to stay
             return [*hand, *(_run(one) for one in self._fit()[:1])]
         best = self._best_preset(decision.chosen)
         return [decision.run, *hand[:1], *([best.run] if best is not None and best.run is not None else [])]
@@ -374,6 +372,7 @@ class SeedAllocation:
             only = Reason("only_blocks", {"name": chosen.name, "speedup": chosen.speedup} | bounds)
             return replace(decision, verdict="undecided", reasons=(only,))
         over = over_preset(chosen, self._best_preset(chosen), self.duels, decision.timing_noise)
+        over += over_compiled(setup, chosen, self.now.standings, self.duels)
         over += what_was_taken_back(setup, self.expectation, chosen, self._tried)
         found = with_faster(state, decision, chosen, self.now.standings, self._rules(), self.fewest)
         return found.with_reasons(*over)
@@ -422,6 +421,7 @@ class SeedAllocation:
         if not self._is_timed:
             self._is_timed = True
             rests = [*rests[:1], *hand[: 1 if decision.run is not None else None], *rests[1:2], *near, *rests[2:]]
+        rests = beside_compiled(self._setup, decision.run, rests, self._ok)
         if not self.duels.time(rests, [run for run in near if run in hand]):
             return False
         self.update()

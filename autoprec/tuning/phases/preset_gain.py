@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 from autoprec.tuning.decide.decision import Standing
-from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.presets import COMPILED, presets
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Run
 
@@ -82,3 +83,46 @@ def over_preset(chosen: Standing, best: Standing | None, duels: Duels, noise: fl
     elif chosen.timed and best.seeds and not best.reference:
         data["by_trials"] = True
     return (Reason("over_preset", data | {"noise": noise}),)
+
+
+#: Presets of an eager script that compile its blocks and do nothing else, or nothing beyond 16 bits.
+_BLOCKS_ALONE = (COMPILED, *(f"{name}, compiled" for name in NAMES))
+
+
+def beside_compiled(setup: Setup, run: Run | None, rests: Sequence[Run], tried: Sequence[Run]) -> list[Run]:
+    """Return what is timed for an answer, with the blocks compiled alone where a policy compiles an eager script.
+
+    Args:
+        setup: what is searched.
+        run: of the policy that would be adopted; None for none.
+        rests: what the answer rests on, the policy first.
+        tried: all that ran.
+    """
+    alone = [one for one in tried if one.name in _BLOCKS_ALONE] if _compiles(setup, run) else []
+    return list({one.name: one for one in (*rests[:1], *alone[:1], *rests[1:])}.values())
+
+
+def over_compiled(setup: Setup, chosen: Standing, standings: Sequence[Standing], duels: Duels) -> tuple[Reason, ...]:
+    """Return what of a policy's gain is that of compiling an eager script's blocks, and what its precision adds to it.
+
+    Nothing for a policy that compiles nothing, or does nothing else.
+
+    Args:
+        setup: what is searched.
+        chosen: what is adopted.
+        standings: of all that was tried.
+        duels: of the search.
+    """
+    alone = next((one for name in _BLOCKS_ALONE for one in standings if one.name == name), None)
+    if not _compiles(setup, chosen.run) or alone is None or alone.name == chosen.name:
+        return ()
+    data = {"compiled": alone.speedup, "precision": chosen.speedup / alone.speedup}
+    both = duels.between(chosen, alone)
+    if both is not None:
+        data |= dict(zip(("precision", "low", "high"), both, strict=True))
+    return (Reason("compiled_apart", data),)
+
+
+def _compiles(setup: Setup, run: Run | None) -> bool:
+    executed = "keep" if run is None else str(run.policy.get("execution", "keep"))
+    return executed.startswith("compile") and not setup.host.compiled

@@ -24,6 +24,7 @@ REASONS = [
     Reason("gradient_error", {"error": 0.1111, "limit": 0.1108, "noise": 0.9233333333333333}),
     Reason("memory_bytes", {"memory": 2147483648, "limit": 1073741824}),
     Reason("few_seeds", {"seeds": 1, "needed": 4}),
+    Reason("compiled_apart", {"compiled": 1.25, "precision": 1.2, "low": 1.15, "high": 1.25}),
     Reason("only_blocks", {"name": "a", "speedup": 1.5, "low": 1.4, "high": 1.6}),
     Reason("tied", {"noise": 0.05}),
     Reason("tied", {"noise": 0.05, "timed": True}),

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from autoprec.policy import load_policy
+from autoprec.trial.protocol import DuelSpec
 from autoprec.tuning.decide.decision import Standing
-from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.presets import COMPILED, presets
 from autoprec.tuning.phases.duels import Duels
-from autoprec.tuning.phases.preset_gain import best_preset, over_preset
+from autoprec.tuning.phases.preset_gain import beside_compiled, best_preset, over_compiled, over_preset
 from autoprec.tuning.study.run import Run
+from tests.simulated import SimulatedScript, simulated_graph
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 POLICY, PRESET = Standing("mixed", 2.33, (0.0, 0.0)), Standing("int8", 2.18, (0.0, 0.0), preset=True)
@@ -84,3 +87,69 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     itself = Standing(other, 1.5, (0.0, 0.0), preset=True, run=Run(3, "preset", other, further, {}, "ok"))
     best = best_preset(made.setup, made.state, expectation, [itself, faster], [ran], itself)
     assert best is itself, "what was chosen is a preset: it is not said to gain nothing over another"
+
+
+@pytest.mark.parametrize(("blocks", "offered"), [(3, False), (4, True)])
+def test_an_eager_script_of_many_blocks_is_compiled_by_hand_and_that_gain_is_told_apart(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+    offered: bool,
+) -> None:
+    """Compiling takes a fifth off every step, whatever its precision."""
+    monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda: ("AVX512-BF16",))
+    simulated = SimulatedScript(graph=simulated_graph(blocks))
+    _, result = search(simulated, options(target="cpu", space="", trials=10))
+    assert result.verdict == "adopt"
+    rows = {row["name"]: row for row in result.presets}
+    assert (COMPILED in rows) is offered
+    apart = [reason for reason in result.reasons if reason["code"] == "compiled_apart"]
+    assert bool(apart) is offered
+    if not offered:
+        return
+    assert rows[COMPILED]["speedup"] == pytest.approx(1 / 0.8)
+    assert load_policy(here / result.policy).execution == "compile"
+    more = result.best["speedup"] / rows[COMPILED]["speedup"]
+    assert apart[0]["precision"] == pytest.approx(more)
+    assert (apart[0]["low"], apart[0]["high"]) == (pytest.approx(more), pytest.approx(more))
+    assert "compiling the blocks gives 1.25x, the precision " in result.reason
+    told = [spec for _, spec in simulated.calls if isinstance(spec, DuelSpec)]
+    both = [spec for spec in told if {COMPILED, result.best["name"]} <= {probe.id for probe in spec.probes}]
+    assert both, "the blocks compiled alone are in the duel that decides"
+    kinds = [{probe.policy.get("execution", "keep") for probe in spec.probes} for spec in told]
+    assert all(len(kind) == 1 for kind in kinds), "eager contenders have processes of their own"
+    assert all((spec.side_by_side > 1) is (kind == {"keep"}) for spec, kind in zip(told, kinds, strict=True))
+
+
+def setup_of(*, compiled: bool) -> Any:
+    return SimpleNamespace(host=SimpleNamespace(compiled=compiled))
+
+
+@pytest.mark.parametrize("name", [COMPILED, "all bf16, compiled", "bf16 autocast, compiled"])
+def test_what_compiles_an_eager_script_is_told_apart_from_what_the_precision_gains(name: str) -> None:
+    run = Run(1, "search", "a", {}, {"execution": "compile"}, "ok")
+    chosen, alone = Standing("a", 2.0, (0.0, 0.0), run=run), Standing(name, 1.25, (0.0,))
+    setup = setup_of(compiled=False)
+    (reason,) = over_compiled(setup, chosen, [alone, chosen], duels())
+    assert str(reason) == "compiling the blocks gives 1.25x, the precision 1.60x over that"
+    (reason,) = over_compiled(setup, chosen, [alone], duels(*({"a": 5.0, name: 9.0} for _ in range(6))))
+    assert str(reason) == "compiling the blocks gives 1.25x, the precision 1.80x [1.80, 1.80] over that"
+    assert not over_compiled(setup_of(compiled=True), chosen, [alone, chosen], duels())
+    eager = replace(chosen, run=replace(run, policy={}))
+    assert not over_compiled(setup, eager, [alone, eager], duels())
+    assert not over_compiled(setup, chosen, [chosen], duels()), "it did not run"
+    assert not over_compiled(setup, replace(alone, run=run), [alone], duels()), "it is nothing else"
+
+
+def test_a_policy_that_compiles_is_timed_beside_the_blocks_compiled_alone() -> None:
+    policy, other = (
+        Run(number, "search", name, {}, {"execution": "compile"}, "ok") for number, name in enumerate("ab")
+    )
+    alone, eager = replace(policy, name=COMPILED), replace(policy, policy={})
+    setup, tried = setup_of(compiled=False), [other, alone]
+    assert beside_compiled(setup, policy, [policy, other], tried) == [policy, alone, other]
+    assert beside_compiled(setup, policy, [policy, alone], tried) == [policy, alone]
+    assert beside_compiled(setup, eager, [eager, other], tried) == [eager, other]
+    assert beside_compiled(setup, None, [other], tried) == [other]
+    assert beside_compiled(setup, policy, [policy, other], [other]) == [policy, other]
+    assert beside_compiled(setup_of(compiled=True), policy, [policy, other], tried) == [policy, other]
