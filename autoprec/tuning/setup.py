@@ -17,7 +17,7 @@ from autoprec.cost.estimate import ratio_bounds
 from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
-from autoprec.policy.space import SearchSpace, default_space, load_space
+from autoprec.policy.space import SearchSpace, default_space, load_space, space_names
 from autoprec.precision.hardware import Target, limit_bytes
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 from autoprec.support.files import canonical_json
@@ -121,7 +121,7 @@ class Setup:
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)
-        if target.is_cpu and not options.space and repeated_blocks(host.layers) < FEWEST_BLOCKS:
+        if target.is_cpu and space.name in space_names() and repeated_blocks(host.layers) < FEWEST_BLOCKS:
             space = space.model_copy(update={"execution": (KEEP,)})  # compiling all of a model takes too long to try
         if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
             space = space.without_bf16_activations()
