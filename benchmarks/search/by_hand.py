@@ -352,19 +352,20 @@ def text(interval: Interval | None) -> str:
     return "" if interval is None else f"{interval[0]:.2f}x [{interval[1]:.2f}, {interval[2]:.2f}]"
 
 
-def search(name: str, folder: Path, words: Sequence[str]) -> None:
-    """Search a script, unless its folder has an answer from before."""
-    if (folder / "result.json").exists():
-        return
+def search(name: str, folder: Path, words: Sequence[str], script: Sequence[str] = ()) -> dict[str, Any]:
+    """Search a script (by default as :data:`SCRIPTS` has it), unless its folder has an answer; return that."""
+    if (kept := folder / "result.json").exists():
+        return dict(json.loads(kept.read_text()))
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "autoprec", "search", "--json", "--no-mlflow", "-o", "policy.yaml", *words]
-    command += ["--study", name, *SCRIPTS[name]]
+    command += ["--study", name, *(script or SCRIPTS[name])]
     began = time.monotonic()
     with (folder / "search.log").open("w") as log:
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, check=False)
-    none = {"verdict": f"no answer, exit {done.returncode}", "best": {}}
-    found = json.loads(done.stdout) if done.stdout.strip() else none
-    write_json(folder / "result.json", found | {"seconds": time.monotonic() - began})
+    none: dict[str, Any] = {"verdict": f"no answer, exit {done.returncode}", "best": {}, "presets": []}
+    found = (json.loads(done.stdout) if done.stdout.strip() else none) | {"seconds": time.monotonic() - began}
+    write_json(kept, found)
+    return found
 
 
 def judged(folders: dict[str, list[Path]], rounds: int, at_once: int = 1, duel_s: float = 0.0) -> list[Row]:

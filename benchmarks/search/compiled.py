@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
@@ -35,13 +33,13 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import autoprec
 from autoprec.applying.policy import TorchPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.trial.intervals import median_interval
+from benchmarks.search.by_hand import FOLDER, TRAIN, Interval, over, search, text
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast", "all bf16"
 #: What the rows of a search are called that say the same.
 ROWS = {AUTOCAST: "bf16 autocast", BF16: "all bf16"}
@@ -50,7 +48,6 @@ ADOPTED = "adopted"
 SETTLING, AGAIN, STEPS = 4, 1, 2
 #: A claim so close to the truth is right, whatever the intervals.
 CLOSE = 0.03
-Interval = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -118,34 +115,10 @@ def truth(name: str, policy: Path | None, rounds: int) -> dict[str, list[float]]
     return interleaved({who: contender(name, own, autocast=cast) for who, (own, cast) in asked.items()}, rounds)
 
 
-def over(times: Sequence[float], base: Sequence[float]) -> Interval:
-    """Return how many times as fast one contender is as another, with its 95 % interval."""
-    return median_interval([other / own for own, other in zip(times, base, strict=True)])
-
-
-def text(interval: Interval | None) -> str:
-    return "none" if interval is None else f"{interval[0]:.2f}x [{interval[1]:.2f}, {interval[2]:.2f}]"
-
-
 def claimed(row: dict[str, Any] | None) -> Interval | None:
     """Return the speed-up of a row of a search's result, where it has an interval."""
     bounds = (row or {}).get("intervals", {}).get("speedup")
     return None if row is None or bounds is None else (row["speedup"], *bounds)
-
-
-def search(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Search a script, unless its folder has an answer from before."""
-    kept = folder / "result.json"
-    if not kept.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "autoprec", "search", "--json", "--no-mlflow", "-o", "policy.yaml", *words]
-        command += ["--study", name, str(FOLDER / "train.py"), name, "--compile", "--steps", "100000"]
-        began = time.monotonic()
-        with (folder / "search.log").open("w") as log:
-            done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, check=True)
-        kept.write_text(json.dumps(json.loads(done.stdout) | {"seconds": time.monotonic() - began}))
-    found: dict[str, Any] = json.loads(kept.read_text())
-    return found
 
 
 def claims(name: str, result: dict[str, Any], times: dict[str, list[float]]) -> list[Row]:
@@ -171,7 +144,9 @@ def main() -> None:
     rows, slower, seconds = list[Row](), list[str](), list[str]()
     for name in args.scripts:
         folder = args.work.resolve() / name
-        result = search(name, folder, args.options.split()) if args.search else {"verdict": "", "presets": []}
+        script = (str(TRAIN), name, "--compile", "--steps", "100000")
+        words = args.options.split()
+        result = search(name, folder, words, script) if args.search else {"verdict": "", "presets": []}
         own = folder / "policy.yaml" if result["verdict"] == "adopt" else args.policy
         times = truth(name, own, args.rounds)
         for who, ms in times.items():
@@ -198,7 +173,7 @@ def main() -> None:
     ]
     for row in rows:
         overlap = "yes" if row.overlaps else "no"
-        cells = [row.script, row.what, text(row.claimed), text(row.truth), f"{row.apart:+.1%}", overlap]
+        cells = [row.script, row.what, text(row.claimed) or "none", text(row.truth), f"{row.apart:+.1%}", overlap]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
