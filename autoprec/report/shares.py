@@ -7,10 +7,14 @@ from html import escape
 from typing import Any
 
 #: Width and height of the drawing in a cell, and how far an axis reaches at most (as shares).
-_WIDTH, _HEIGHT, _LEAST, _MOST = 160, 18, -0.5, 1.5
+_WIDTH, _HEIGHT, _LEAST, _MOST = 120, 18, -0.5, 1.5
 #: What the whole gain may lie outside the interval, relative, before the fit is doubted.
 _NEAR = 0.05
-_MODELLED = "the cost model's, and their intervals do not hold what that may be wrong by: that of the speed-up does"
+_FITTED = "Times and divergence are fitted to the runs of this search, not measured one by one."
+_MODELLED = (
+    "Times are the cost model's: how wrong it may be is in the interval of the speed-up, not in these. "
+    "Divergence is fitted to the runs of this search."
+)
 
 
 def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]:
@@ -46,10 +50,10 @@ def _cell(share: Mapping[str, float] | None, bounds: tuple[float, float]) -> str
 
 def _saved(row: Mapping[str, Any]) -> str:
     found = row["saved_ms"]
-    low, high = f"{found['low']:.3g}", f"{found['high']:.3g}"
+    low, high = f"{found['low']:.2g}", f"{found['high']:.2g}"
     if low == high:  # a model of times is sure of them
         return f"{found['value']:.3g} ms"
-    return f"{found['value']:.3g} ms [{low}, {high}]"
+    return f"{found['value']:.3g} ms <span>[{low}, {high}]</span>"
 
 
 def share_chart(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -62,27 +66,26 @@ def share_chart(rows: Sequence[Mapping[str, Any]]) -> str:
     if not decisions:
         return ""
     times, gaps = _bounds(decisions, "time_share"), _bounds(decisions, "divergence_share")
-    titles = ("decision", "", "saves of a step", "share of the gained time", "share of the squared divergence")
+    titles = ("decision", "saves of a step", "of the gained time", "of the squared divergence")
     lines = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
     for row in decisions:
         changed = f"{row['choice']} over {row['over']}" if row["choice"] != row["over"] else str(row["choice"])
         cells = _cell(row["time_share"], times) + _cell(row["divergence_share"], gaps)
         lines.append(
-            f"<tr><td><code>{escape(str(row['decision']))}</code></td><td>{escape(changed)}</td>"
-            f"<td>{_saved(row)}</td>{cells}</tr>"
+            f"<tr><td><code>{escape(str(row['decision']))}</code><br><small>{escape(changed)}</small></td>"
+            f'<td class="range">{_saved(row)}</td>{cells}</tr>'
         )
     for row in rows:
         if row["decision"] == "together":
             lines.append(
-                f'<tr class="reference"><td>together</td><td></td><td>{_saved(row)}</td><td></td><td></td></tr>'
+                f'<tr class="reference"><td>together</td><td class="range">{_saved(row)}</td><td></td><td></td></tr>'
             )
     return f'<div class="wide"><table class="forest">{"".join(lines)}</table></div>'
 
 
 def share_words(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what the chart is made of, and what is not in it."""
-    fitted = any(row["source"] == "fitted" for row in rows)
-    times = "fitted to the runs of this search, not measured one by one" if fitted else _MODELLED
+    source = _FITTED if any(row["source"] == "fitted" for row in rows) else _MODELLED
     told = [row for row in rows if row["decision"] != "together"]
     doubt = "".join(
         f" As a whole the policy saves {row['whole_ms']:.3g} ms of a step, which the fit does not explain: its shares "
@@ -97,7 +100,6 @@ def share_words(rows: Sequence[Mapping[str, Any]]) -> str:
         else ""
     )
     return (
-        f"Times are {times}; divergence is fitted, too. A line is the 95 % interval of what the models still take for "
-        f"possible; shares add up to 100 %, and what makes things better than the baseline has a negative one."
-        f"{unknown}{doubt}"
+        f"{source} A line is the 95 % interval of what the models still take for possible; shares add up to 100 %, and "
+        f"what makes things better than the baseline has a negative one.{unknown}{doubt}"
     )

@@ -21,7 +21,7 @@ from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 from tests.report.test_shares import ROWS
 
-VOID = {"meta", "circle", "polygon", "line", "polyline"}
+VOID = {"meta", "br", "circle", "polygon", "line", "polyline"}
 
 
 class _Checker(HTMLParser):
