@@ -126,7 +126,7 @@ def is_saved_step(text: str) -> bool:
     """
     if not text.endswith(".json"):
         return False
-    found = read_document(text, most_bytes=MAX_GRAPH_BYTES)
+    found = read_document(text, most_bytes=MAX_GRAPH_BYTES, may_be_infinite=True)
     return "operators" in found and "schema" not in found  # a policy has both
 
 

@@ -57,7 +57,7 @@ def _split(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
 def _is_file(word: str) -> bool:
     """Say whether a word is a file with a schema of AutoPrec's: JSON without one describes a model."""
     if word.endswith(".json"):
-        return "schema" in read_document(word, most_bytes=MAX_GRAPH_BYTES)
+        return "schema" in read_document(word, most_bytes=MAX_GRAPH_BYTES, may_be_infinite=True)
     return word.endswith((".yaml", ".yml"))
 
 

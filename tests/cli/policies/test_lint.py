@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -
 
 def test_a_configuration_needs_no_script(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    (project / "config.json").write_text(json.dumps(LLAMA_8B))
+    (project / "config.json").write_text(json.dumps(LLAMA_8B | {"time_step_limit": [0.0, math.inf]}))  # not strict JSON
     (project / "policy.yaml").write_text(POLICY.replace("missing", "lm_head").replace("fc_in", "'*.up_proj'"))
     found = autoprec("lint", "--target", "b200", "--format", "github", "policy.yaml", "--", "config.json")
     assert (found.code, found.out) == (0, "")
