@@ -103,6 +103,7 @@ def test_trials_beside_each_other_take_less(here: Path, workers: int, at_once: i
 def test_variants_are_named(here: Path) -> None:  # noqa: F811
     found = plan(script(), variant=("mb16: --micro-batch 16",))
     assert found["variants"] == ["mb16: --micro-batch 16"]
+    assert found["space"]["parameters"]["variant"] == ["as given", "mb16"]
     assert "timed first" in row(found, "variants")
 
 
