@@ -1,7 +1,7 @@
 """Where trials run: this machine's cores or GPUs (``local``), or a Ray cluster (``ray``), behind one interface.
 
 A further engine (Slurm, Kubernetes) subclasses :class:`autoprec.trial.driver.base.Runner` over
-``python -m autoprec.trial.driver.execute``; docs/distributed.md shows one in thirty lines.
+``python -m autoprec.trial.driver.execute``; ``examples/submitit_runner.py`` is one.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""The runner over submitit that docs/distributed.md shows, as it stands there."""
+"""The runner over submitit that docs/distributed.md links runs a trial."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
+import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrainSpec
+from tests.documents import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 TRAIN = """
 import torch
 torch.manual_seed(0)
@@ -28,12 +27,10 @@ for step in range(50):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit: pip install submitit")
 def test_the_submitit_runner_runs_a_trial(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), scope)
+    runner_of = runpy.run_path(str(ROOT / "examples" / "submitit_runner.py"))["SubmititRunner"]
     (tmp_path / "train.py").write_text(TRAIN)
     command = ScriptCommand.parse(("train.py",), cwd=tmp_path)
-    runner = scope["SubmititRunner"](command, tmp_path / "runs", 0, cluster="debug")
+    runner = runner_of(command, tmp_path / "runs", 0, cluster="debug")
     assert runner.start().optimizers == ("SGD",)
     result = runner.run(TrainSpec(steps=4, warmup=1))
     assert result.ok, result
