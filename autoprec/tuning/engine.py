@@ -25,6 +25,7 @@ from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, 
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.support.files import file_lock, keep_earlier, read_document, write_atomic, write_json
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.protocol import PATIENCE_S, HostInfo
 from autoprec.trial.source import source_digests
@@ -236,17 +237,20 @@ class Search:
     def _record_graph(self, host: _Host) -> GraphReport:
         """Record one step: which operators ran, on which shapes, and what of them can be tuned."""
         self.listener.phase("graph")
-        label = self.command.label
-        graph = self.graph = tunable(record_step(lambda spec: host.kept.ask(spec, host.pool.host().run), label), label)
+        graph = self.graph = tunable(self._record(host), self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         return graph
+
+    def _record(self, host: _Host, policy: Document | None = None) -> GraphReport:
+        return record_step(lambda spec: host.kept.ask(spec, host.pool.host().run), self.command.label, policy=policy)
 
     def _bound_gain(self, host: _Host, graph: GraphReport) -> Bound:
         """Ask the cost model what could be gained at most, and in which part of the space."""
         host.cpu_rates.join()
         self._check_time(host, starts=1)
         whole = Setup.of(self.options, host.info, graph, shapes(self._variants))
-        return bound_of(whole, faults(graph, self.command, self.options.reference))
+        other = whole.reference_policy()  # which is judged as it runs, not as the script does
+        return bound_of(whole, faults(self._record(host, other) if other else graph, self.command))
 
     def _begin_study(self, host: _Host, bound: Bound) -> tuple[PairedRunner, SearchState]:
         """Sign the study, or go on with it, and say what is searched."""

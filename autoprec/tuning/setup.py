@@ -192,11 +192,15 @@ class Setup:
 
     def reference_policy(self) -> Document | None:
         """Return the reference's policy document; None when it is the script as written."""
-        name = self.options.reference
-        if name == "script":
-            return None
-        activations = "bf16" if name == "bf16" else "keep"
-        return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
+        return reference_policy(self.options.reference)
+
+
+def reference_policy(name: str) -> Document | None:
+    """Return the policy document of a reference: ``fp32`` or ``bf16``; None for ``script``, as it is written."""
+    if name == "script":
+        return None
+    activations = "bf16" if name == "bf16" else "keep"
+    return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
 
 
 def _forwards(options: SearchOptions, graph: GraphReport) -> int:

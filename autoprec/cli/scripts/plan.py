@@ -55,10 +55,10 @@ def make_plan(asked: SearchOptions, phases: Phases, factory: RunnerFactory | Non
     from autoprec.trial.command import ScriptCommand, parse_variants
     from autoprec.trial.protocol import PATIENCE_S, RecordSpec
     from autoprec.tuning.checks import check_early
-    from autoprec.tuning.phases.record import answer_of, tunable
+    from autoprec.tuning.phases.record import answer_of, record_step, tunable
     from autoprec.tuning.phases.soundness import faults
     from autoprec.tuning.phases.variants import AS_GIVEN
-    from autoprec.tuning.setup import Setup
+    from autoprec.tuning.setup import Setup, reference_policy
     from autoprec.tuning.sixteen_bit import bound_of
     from autoprec.tuning.study.naming import free_name
     from autoprec.tuning.workers.engines import runner_factory
@@ -78,12 +78,14 @@ def make_plan(asked: SearchOptions, phases: Phases, factory: RunnerFactory | Non
         host = pool.info()
         phases.begin("recording one training step, operator by operator")
         result, slots = pool.host().run(RecordSpec(timeout_s=PATIENCE_S)), pool.slots()
+        other = reference_policy(asked.reference)
+        judged = record_step(pool.host().run, command.label, policy=other) if other else None
     probe.join()
     graph = tunable(answer_of(result, GraphReport, command.label, "recorded"), command.label)
     # all of them as fast as the script as given: which are accepted, and how fast they are, no run has shown
     names = [AS_GIVEN, *(variant.name for variant in variants)] if variants else []
     whole = Setup.of(asked, host, graph, dict.fromkeys(names, (1.0, 1.0)))
-    bound = bound_of(whole, faults(graph, command, asked.reference))
+    bound = bound_of(whole, faults(judged or graph, command))
     return _document(bound, command.label, [variant.label for variant in variants], result, slots)
 
 

@@ -240,7 +240,7 @@ def _unsound_reference(faults: Sequence[dict[str, str]], still: bool, reference:
     what = [*map(fault_text, faults), *(["its loss is the same number at every step"] if still else [])]
     name = "the script as written" if reference == "script" else f"the {reference} reference"
     mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
-    out = "; or compare with a run in fp32: --reference fp32" if reference == "script" else ""
+    out = "; --reference fp32 compares with a run in fp32, and judges that one" if reference == "script" else ""
     return (
         f'The reference is at fault, so no comparison with {name} is evidence, neither "stay" nor a divergence of 0: '
         f"{_first_two(what)}{mend}{out}"

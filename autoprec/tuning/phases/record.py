@@ -7,23 +7,31 @@ from typing import TypeVar
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
+from autoprec.support.plain import Document
 from autoprec.trial.protocol import PATIENCE_S, Answer, RecordSpec, TrialResult, TrialSpec
 
 A = TypeVar("A", bound=Answer)
 
 
-def record_step(run: Callable[[TrialSpec], TrialResult], label: str, *, timeout_s: float = PATIENCE_S) -> GraphReport:
+def record_step(
+    run: Callable[[TrialSpec], TrialResult],
+    label: str,
+    *,
+    timeout_s: float = PATIENCE_S,
+    policy: Document | None = None,
+) -> GraphReport:
     """Record one training step of a script that is held at its first.
 
     Args:
         run: runs a trial of the script.
         label: what the script is called in messages.
         timeout_s: seconds for the step.
+        policy: a policy document under which it runs; None for the script as written.
 
     Raises:
         ScriptError: the step could not be recorded.
     """
-    return answer_of(run(RecordSpec(timeout_s=timeout_s)), GraphReport, label, "recorded")
+    return answer_of(run(RecordSpec(timeout_s=timeout_s, policy=policy)), GraphReport, label, "recorded")
 
 
 def answer_of(result: TrialResult, kind: type[A], label: str, done: str = "measured") -> A:

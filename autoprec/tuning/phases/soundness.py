@@ -18,31 +18,27 @@ from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import Finding, findings
 from autoprec.tuning.lint.source import settings_of
 
-#: Faults that ``--reference fp32`` does not have: those of what a policy's FP32 recipes compute.
-_MENDED_BY_FP32 = frozenset(
-    ("loss-16bit", "norm-16bit", "softmax-16bit", "reduction-16bit", "router-16bit", "overflow-16bit", "fp16-unscaled")
-)
 #: Faults under which weights hardly move, whatever the learning rate and the number of steps.
 _STANDING = frozenset(("updates-lost", "rate-below-half-ulp", "stale-casts", "fp16-unscaled"))
 #: Steps from which on losses that are one number mean that nothing is learnt.
 _FEWEST = 3
 
 
-def faults(graph: GraphReport, command: ScriptCommand, reference: str) -> list[Finding]:
+def faults(graph: GraphReport, command: ScriptCommand) -> list[Finding]:
     """Return what is wrong with the precision of the reference, of severity error or warning.
 
     Args:
-        graph: the recorded step of the script as written.
+        graph: the recorded step of the reference: an FP32 one has what FP32 recipes do not reach (casts and sums that
+            the script writes itself, how it stores weights).
         command: the script's.
-        reference: ``script``, ``fp32`` or ``bf16``: what policies are compared with.
     """
     if graph.judged is None:
         return []
     folder = str(command.cwd.absolute())
     known = replace(graph, judged=graph.judged.within(folder))
     settings = settings_of([command.target, *command.args], command.cwd)
-    found = [one for one in findings(Facts(report=known, settings=settings)) if one.severity in ("error", "warning")]
-    return [one for one in found if reference != "fp32" or one.code not in _MENDED_BY_FP32]
+    found = findings(Facts(report=known, settings=settings))
+    return [one for one in found if one.severity in ("error", "warning")]
 
 
 def is_still(losses: Sequence[float]) -> bool:

@@ -14,7 +14,9 @@ from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.phases.soundness import faults, is_still, naming_faults, told, why_flat, with_soundness
+from autoprec.tuning.setup import reference_policy
 from benchmarks.cost.decoder import PRESETS, decoder_report
+from benchmarks.precision.running import FAULTY, found_in
 
 GPT = decoder_report(PRESETS["gpt2"], batch=1, seq=64)
 LOST = {"unchanged": 0.96, "at_peak": 0.96, "arrives": 0.05, "half_ulp": 1e-4, "update": 1e-5, "rate": 1e-5}
@@ -23,29 +25,27 @@ LOSS = {"error": 0.01, "gradient": 0.001, "classes": 50257, "to": "bf16", "autoc
 
 
 @pytest.mark.parametrize(
-    ("code", "figures", "reference", "count"),
+    ("code", "figures", "count"),
     [
-        ("updates-lost", LOST, "script", 1),
-        ("updates-lost", LOST, "fp32", 1),  # weights are stored as the script stores them
-        ("updates-lost", LOST | {"unchanged": 0.01, "at_peak": 0.01, "arrives": 1.0}, "script", 0),
-        ("stale-casts", {}, "bf16", 1),
-        ("loss-16bit", LOSS, "script", 1),
-        ("loss-16bit", LOSS, "fp32", 0),
-        ("loss-16bit", LOSS | {"autocast": True}, "script", 1),
-        ("loss-16bit", LOSS | {"error": 0.0, "gradient": 0.0}, "script", 0),
-        ("scaler-bf16", {"scale": 1.0}, "script", 1),
-        ("recurrent-fp32", {}, "script", 0),  # a note
+        ("updates-lost", LOST, 1),
+        ("updates-lost", LOST | {"unchanged": 0.01, "at_peak": 0.01, "arrives": 1.0}, 0),
+        ("stale-casts", {}, 1),
+        ("loss-16bit", LOSS, 1),
+        ("loss-16bit", LOSS | {"autocast": True}, 1),
+        ("loss-16bit", LOSS | {"error": 0.0, "gradient": 0.0}, 0),
+        ("scaler-bf16", {"scale": 1.0}, 1),
+        ("recurrent-fp32", {}, 0),  # a note
     ],
 )
-def test_errors_and_warnings_count_as_far_as_the_reference_has_them(
-    tmp_path: Path, code: str, figures: dict[str, Any], reference: str, count: int
+def test_errors_and_warnings_count_and_notes_do_not(
+    tmp_path: Path, code: str, figures: dict[str, Any], count: int
 ) -> None:
     (tmp_path / "train.py").write_text("")
     command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
     seen = Judged(observations=(Observation(code, f"{tmp_path}/train.py:5", figures=figures),))
-    found = faults(replace(GPT, judged=seen), command, reference)
+    found = faults(replace(GPT, judged=seen), command)
     assert [one.place for one in found] == ["train.py:5"] * count
-    assert faults(GPT, command, reference) == []
+    assert faults(GPT, command) == []
 
 
 def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
     seen = Judged(
         observations=(Observation("updates-lost", "train.py:5", figures=LOST), Observation("stale-casts", "train.py:9"))
     )
-    found = faults(replace(GPT, judged=seen), ScriptCommand.parse(["train.py"], cwd=tmp_path), "script")
+    found = faults(replace(GPT, judged=seen), ScriptCommand.parse(["train.py"], cwd=tmp_path))
     stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
     answer = with_soundness(stay, found, (), "script")
     first, second = statements([Reason.from_json(one.to_json()) for one in answer.reasons])
@@ -61,7 +61,7 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
         'The reference is at fault, so no comparison with the script as written is evidence, neither "stay"'
     )
     assert "train.py:9: weights are updated inside an autocast" in first
-    assert first.endswith("--reference fp32")
+    assert first.endswith("--reference fp32 compares with a run in fp32, and judges that one")
     assert (second, answer.verdict) == ("nothing gains", "stay")
     assert with_soundness(stay, [], (1.0, 0.9, 0.8), "script") is stay
 
@@ -69,7 +69,7 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
 def _found(tmp_path: Path, *seen: Observation) -> list[Finding]:
     (tmp_path / "train.py").write_text("")
     command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
-    return faults(replace(GPT, judged=Judged(observations=seen)), command, "script")
+    return faults(replace(GPT, judged=Judged(observations=seen)), command)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,19 @@ def test_a_loss_that_is_one_number_is_no_training() -> None:
     assert why is not None
     assert "the same number at every step" in str(why)
     assert "--reference" not in str(why)
+
+
+@pytest.mark.filterwarnings("ignore")  # the scripts' own
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("variance_by_difference_in_bfloat16", {"reduction-16bit"}),
+        ("sum_of_squares_in_float16", {"overflow-16bit", "reduction-16bit"}),
+        ("adamw_on_bfloat16_weights", {"updates-lost", "moment-16bit"}),
+        ("log_softmax_by_hand_in_bfloat16", {"loss-16bit", "softmax-16bit"}),
+        ("float16_autocast_without_a_scaler", set()),
+        ("float16_model_without_a_scaler", set()),
+    ],
+)
+def test_a_reference_in_fp32_has_the_faults_that_its_recipes_do_not_reach(name: str, left: set[str]) -> None:
+    assert {one.code for one in found_in(FAULTY / f"{name}.py", policy=reference_policy("fp32"))} == left
