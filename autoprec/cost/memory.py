@@ -8,11 +8,20 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from autoprec.cost.peak import KINDS, Lifetimes, Timeline, timeline
-from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes, scaled_newton_schulz, second_moments
+from autoprec.cost.rest import (
+    GRADIENT_BYTES,
+    beside_bytes,
+    optimizer_bytes,
+    scaled_newton_schulz,
+    second_moments,
+)
 from autoprec.cost.saved import Setting, Walk, saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import OptimizerPolicy
+
+#: Bytes of a parameter, on average, below which a model is in 16 bits.
+_NARROW = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +171,12 @@ def step_memory(
     grown = parameters / recorded / shards
     muon = scaled_newton_schulz(report, scale)
     second = second_moments(muon, parameters)
-    stored, before = optimizer_bytes(optimizer, second)[0], optimizer_bytes(OptimizerPolicy(), second)[0]
     known = bool(muon) or seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0)
-    change = (stored - before) * parameters / shards if known else 0.0
+    if seen.get("parameters", 0) < _NARROW * recorded:
+        change = beside_bytes(optimizer, second, moments=known) * parameters / shards
+    else:
+        stored, before = optimizer_bytes(optimizer, second)[0], optimizer_bytes(OptimizerPolicy(), second)[0]
+        change = (stored - before) * parameters / shards if known else 0.0
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
     if not any(row.phase == "backward" and row.sources for row in report.operators):
         saved, casts = saved_bytes(report, setting, script)

@@ -171,6 +171,23 @@ def optimizer_bytes(policy: OptimizerPolicy, second: float = 1.0) -> tuple[float
     return stored, 2.0 * stored + GRADIENT_BYTES[policy.gradients]
 
 
+def beside_bytes(policy: OptimizerPolicy, second: float = 1.0, *, moments: bool = True) -> float:
+    """Return the bytes per parameter that storage adds to a model in 16 bits.
+
+    Exact weights lie beside the parameters, which stay; moments that are not stored have the parameters' dtype.
+
+    Args:
+        policy: what is stored how.
+        second: share of the parameters that have a second moment, see :func:`second_moments`.
+        moments: whether there are any.
+    """
+    weights = 0.0 if policy.weights == "fp32" else _WEIGHT_BYTES[policy.weights]
+    if not moments:
+        return weights
+    first, other = min(2.0, _EXP_AVG_BYTES[policy.exp_avg]), min(2.0, _EXP_AVG_SQ_BYTES[policy.exp_avg_sq])
+    return weights + first - 2.0 + second * (other - 2.0)
+
+
 def scaled_newton_schulz(report: GraphReport, scale: CostScale) -> list[NewtonSchulz]:
     """Return what Muon multiplies at scaled shapes: both sides of its matrices grow, and blocks repeat."""
     return [

@@ -40,7 +40,16 @@ from autoprec.tuning.phases.answer import emitted_policy, save_front, search_res
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
-from autoprec.tuning.phases.soundness import faults, naming_faults, told, why_flat, with_soundness
+from autoprec.tuning.phases.soundness import (
+    faults,
+    mend_of,
+    naming_faults,
+    told,
+    why_flat,
+    with_mend,
+    with_price,
+    with_soundness,
+)
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
 from autoprec.tuning.setup import Setup
@@ -250,7 +259,10 @@ class Search:
         self._check_time(host, starts=1)
         whole = Setup.of(self.options, host.info, graph, shapes(self._variants))
         other = whole.reference_policy()  # which is judged as it runs, not as the script does
-        return bound_of(whole, faults(self._record(host, other) if other else graph, self.command))
+        found = faults(self._record(host, other) if other else graph, self.command)
+        mend = mend_of(found, whole, lambda policy: self._record(host, policy))
+        bound = bound_of(whole, found)
+        return replace(bound, mend=mend, setup=with_mend(bound.setup, mend.settings)) if mend else bound
 
     def _begin_study(self, host: _Host, bound: Bound) -> tuple[PairedRunner, SearchState]:
         """Sign the study, or go on with it, and say what is searched."""
@@ -310,6 +322,7 @@ class Search:
             answer = answer.with_reasons(Reason("under_variant", rows))
             self.listener.phase("answer")
         losses = state.own.losses if state.own is not None else ()
+        answer = with_price(answer, bound.mend, bound.setup, state.store.records)
         answer = with_soundness(answer, bound.at_fault, losses, self.options.reference)
         return self._finish(bound, state, answer, runner)
 

@@ -22,6 +22,7 @@ from autoprec.tuning.decide.presets import COMPILED, widest
 from autoprec.tuning.decide.published import LIBRARIES
 from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.phases.soundness import MENDED, Mend
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import Params, Run, pooled
 
@@ -90,6 +91,7 @@ class Bound:
         at_fault: what in the script itself makes its training doubtful.
         beyond: the bound is worth a search of the whole space.
         ends: it is the answer: nothing is run.
+        mend: what a policy can mend of the script's faults; None for nothing.
     """
 
     setup: Setup
@@ -98,6 +100,7 @@ class Bound:
     beyond: bool
     narrow: bool
     ends: bool
+    mend: Mend | None = None
 
 
 def bound_of(whole: Setup, at_fault: Iterable[Finding]) -> Bound:
@@ -123,11 +126,12 @@ def by_hand(known: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
     in the layers that its filter takes, Transformer Engine's delayed and current scaling, and MXFP8 on GPUs that
     multiply it. Where a default cannot be run, its recipe in most layers stands for it. What was published for the
     family of the model. And for a script that compiles nothing ``torch.compile`` of its blocks, where 16 bit is the
-    baseline, beside that.
+    baseline, beside that. Before all others the script with its faults
+    mended, where a policy can mend them.
     """
     names = [name for name, _ in known]
     public = {short: name for name in names for short in _PUBLISHED.findall(name)}
-    order = [*NAMES, *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public)]
+    order = [MENDED, *NAMES, *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public)]
     order += [public[short] for short in LIBRARIES if short in public]
     order += [name for short, name in public.items() if published(short).families]
     order += [COMPILED, *(f"{name}, compiled" for name in NAMES)]

@@ -10,6 +10,7 @@ from autoprec.cost.model import CostModel
 from autoprec.cost.rates import default_rates
 from autoprec.cost.rest import (
     OTHER,
+    beside_bytes,
     category,
     exchange_seconds,
     growth,
@@ -134,3 +135,18 @@ def test_what_muon_trains_has_no_second_moment() -> None:
     half, all_of_it = (optimizer_bytes(OptimizerPolicy(), share) for share in (0.5, 1.0))
     assert (half[0], all_of_it[0]) == (10.0, 12.0)
     assert half[1] < all_of_it[1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "moments", "more"),
+    [
+        ({}, True, 0.0),
+        ({"weights": "bf16_kahan"}, True, 4.0),
+        ({"weights": "bf16_kahan"}, False, 4.0),
+        ({"weights": "bf16_stochastic", "exp_avg_sq": "fp16_scaled"}, True, 2.0),
+        ({"exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"}, True, -1.0),
+        ({"exp_avg": "e4m3", "exp_avg_sq": "int8_block"}, True, -1.97),
+    ],
+)
+def test_of_a_model_in_sixteen_bits_exact_weights_lie_beside_it(stored, moments, more):
+    assert beside_bytes(OptimizerPolicy(**stored), moments=moments) == pytest.approx(more)

@@ -251,6 +251,32 @@ def _doubtful_reference(faults: Sequence[dict[str, str]]) -> str:
     return f"The script's own precision is in doubt: {_first_two([*map(fault_text, faults)])}"
 
 
+def _mended(
+    settings: Mapping[str, str],
+    cures: Sequence[str],
+    left: Sequence[str],
+    name: str,
+    step_ms: float,
+    script_ms: float,
+    memory: float,
+    source: str,
+    divergence: float | None = None,
+) -> str:
+    """Say what a policy mends, and at which price; a gap to a faulty reference is not held against it."""
+    section = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    rest = f"; it leaves {' and '.join(left)}" if left else ""
+    more = memory_text(abs(memory)) + (" more" if memory >= 0 else " less")
+    text = (
+        f"A policy with `optimizer: {{{section}}}` ('{name}') mends {' and '.join(cures)}, as a step judged under it "
+        f"shows{rest}. A step then takes {step_ms:.3g} ms, {script_ms:.3g} ms as written ({source}), and {more} memory "
+        "(modelled)"
+    )
+    if divergence is None:
+        return text
+    gap = f"that its losses are {divergence:.3%} from those of the script, which is at fault, says nothing against it"
+    return f"{text}; {gap}"
+
+
 def fault_text(row: Mapping[str, str]) -> str:
     """Return what a fault of the script's own precision is, and where."""
     return f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ")
@@ -319,6 +345,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "cost_model": lambda text: text,
     "unsound_reference": _unsound_reference,
     "doubtful_reference": _doubtful_reference,
+    "mended": _mended,
     "interrupted": lambda: "interrupted before the search had ended",
     "cut_short": lambda what: f"cut short: {'; '.join(what)}",
     "only_sixteen_bit": lambda bound, cause: (

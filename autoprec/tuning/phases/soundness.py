@@ -5,21 +5,31 @@ It looks at what is there anyway: the recorded step (:mod:`autoprec.graph.census
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from autoprec.errors import NothingAcceptableError
+from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
+from autoprec.policy.space import SpacePreset
+from autoprec.precision.recipes import KEEP
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, fault_text
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import Finding, findings
 from autoprec.tuning.lint.source import settings_of
+from autoprec.tuning.setup import Setup
+from autoprec.tuning.study.run import MODELLED, Run, pooled
 
 #: Faults under which weights hardly move, whatever the learning rate and the number of steps.
 _STANDING = frozenset(("updates-lost", "rate-below-half-ulp", "stale-casts", "fp16-unscaled"))
+#: The preset under which a policy stores what weights and moments of the script lose in bf16.
+MENDED = "the script, mended"
+#: Code of a fault -> the parameter of the study that mends it, and its value.
+_MENDS = {"updates-lost": ("weights", "bf16_kahan"), "moment-16bit": ("exp_avg_sq", "fp16_scaled")}
 #: Steps from which on losses that are one number mean that nothing is learnt.
 _FEWEST = 3
 
@@ -79,6 +89,93 @@ def with_soundness(answer: Decision, found: Sequence[Finding], losses: Sequence[
     if doubts:
         answer = answer.with_reasons(Reason("doubtful_reference", {"faults": doubts}))
     return answer if why is None else replace(answer, reasons=(why, *answer.reasons))
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """What a policy can mend of the script's faults.
+
+    Attributes:
+        settings: of its ``optimizer`` section.
+        cures: codes of faults that it is for and that a step judged under it does not have; ``left`` of all others.
+    """
+
+    settings: Mapping[str, str]
+    cures: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def mend_of(found: Sequence[Finding], setup: Setup, judged: Callable[[Document], GraphReport]) -> Mend | None:
+    """Return what a policy can mend of a script's faults, as a step shows that runs under it; None for nothing.
+
+    Args:
+        found: faults of the reference.
+        setup: whose reference they are of.
+        judged: records and judges a step under a policy document.
+    """
+    errors = [one for one in found if one.severity == "error"]
+    low = {one.code for one in errors if one.seen is not None and one.seen.figures.get("to") == "bf16"}
+    settings = dict(mend for code, mend in _MENDS.items() if code in low)
+    if not settings or setup.options.reference != "script":
+        return None
+    wider = with_mend(setup, settings)
+    try:
+        graph = judged(wider.problem.policy(mended_params(wider, settings)).to_dict())
+    except ScriptError:  # an optimizer whose state no policy can store
+        return None
+    if graph.judged is None:
+        return None
+    seen = findings(Facts(report=graph))
+    still = {one.code for one in seen if one.severity == "error"} | ({*low} if graph.judged.unseen else set())
+    codes = tuple(dict.fromkeys(one.code for one in errors))
+    cures = tuple(code for code in codes if code in low & _MENDS.keys() and code not in still)
+    return Mend(settings, cures, tuple(code for code in codes if code not in cures)) if cures else None
+
+
+def with_mend(setup: Setup, settings: Mapping[str, str]) -> Setup:
+    """Return a search that may mend its script: further values of the study's parameters, and a preset of them.
+
+    Args:
+        setup: of the search.
+        settings: of a policy's ``optimizer`` section.
+    """
+    space = setup.space
+    values = {name: tuple(dict.fromkeys((*getattr(space.optimizer, name), value))) for name, value in settings.items()}
+    preset = SpacePreset(name=MENDED, choice=KEEP, parameters={f"optimizer.{k}": v for k, v in settings.items()})
+    changes = {"optimizer": space.optimizer.model_copy(update=values), "presets": (*space.presets, preset)}
+    return setup.restricted(space.model_copy(update=changes))
+
+
+def mended_params(setup: Setup, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the point of a search at which the script runs as it is written, but mended."""
+    return setup.problem.params_of(KEEP, **{f"optimizer.{name}": value for name, value in settings.items()})
+
+
+def with_price(answer: Decision, mend: Mend | None, setup: Setup, records: Sequence[Run]) -> Decision:
+    """Return a decision that says what mending the script costs: measured where that ran, else modelled.
+
+    Args:
+        answer: of the search.
+        mend: what a policy can mend; None for nothing.
+        setup: of the search.
+        records: every run of the study.
+    """
+    if mend is None:
+        return answer
+    ran = next((run for name, run in pooled(records).items() if name.startswith(MENDED)), None)
+    estimate, script = setup.steps.of(mended_params(setup, mend.settings)), setup.steps.script()
+    data = {
+        "settings": dict(mend.settings),
+        "cures": list(mend.cures),
+        "left": list(mend.left),
+        "name": MENDED,
+        "step_ms": ran["step_time_ms"] if ran else estimate.time_ms,
+        "script_ms": ran["step_time_ms"] * ran["speedup"] if ran else script.time_ms,
+        "memory": estimate.memory_bytes - script.memory_bytes,
+        "divergence": ran.get("divergence") if ran else None,
+        "source": ran.metrics["step_time_ms"].source if ran else MODELLED,
+    }
+    return answer.with_reasons(Reason("mended", data))
 
 
 @contextmanager

@@ -6,15 +6,33 @@ from typing import Any
 
 import pytest
 
-from autoprec.errors import NothingAcceptableError
+from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.census import Judged, Observation
+from autoprec.graph.report import GraphReport
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.noise import Baseline, uninformative
+from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.lint.rules import Finding
-from autoprec.tuning.phases.soundness import faults, is_still, naming_faults, told, why_flat, with_soundness
-from autoprec.tuning.setup import reference_policy
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.phases.soundness import (
+    MENDED,
+    Mend,
+    faults,
+    is_still,
+    mend_of,
+    naming_faults,
+    told,
+    why_flat,
+    with_mend,
+    with_price,
+    with_soundness,
+)
+from autoprec.tuning.setup import Setup, reference_policy
+from autoprec.tuning.sixteen_bit import by_hand
+from autoprec.tuning.study.run import Run, metrics_of
 from benchmarks.cost.decoder import PRESETS, decoder_report
 from benchmarks.precision.running import FAULTY, found_in
 
@@ -151,3 +169,87 @@ def test_a_loss_that_is_one_number_is_no_training() -> None:
 )
 def test_a_reference_in_fp32_has_the_faults_that_its_recipes_do_not_reach(name: str, left: set[str]) -> None:
     assert {one.code for one in found_in(FAULTY / f"{name}.py", policy=reference_policy("fp32"))} == left
+
+
+def _searched(reference: str = "script", target: str = "cpu") -> Setup:
+    host = HostInfo("fork", {"class": "GPT"}, (), ("AdamW",), "cpu")
+    return Setup.of(SearchOptions(command=("train.py",), reference=reference, target=target), host, GPT)
+
+
+def _fault(code: str, to: str = "bf16", grade: str = "error") -> Finding:
+    figures = LOST | {"to": to, "kept": 1.0, "name": "exp_avg_sq", "beta": 0.999, "dtype": "bf16"}
+    return Finding(code, "train.py:5", grade=grade, seen=Observation(code, "train.py:5", figures=figures))
+
+
+def _seen(*codes: str, unseen: tuple[str, ...] = ()) -> Any:
+    asked: list[dict[str, Any]] = []
+
+    def judged(policy: dict[str, Any]) -> GraphReport:
+        asked.append(policy)
+        found = tuple(Observation(code, "train.py:5", figures=LOST) for code in codes)
+        return replace(GPT, judged=Judged(observations=found, unseen=unseen))
+
+    return judged, asked
+
+
+@pytest.mark.parametrize(
+    ("found", "settings"),
+    [
+        ([_fault("updates-lost")], {"weights": "bf16_kahan"}),
+        ([_fault("moment-16bit")], {"exp_avg_sq": "fp16_scaled"}),
+        ([_fault("updates-lost"), _fault("moment-16bit")], {"weights": "bf16_kahan", "exp_avg_sq": "fp16_scaled"}),
+        ([_fault("updates-lost", to="fp16")], None),  # a pair of bf16 values is coarser than fp16 in the forward pass
+        ([_fault("updates-lost", grade="warning")], None),
+        ([_fault("stale-casts")], None),
+        ([], None),
+    ],
+)
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_what_a_policy_can_mend_becomes_a_choice_of_the_study(
+    found: list[Finding], settings: dict[str, str] | None, target: str
+) -> None:
+    setup, (judged, asked) = _searched(target=target), _seen()
+    mend = mend_of(found, setup, judged)
+    assert (None if mend is None else mend.settings) == settings
+    if mend is None:
+        assert not asked
+        return
+    assert mend.cures == tuple(one.code for one in found)
+    assert {name: asked[0]["optimizer"][name] for name in mend.settings} == settings
+    wider = with_mend(setup, mend.settings)
+    assert {f"optimizer.{name}" for name in mend.settings} <= wider.problem.parameters.keys()
+    known = presets(wider.problem)
+    assert by_hand(known)[0][0].startswith(MENDED)
+    assert not wider.problem.is_script(by_hand(known)[0][1])
+    assert not any(name.startswith(MENDED) for name, _ in presets(setup.problem))
+
+
+def test_only_what_a_judged_step_shows_to_be_cured_is_said_to_be() -> None:
+    setup, both = _searched(), [_fault("updates-lost"), _fault("stale-casts")]
+    mend = mend_of(both, setup, _seen("stale-casts")[0])
+    assert mend is not None
+    assert (mend.cures, mend.left) == (("updates-lost",), ("stale-casts",))
+    assert mend_of(both, setup, _seen("updates-lost")[0]) is None
+    assert mend_of(both[:1], setup, _seen(unseen=("updates were not judged",))[0]) is None
+    assert mend_of(both, _searched(reference="fp32"), _seen()[0]) is None
+
+    def refused(_: dict[str, Any]) -> GraphReport:
+        raise ScriptError("low-precision state is implemented for torch's Adam")
+
+    assert mend_of(both, setup, refused) is None
+
+
+def test_the_price_of_mending_is_measured_where_it_ran_and_else_modelled() -> None:
+    setup, stay = _searched(), Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
+    mend = Mend({"weights": "bf16_kahan"}, ("updates-lost",), ("stale-casts",))
+    wider = with_mend(setup, mend.settings)
+    assert with_price(stay, None, wider, []) is stay
+    first, modelled = statements([Reason.from_json(one.to_json()) for one in with_price(stay, mend, wider, []).reasons])
+    assert first == "nothing gains"
+    assert "mends updates-lost, as a step judged under it shows; it leaves stale-casts" in modelled
+    assert "ms as written (modelled)" in modelled
+    metrics = metrics_of({"step_time_ms": 3.0, "speedup": 0.8, "divergence": 0.01})
+    run = Run(1, "preset", MENDED, {}, {}, "ok", metrics=metrics)
+    (_, measured) = with_price(stay, mend, wider, [run]).reasons
+    assert "takes 3 ms, 2.4 ms as written (measured)" in str(measured)
+    assert "its losses are 1.000% from those of the script, which is at fault, says nothing against it" in str(measured)
