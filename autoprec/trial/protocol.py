@@ -183,6 +183,7 @@ class DuelSpec(TrialSpec):
         side_by_side: contenders are forks where there may be more than one.
         by_block: as :attr:`TrainSpec.by_block`.
         by_backend: a contender is refused where none of the backends that its evidence names runs a layer.
+        log: as :attr:`ScanSpec.log`, of each round.
     """
 
     kind: ClassVar[str] = "duel"
@@ -193,6 +194,7 @@ class DuelSpec(TrialSpec):
     side_by_side: int = 1
     by_block: bool = False
     by_backend: bool = False
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,6 +218,10 @@ class PairedRunner:
             self._kept_s += question.known.wall_s
         return question.known
 
+    def duel(self, spec: DuelSpec) -> TrialResult:
+        """Run a duel; the rounds of one that an earlier session was killed in count."""
+        return self.on_host(spec) if self._kept is None else self._kept.duel(spec, self.on_host)
+
     def _is_kept(self, spec: TrialSpec) -> bool:
         """Say whether the study does not hold what a trial finds: the reference's runs, and gradient errors.
 

@@ -91,7 +91,7 @@ def folder_of(base: Path, name: str) -> Path:
 
 def probed(folder: Path) -> int:
     """Return how many probes have left an answer behind."""
-    logs = (folder / "autoprec-runs" / "s" / "hosts").glob("**/scan-*.jsonl")
+    logs = (folder / "autoprec-runs" / "s" / "hosts").glob("**/part-*.jsonl")
     return sum(log.read_bytes().count(b"\n") for log in logs)
 
 

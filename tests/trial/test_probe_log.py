@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.probe_log import append_row, read_rows
+from autoprec.trial.probe_log import append_round, append_row, read_rounds, read_rows
 from autoprec.trial.protocol import ProbeResult
 
 ROWS = (ProbeResult("0|bf16", 0.25, 1.5), ProbeResult("1|fp8", None, None, nonfinite=True), ProbeResult("2|int8", 1e-9))
@@ -66,3 +66,16 @@ def test_a_loss_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     append_row(path, ProbeResult("0|bf16", 0.5, math.nan))
     assert read_rows([path]) == {"0|bf16": ProbeResult("0|bf16", 0.5)}
+
+
+def test_rounds_of_all_processes_are_read_with_the_seconds_of_each(tmp_path: Path) -> None:
+    """A process counts its seconds from its own begin."""
+    path = tmp_path / "a.jsonl"
+    for ms, seconds in ((3.0, 1.0), (4.0, 2.5), (5.0, 0.5), (6.0, 1.5)):
+        append_round(path, {"": ms, "all bf16": 2.0}, seconds)
+    append_row(path, ROWS[0])  # of a scan
+    rounds, taken = read_rounds([path, tmp_path / "none.jsonl"])
+    assert rounds == [{"": ms, "all bf16": 2.0} for ms in (3.0, 4.0, 5.0, 6.0)]
+    assert taken == pytest.approx(2.5 + 1.5)
+    assert read_rows([path]) == {ROWS[0].id: ROWS[0]}
+    assert read_rounds([]) == ([], 0.0)

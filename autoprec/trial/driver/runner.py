@@ -32,7 +32,16 @@ from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threa
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
-from autoprec.trial.protocol import PATIENCE_S, SMALL_MODEL, HostInfo, ScanSpec, TrialResult, TrialSpec, TrySpec
+from autoprec.trial.protocol import (
+    PATIENCE_S,
+    SMALL_MODEL,
+    DuelSpec,
+    HostInfo,
+    ScanSpec,
+    TrialResult,
+    TrialSpec,
+    TrySpec,
+)
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES, _MAX_LOST = 2, 3
@@ -304,7 +313,7 @@ class TrialRunner(Runner):
     def _in_process(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
         """Start a process of the script for one trial, wait for its end, and read what it wrote."""
         began = time.monotonic()
-        if isinstance(spec, ScanSpec) and spec.log:
+        if isinstance(spec, (ScanSpec, DuelSpec)) and spec.log:
             spec = replace(spec, log=str(self.run_dir.absolute() / spec.log))
         config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), asked=began)
         private, name = Path(config["private"]), f"result-{uuid.uuid4().hex[:12]}"

@@ -25,13 +25,14 @@ from autoprec.applying.compiling import allow_contenders, cache_graphs, is_compi
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
-from autoprec.numerics.sharded import any_rank, world_size
+from autoprec.numerics.sharded import any_rank, rank, world_size
 from autoprec.policy import policy_from_dict
 from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.probe_log import append_round
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
 
 #: A block takes about so long (s), in so many steps at most; a step beyond that is a block by itself.
@@ -149,6 +150,7 @@ class Duel:
         if not self._order:
             if self._round and self._round.keys() >= self._lanes.keys():
                 self._rounds.append(self._round)
+                self._log()
             self._round = {}
             if self._is_known(loop):
                 self.end()
@@ -157,6 +159,11 @@ class Duel:
         lane, self._timed = self._order.pop(), 0
         if lane != self._lane:
             self._put(lane, loop, _SETTLING)
+
+    def _log(self) -> None:
+        own_s, spec = time.process_time() - self._own, self._spec
+        seconds = time.monotonic() - self._began if spec.on_the_clock else own_s
+        append_round(spec.log if rank() == 0 else "", self._round, seconds)
 
     def _put(self, lane: str, loop: Loop, steps: int) -> None:
         """Exchange the policy, and let so many steps go by."""

@@ -31,6 +31,7 @@ from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.intervals import FEWEST
+from autoprec.trial.probe_log import append_round
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
 
 #: A block takes about so long (s).
@@ -95,6 +96,7 @@ class ForkedDuel:
             if times.keys() != set(open_):
                 break  # the script ends before a step that could be timed
             rounds.append(times)
+            append_round(self._spec.log, times, time.monotonic() - began if self._spec.on_the_clock else own_s)
             open_ = [REFERENCE, *undecided(rounds, open_, self._spec.precision)]
         if REFERENCE in refused:
             return Unanswered(f"the reference of a duel failed: {refused[REFERENCE]}")

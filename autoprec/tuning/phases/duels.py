@@ -161,7 +161,7 @@ class Duels:
             )
             policies = {run.name: self._runner.as_run(run.policy) for run in exchanged}
             share = within * len(group) / len(here)
-            rounds, failed = timed_together(self._runner.on_host, spec, policies, share)
+            rounds, failed = timed_together(self._runner.duel, spec, policies, share)
             known += rounds
             together, failure = together + exchanged, failure or failed
         if failure:
@@ -222,7 +222,7 @@ class Duels:
             by_block=by_block,
             by_backend=True,
         )
-        result = self._runner.on_host(spec)
+        result = self._runner.duel(spec)
         self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began
         if not isinstance(result.answer, DuelRounds):
             return [], dict.fromkeys(policies, f"{result.status}: {result.reason}")

@@ -1,8 +1,9 @@
 """What a search knows before its study holds a trial, kept as soon as it is known: one that is killed goes on there.
 
-The recorded step, the runs of the reference and the gradient errors are answers of trials that the study does not hold.
-Each is a file under a key of all that it depends on: what was asked, of which sources and arguments, by which versions,
-on which machine. What belongs to another key is never found, and so is no answer to the search of now.
+The recorded step, the runs of the reference and the gradient errors are answers of trials that the study does not hold;
+a duel it holds when that has ended. Each is a file under a key of all that it depends on: what was asked, of which
+sources and arguments, by which versions, on which machine. What belongs to another key is never found, and so is no
+answer to the search of now.
 """
 
 from __future__ import annotations
@@ -25,8 +26,18 @@ from autoprec.support.files import checksum, finite, read_document, with_checksu
 from autoprec.support.optional import installed_version
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.probe_log import read_rows
-from autoprec.trial.protocol import GradientErrors, HostInfo, ProbeResult, ScanSpec, TrialResult, TrialSpec
+from autoprec.trial.intervals import FEWEST
+from autoprec.trial.probe_log import read_rounds, read_rows
+from autoprec.trial.protocol import (
+    DuelRounds,
+    DuelSpec,
+    GradientErrors,
+    HostInfo,
+    ProbeResult,
+    ScanSpec,
+    TrialResult,
+    TrialSpec,
+)
 
 #: What a spec says of how long its trial may take and of where it writes, which changes no result that is whole.
 _ASIDE = ("within_s", "timeout_s", "side_by_side", "log")
@@ -43,6 +54,8 @@ _NUMERIC = (
     "NVIDIA_TF32",
     "PYTHONHASHSEED",
 )
+#: Share of a duel's seconds that is as good as all of them.
+_ENOUGH = 0.8
 #: The recorded step of a large model is a document of some megabytes.
 _MOST_BYTES = 1 << 28
 
@@ -134,11 +147,31 @@ class KeptAnswers:
         known = _read(path)
         if known is not None or not isinstance(spec, ScanSpec):
             return Question(spec, known, spec, path)
-        log = f"scan-{name}.jsonl"
+        log = f"part-{name}.jsonl"
         rows = read_rows(sorted(self._hosts.glob(f"**/{log}")))
         # at least one is asked: a scan also says what the batch is like
         probes = tuple(probe for probe in spec.probes if probe.id not in rows) or spec.probes[-1:]
         return Question(spec, None, replace(spec, probes=probes, log=log), path, rows)
+
+    def duel(self, spec: DuelSpec, run: Callable[[TrialSpec], TrialResult]) -> TrialResult:
+        """Return a duel with the rounds of one that was killed; the study holds those of all others.
+
+        Args:
+            spec: of the duel, with the seconds that it may take.
+            run: runs a trial.
+        """
+        log = f"part-{self._key(spec, 0)}-duel.jsonl"
+        rounds, taken = read_rounds(sorted(self._hosts.glob(f"**/{log}")))
+        within, left = spec.within_s or 0.0, replace(spec, log=log)
+        if rounds:  # blocks are as long as if there had been none
+            left = replace(left, within_s=max(0.5 * within, within - taken))
+        enough = len(rounds) >= FEWEST and taken >= _ENOUGH * within
+        result = TrialResult("ok", answer=DuelRounds()) if enough else run(left)
+        for one in self._hosts.glob(f"**/{log}"):
+            one.unlink(missing_ok=True)
+        if not isinstance(result.answer, DuelRounds):
+            return result
+        return replace(result, answer=replace(result.answer, rounds=(*rounds, *result.answer.rounds)))
 
     def ask(self, spec: TrialSpec, run: Callable[[TrialSpec], TrialResult]) -> TrialResult:
         """Return the answer to a question under the script's own seed, known or not.
@@ -153,7 +186,7 @@ class KeptAnswers:
     def clear(self) -> None:
         """Forget all answers: the search has ended, and another one asks anew."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        for log in self._hosts.glob("**/scan-*.jsonl"):
+        for log in self._hosts.glob("**/part-*.jsonl"):
             with contextlib.suppress(OSError):
                 log.unlink()
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from autoprec.errors import NoSpaceError
 from autoprec.support.files import canonical_json
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.probe_log import append_row
+from autoprec.trial.probe_log import append_round, append_row
 from autoprec.trial.protocol import (
+    DuelRounds,
+    DuelSpec,
     GradientErrors,
     HostInfo,
     Probe,
@@ -138,6 +140,42 @@ def test_a_scan_that_ran_out_of_time_is_not_whole(tmp_path: Path) -> None:
     part = TrialResult("ok", answer=GradientErrors(rows(0, 1)))
     assert held(tmp_path).question(SCAN).finish(part) == part
     assert held(tmp_path).question(SCAN).known is None
+
+
+DUEL = DuelSpec(probes=(Probe("all bf16", {"default": "bf16"}),), within_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "seconds", "left"),
+    [(0, 0.0, 10.0), (2, 1.0, 9.0), (4, 3.0, 7.0), (9, 7.0, 5.0), (3, 9.0, 5.0), (8, 8.5, None)],
+)
+def test_the_rounds_of_a_duel_that_was_killed_count(
+    tmp_path: Path, earlier: int, seconds: float, left: float | None
+) -> None:
+    """A duel that takes longer than a session lasts comes to its end all the same."""
+    asked: list[DuelSpec] = []
+
+    def run(spec: TrialSpec) -> TrialResult:
+        assert isinstance(spec, DuelSpec)
+        asked.append(spec)
+        return TrialResult("ok", answer=DuelRounds(({"": 9.0, "all bf16": 3.0},), steps=4))
+
+    with pytest.raises(Killed):
+        held(tmp_path).duel(DUEL, killed)
+    (folder := tmp_path / "hosts" / "host-0").mkdir(parents=True)
+    log = folder / f"part-{held(tmp_path)._key(DUEL, 0)}-duel.jsonl"
+    for number in range(earlier):
+        append_round(log, {"": 8.0, "all bf16": 2.0 + number}, seconds * (number + 1) / earlier)
+    answer = held(tmp_path).duel(DUEL, run).answer
+    assert isinstance(answer, DuelRounds)
+    assert [one["all bf16"] for one in answer.rounds[:earlier]] == [2.0 + number for number in range(earlier)]
+    assert len(answer.rounds) == earlier + (left is not None)
+    assert [spec.within_s for spec in asked] == ([] if left is None else [pytest.approx(left)])
+    assert held(tmp_path).duel(DUEL, run).answer == DuelRounds(({"": 9.0, "all bf16": 3.0},), steps=4), "the next one"
+
+
+def killed(_spec: TrialSpec) -> TrialResult:
+    raise Killed
 
 
 def test_a_damaged_file_is_asked_anew_and_replaced(tmp_path: Path) -> None:

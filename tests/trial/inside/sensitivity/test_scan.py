@@ -11,8 +11,8 @@ import torch
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.sensitivity.scan import _Watch, hardly_moved
-from autoprec.trial.probe_log import read_rows
-from autoprec.trial.protocol import GradientErrors, Probe, ScanSpec
+from autoprec.trial.probe_log import read_rounds, read_rows
+from autoprec.trial.protocol import DuelRounds, DuelSpec, GradientErrors, Probe, ScanSpec
 from tests.trial.conftest import uniform
 
 
@@ -64,3 +64,16 @@ def test_each_answer_is_in_the_log_that_the_scan_was_given(host: Any, tmp_path: 
     assert [bool(row.failed) for row in result.answer.probes] == [False, True, False]
     told = {row.id: row for row in result.answer.probes if not row.failed}
     assert read_rows([tmp_path / "run" / "scan.jsonl"]) == told
+
+
+@pytest.mark.parametrize("forks", [2, 1])
+def test_each_round_is_in_the_log_that_a_duel_was_given(host: Any, tmp_path: Path, forks: int) -> None:
+    """Where contenders have processes of their own, and where they take turns in one."""
+    with host("plain.py") as runner:
+        probes = (Probe("bf16", uniform("bf16")),)
+        result = runner.run(DuelSpec(probes=probes, within_s=0.5, side_by_side=forks, log="duel.jsonl"))
+    assert isinstance(result.answer, DuelRounds), result
+    rounds, seconds = read_rounds([tmp_path / "run" / "duel.jsonl"])
+    assert rounds == list(result.answer.rounds)
+    assert bool(rounds) == (seconds > 0)
+    assert rounds
