@@ -183,12 +183,12 @@ def naming_faults(found: Sequence[Finding]) -> Iterator[None]:
     """Let a reference that cannot be measured end with what was seen of its precision: that may be why.
 
     Raises:
-        NothingAcceptableError: as it was raised inside, with its faults of severity error and their cures.
+        NothingAcceptableError: as it was raised inside, with its faults and their cures: warnings where no error is.
     """
     try:
         yield
     except NothingAcceptableError as error:
-        if rows := _rows(found, "error"):
+        if rows := _rows(found, "error") or _rows(found, "warning"):
             error.what += f". {Reason('doubtful_reference', {'faults': rows})}"
             error.fix += f"; as for its precision: {'; '.join(dict.fromkeys(row['fix'] for row in rows[:2]))}"
         raise

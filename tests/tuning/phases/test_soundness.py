@@ -141,6 +141,12 @@ def test_a_reference_that_cannot_be_measured_names_what_may_be_the_cause(tmp_pat
         raise NothingAcceptableError("its loss is not finite", fix="make it train first")
     assert "train.py:3: the epsilon of Adam" in caught.value.what
     assert caught.value.fix.startswith("make it train first; as for its precision: ")
+    doubtful = _found(tmp_path, Observation("scaler-bf16", "train.py:4", figures={"scale": 1.0}))
+    with (
+        pytest.raises(NothingAcceptableError, match=r"in doubt: train\.py:4: .* \[scaler-bf16\]"),
+        naming_faults(doubtful),
+    ):
+        raise NothingAcceptableError("the script ended after 4 steps")
     with pytest.raises(NothingAcceptableError, match=r"^not finite$"), naming_faults([]):
         raise NothingAcceptableError("not finite")
 
