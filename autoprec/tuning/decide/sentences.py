@@ -138,9 +138,12 @@ def _none_acceptable(first: str = "", why: Reason | None = None, more: int = 0) 
     return text + (f"; nor {'the other' if more == 1 else f'any of the {more} others'}" if more else "")
 
 
-def _compiled_apart(compiled: float, precision: float, low: float | None = None, high: float | None = None) -> str:
+def _compiled_apart(
+    compiled: Sequence[float | None], precision: float, low: float | None = None, high: float | None = None
+) -> str:
+    alone, least, most = (*compiled, None, None)[:3]
     more = speed_text(precision, low, high)
-    return f"compiling the blocks gives {speed_text(compiled)}, the precision {more} over that"
+    return f"compiling the blocks gives {speed_text(alone or 1.0, least, most)}, the precision {more} over that"
 
 
 def _only_blocks(name: str, speedup: float, low: float | None = None, high: float | None = None) -> str:

@@ -116,7 +116,8 @@ def over_compiled(setup: Setup, chosen: Standing, standings: Sequence[Standing],
     alone = next((one for name in _BLOCKS_ALONE for one in standings if one.name == name), None)
     if not _compiles(setup, chosen.run) or alone is None or alone.name == chosen.name:
         return ()
-    data = {"compiled": alone.speedup, "precision": chosen.speedup / alone.speedup}
+    bounds = [alone.low, alone.high] if alone.timed else []
+    data = {"compiled": [alone.speedup, *bounds], "precision": chosen.speedup / alone.speedup}
     both = duels.between(chosen, alone)
     if both is not None:
         data |= dict(zip(("precision", "low", "high"), both, strict=True))
