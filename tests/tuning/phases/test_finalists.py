@@ -439,6 +439,7 @@ def test_the_best_preset_is_in_the_duel_of_the_answer_though_slower_by_trials(tr
     allocation: Any = object.__new__(SeedAllocation)
     allocation._best_preset, allocation._by_hand, allocation._may_be_faster = lambda _: preset, list, lambda _: []
     allocation._is_timed, allocation.duels = False, SimpleNamespace(time=lambda runs, _: asked.extend(runs))
+    allocation._setup, allocation._ok = SimpleNamespace(host=SimpleNamespace(compiled=False)), [policy, int8]
     allocation._time_what_decides(decision)
     assert (int8 in asked) is is_timed
     assert asked[0] is policy
