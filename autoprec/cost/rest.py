@@ -39,10 +39,11 @@ _BYTES = {"fp64": 8.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 #: Share of traffic and of kernels that is left when pointwise chains and norms are fused by a compiler.
 _FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "product": 0.9, "other": 0.8}
 _FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "product": 1.0, "other": 0.6}
+#: Bytes per value of what is stored, scales included: those of ``optim/codecs.py`` (a test compares them).
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "bf16_stochastic": 2.0, "bf16_kahan": 4.0, "e4m3_master": 3.0}
-_EXP_AVG_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0, "e4m3_tensor": 1.0}
-GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0, "e4m3_tensor": 1.0}
-_EXP_AVG_SQ_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "fp16_tensor": 2.0, "int8_block": 1.03}
+_EXP_AVG_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.03125, "e4m3_tensor": 1.0}
+GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.03125, "e4m3_tensor": 1.0}
+_EXP_AVG_SQ_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "fp16_tensor": 2.0, "int8_block": 1.015625}
 
 
 def category(cls: str) -> str:

@@ -9,7 +9,8 @@ A codec turns FP32 values into a tuple of tensors (codes first, then inverse sca
   little at every step and dithers it. Weights use power-of-two scales, as MS-AMP does (arXiv 2310.18313), and so do
   the ``_tensor`` formats, which are MS-AMP's own, averages that stall included: one such scale per tensor;
 * codecs of second moments lift non-zero values to the smallest code instead of flushing them to zero: a flushed
-  second moment divides by epsilon, a lifted one only makes that element's update smaller.
+  second moment divides by epsilon, a lifted one only makes that element's update smaller. ``fp16_tensor`` alone
+  flushes, as MS-AMP does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The format's name in a policy, e.g. ``fp8_block``."""
+        """The policy's word for the format, e.g. ``int8_block``; the audit compares it with what was asked for."""
 
     @property
     def bits(self) -> float:
@@ -311,7 +312,8 @@ class PairCodec:
 _BF16, _FP16 = CastCodec("bf16", torch.bfloat16), TensorCodec("fp16_scaled", torch.float16, power_of_2=True)
 _E4M3 = TensorCodec("e4m3", torch.float8_e4m3fn, power_of_2=True)
 
-#: (what is stored, the policy's word for it) -> codec. FP32 needs none.
+#: (what is stored, the policy's word for it) -> codec. FP32 needs none. A new one also needs its word in
+#: ``policy/schema.py`` (``OptimizerPolicy``) and its bytes in ``cost/rest.py``.
 CODECS: dict[tuple[str, str], Codec] = {
     ("weights", "fp16_scaled"): _FP16,
     ("weights", "bf16_stochastic"): StochasticCodec("bf16_stochastic", torch.bfloat16),

@@ -32,7 +32,7 @@ REFUSED_STATE: dict[tuple[str, str], str] = {
     ),
     ("weights", "fp16"): "unscaled fp16 weights underflow; use fp16_scaled",
     ("weights", "e4m3"): "e4m3 weights without a master lose nearly every update; use e4m3_master",
-    ("exp_avg", "int8_block"): "it is gone, no level named it; use e4m3, of the same size",
+    ("exp_avg", "int8_block"): "no published level stores it so; use e4m3, of about the same size",
     ("exp_avg", "fp16"): "unscaled fp16 flushes small moments to zero; use bf16 or e4m3 (scaled)",
     ("exp_avg_sq", "fp16"): "unscaled fp16 flushes most second moments to zero (71 % measured); use fp16_scaled",
     ("exp_avg_sq", "bf16"): (

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from autoprec.cost import rest
 from autoprec.cost.model import CostModel
 from autoprec.cost.rates import default_rates
 from autoprec.cost.rest import (
@@ -22,6 +23,7 @@ from autoprec.cost.rest import (
 )
 from autoprec.cost.scale import CostScale
 from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
+from autoprec.optim.codecs import CODECS
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 
@@ -144,9 +146,20 @@ def test_what_muon_trains_has_no_second_moment() -> None:
         ({"weights": "bf16_kahan"}, True, 4.0),
         ({"weights": "bf16_kahan"}, False, 4.0),
         ({"weights": "bf16_stochastic", "exp_avg_sq": "fp16_scaled"}, True, 2.0),
-        ({"exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"}, True, -1.0),
-        ({"exp_avg": "e4m3", "exp_avg_sq": "int8_block"}, True, -1.97),
+        ({"exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"}, True, -0.96875),
+        ({"exp_avg": "e4m3", "exp_avg_sq": "int8_block"}, True, -1.953125),
     ],
 )
 def test_of_a_model_in_sixteen_bits_exact_weights_lie_beside_it(stored, moments, more):
     assert beside_bytes(OptimizerPolicy(**stored), moments=moments) == pytest.approx(more)
+
+
+def test_bytes_of_stored_values_are_those_of_their_codecs():
+    tables = {
+        "weights": rest._WEIGHT_BYTES,
+        "exp_avg": rest._EXP_AVG_BYTES,
+        "exp_avg_sq": rest._EXP_AVG_SQ_BYTES,
+        "gradients": rest.GRADIENT_BYTES,
+    }
+    modelled = {(what, name): size for what, table in tables.items() for name, size in table.items() if name != "fp32"}
+    assert modelled == {key: codec.bits / 8 for key, codec in CODECS.items()}

@@ -9,7 +9,8 @@ The rules, in this order (docs/search.md, "The decision"):
 2. The best by the objective leads. What is surely slower than another acceptable one is never taken: beyond both
    intervals where both were timed in a duel, else beyond the timing noise. The others are tied.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory, then a preset.
-4. It is adopted when it beats the script beyond the timing noise; otherwise the answer is "stay".
+4. It is adopted when it beats the script beyond the timing noise; otherwise the answer is "stay", or "undecided" where
+   the search was cut short (``phases/answer.py``).
 
 Reasons are codes with data; :mod:`~autoprec.tuning.decide.sentences` has the words.
 """
@@ -136,7 +137,8 @@ class Decision:
         verdict: ``adopt``, ``stay``, or ``undecided`` where it was cut short.
         reasons: the first says what was decided.
         ranking: everything that was compared, judged; the script first, where it took part.
-        index: position of the chosen one in the ranking; None with ``stay`` where the script took no part.
+        index: position of the answer in the ranking: the adopted policy, or the script with ``stay``; None where the
+            script was not compared.
         not_taken: why others that were measured to be faster are not the answer, by name.
         rests_on: indices of those whose speeds decided: the chosen one and what is tied with it, or the fastest one
             that a "stay" refuses.

@@ -64,9 +64,9 @@ def step_time(step_ms: Sequence[float], warmup: int = 0) -> float:
     """Return the mean step time in milliseconds after ``warmup`` steps, without those of twice the median and more.
 
     On a CPU a step has many page faults or hardly any, depending on where its process's heap ends just then, and may
-    take a quarter longer. The median of 20 steps is one of the two; the mean is what training takes. Steps that take
-    twice as long are those in which the script does something else as well. All steps count when there are no more than
-    ``warmup``; without any the time is infinite.
+    take a quarter longer. The median of 20 such steps may be either of the two; the mean is what training takes. Steps
+    that take twice as long are those in which the script does something else as well. All steps count when there are no
+    more than ``warmup``; without any the time is infinite.
     """
     kept = list(step_ms[warmup:]) or list(step_ms)
     usual = 2.0 * float(np.median(kept)) if kept else math.inf

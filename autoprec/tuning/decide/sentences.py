@@ -1,4 +1,6 @@
-"""Every reason of a decision as a sentence: reasons are codes with data, and words are made from them here alone.
+"""Every reason of a decision as a sentence: reasons are codes with data, and words are made from them here.
+
+The reasons of the cost model alone bring their own text (``cost/verdict.py``).
 
 A :class:`Reason` says why a policy is rejected, why the loss could not judge it, or why the answer is what it is.
 Programs read its code and data (``reasons`` in ``search --json``); ``str(reason)`` is what people read.
