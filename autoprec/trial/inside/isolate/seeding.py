@@ -16,6 +16,9 @@ clock_seeds: dict[str, None] = {}
 _FIXED_SEED = 20_231_117
 #: How far from now, in seconds, a number may be and still be taken for the time.
 _NEAR_S = 5.0
+#: The same of its last 32 bits, and the least that these are taken for: they begin anew every 72 minutes, and come by
+#: what people write (0, 1234, a date). A clock that is not recognised shows as noise, which is told.
+_NEAR_BITS_S, _LEAST_BITS = 2.0, 10**8
 
 
 def reseed(seed: int) -> None:
@@ -34,7 +37,8 @@ def seeded_by_clock(seed: Any) -> bool:
     now = time.time()
     if any(abs(seed - now * unit) < _NEAR_S * unit for unit in (1, 1e3, 1e6, 1e9)):
         return True
-    return any(abs(now * unit % 2**32 - seed) < _NEAR_S * unit for unit in (1e3, 1e6))
+    near = (abs(now * unit % 2**32 - seed) < _NEAR_BITS_S * unit for unit in (1e3, 1e6))
+    return _LEAST_BITS <= seed < 2**32 and any(near)
 
 
 class _Shift:

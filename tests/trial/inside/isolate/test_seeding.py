@@ -6,10 +6,13 @@ import os
 import random
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy
+import pytest
 import torch
 
+from autoprec.trial.inside.isolate import seeding
 from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds, reseed, seeded_by_clock
 
 
@@ -73,7 +76,8 @@ def test_a_later_offset_replaces_an_earlier_one() -> None:
 def test_the_time_is_not_a_seed() -> None:
     def work() -> bool:
         offset_seeds(0)
-        seen = []
+        seen, now = [], 1_764_000_000.0
+        time.time = lambda: now
         for late in (0.0, 1.0):
             random.seed(time.time() + late)
             torch.manual_seed(int(time.time() + late))
@@ -83,7 +87,25 @@ def test_the_time_is_not_a_seed() -> None:
 
     assert in_fork(work)
     assert seeded_by_clock(time.time_ns())
-    assert not any(seeded_by_clock(seed) for seed in (0, 1, 42, 1337, 2**32 - 1, True, "time", None, 20231117))
+    assert not any(seeded_by_clock(seed) for seed in (0, 1, 42, 1337, True, "time", None, 20231117))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 1337, 31337, 1_000_003, 20_231_117, 99_999_999])
+@pytest.mark.parametrize("unit", [1e3, 1e6])
+def test_a_seed_that_a_person_wrote_is_never_the_time(seed: int, unit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last 32 bits of the clock come by it: for ten seconds in 72 minutes seed 0 was another one."""
+    for late in (-1.5, -0.5, 0.0, 0.5, 1.5):
+        now = (400_000 * 2**32 if unit == 1e6 else 400 * 2**32) / unit + seed / unit + late
+        monkeypatch.setattr(seeding, "time", SimpleNamespace(time=lambda now=now: now))
+        assert not seeded_by_clock(seed)
+
+
+@pytest.mark.parametrize("unit", [1e3, 1e6])
+@pytest.mark.parametrize("late", [0.0, 1e-4, 0.1, 1.5])
+def test_the_last_bits_of_the_time_are_known(unit: float, late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "time", SimpleNamespace(time=lambda: 1_764_000_000.0 + late))
+    assert seeded_by_clock(int(1_764_000_000.0 * unit) % 2**32)
+    assert not seeded_by_clock(2**32 + int(1_764_000_000.0 * unit) % 2**32)
 
 
 def test_reseed() -> None:
