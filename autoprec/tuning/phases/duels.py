@@ -61,7 +61,9 @@ class Duels:
     def __init__(self, setup: Setup, runner: PairedRunner, state: SearchState) -> None:
         self._setup, self._runner, self._state = setup, runner, state
         self._tried: set[tuple[str, bool]] = set()
-        self._again: Counter[str] = Counter()
+        #: Duels of each policy beyond its first, those of an earlier session included.
+        self._again = Counter(run.name for run in state.store.records if run.kind == DUEL and run.ok)
+        self._again -= Counter(set(self._again))
         #: Of whole models, and of blocks.
         self._rounds: dict[bool, list[dict[str, float]]] = {False: [], True: []}
 

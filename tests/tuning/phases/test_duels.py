@@ -205,6 +205,20 @@ def test_what_is_known_within_nine_percent_is_timed_until_it_is_known_better(
     assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) > 2
 
 
+def test_duels_of_a_session_that_was_killed_count(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A search that was killed every 50 s timed the same rough interval again in each of its sessions."""
+    noisy_duels(monkeypatch, [0.8, 0.85, 0.95, 1.0, 1.0, 1.05, 1.15, 1.2])
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    own = [run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]
+    state = SimpleNamespace(store=SimpleNamespace(records=own[-1:] * (1 + duels._MOST_AGAIN)), seconds=None)
+    setup, runner = SimpleNamespace(measured=True), SimpleNamespace(by_block=SimpleNamespace(active=False))
+    again = Duels(setup, runner, state)
+    assert not again.time_again(own[-1:], ())
+    assert again._again == {result.best["name"]: duels._MOST_AGAIN}
+    fresh = SimpleNamespace(store=SimpleNamespace(records=own[:1]), seconds=None)
+    assert not Duels(setup, runner, fresh)._again, "its first duel is none that was done again"
+
+
 def test_what_is_written_by_hand_is_timed_beside_the_answer_where_a_busy_minute_made_its_trial_slow(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
