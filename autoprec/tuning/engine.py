@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from autoprec.tuning.phases.soundness import (
     faults,
     mend_of,
     naming_faults,
+    sound_in_fp32,
     told,
     why_flat,
     with_mend,
@@ -52,7 +54,7 @@ from autoprec.tuning.phases.soundness import (
 )
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
-from autoprec.tuning.setup import Setup
+from autoprec.tuning.setup import Setup, reference_policy
 from autoprec.tuning.sixteen_bit import Bound, bound_of
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.kept import KeptAnswers, origin_of
@@ -262,6 +264,8 @@ class Search:
         found = faults(self._record(host, other) if other else graph, self.command)
         mend = mend_of(found, whole, lambda policy: self._record(host, policy))
         bound = bound_of(whole, found)
+        in_fp32 = partial(self._record, host, reference_policy("fp32"))
+        bound = replace(bound, fp32=sound_in_fp32(found, whole, lambda: faults(in_fp32(), self.command)))
         return replace(bound, mend=mend, setup=with_mend(bound.setup, mend.settings)) if mend else bound
 
     def _begin_study(self, host: _Host, bound: Bound) -> tuple[PairedRunner, SearchState]:
@@ -282,7 +286,7 @@ class Search:
         for note in (*host.info.notes, *setup.space.warnings()):
             self.listener.note(note)
         self.listener.started(introduction(setup, self.command, self.options, host.store.url, self._chosen))
-        if doubt := told(bound.at_fault, (), self.options.reference):
+        if doubt := told(bound.at_fault, (), self.options.reference, short=True):
             self.listener.note(str(doubt))
         if not setup.measured:
             state.note(f"times are {setup.cost.label}")
@@ -323,7 +327,7 @@ class Search:
             self.listener.phase("answer")
         losses = state.own.losses if state.own is not None else ()
         answer = with_price(answer, bound.mend, bound.setup, state.store.records)
-        answer = with_soundness(answer, bound.at_fault, losses, self.options.reference)
+        answer = with_soundness(answer, bound.at_fault, losses, self.options.reference, fp32=bound.fp32)
         return self._finish(bound, state, answer, runner)
 
     def _check_time(self, host: _Host, *, starts: int) -> None:

@@ -92,6 +92,7 @@ class Bound:
         beyond: the bound is worth a search of the whole space.
         ends: it is the answer: nothing is run.
         mend: what a policy can mend of the script's faults; None for nothing.
+        fp32: a run of the script in fp32 is a reference without its faults.
     """
 
     setup: Setup
@@ -101,6 +102,7 @@ class Bound:
     narrow: bool
     ends: bool
     mend: Mend | None = None
+    fp32: bool = False
 
 
 def bound_of(whole: Setup, at_fault: Iterable[Finding]) -> Bound:

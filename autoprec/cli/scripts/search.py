@@ -66,7 +66,7 @@ def search(
 
 
 def exit_code(result: SearchResult) -> int:
-    """Return what a search ends with: nothing could be said when it was cut short before it measured enough."""
+    """Return what a search ends with: nothing can be said if cut short too early, or beside a faulty reference."""
     return NothingAcceptableError.exit_code if result.verdict == "undecided" else 0
 
 

@@ -134,7 +134,7 @@ class Decision:
     """What a search decided, and why.
 
     Attributes:
-        verdict: ``adopt``, ``stay``, or ``undecided`` where it was cut short.
+        verdict: ``adopt``, ``stay``, or ``undecided`` where it was cut short, or its reference proves nothing.
         reasons: the first says what was decided.
         ranking: everything that was compared, judged; the script first, where it took part.
         index: position of the answer in the ranking: the adopted policy, or the script with ``stay``; None where the

@@ -168,6 +168,7 @@ def _adopted(
     so_far: bool = False,
     over_16bit: Sequence[float] | None = None,
     untimed: bool = False,
+    unproved: bool = False,
 ) -> str:
     gain = speed_text(speedup, low, high)
     if sixteen_bit:
@@ -176,7 +177,7 @@ def _adopted(
         if f"{speedup / sixteen_bit:.2f}" == "1.00":  # bf16 for a script in fp32: a gain of 1.00x is not why to adopt
             gain = f"{speed_text(speedup, low, high)} over the script as written, and as fast as the best 16-bit run"
     gain += " by its own trials, not timed beside the script" if untimed else ""
-    text = f"{name} is the {_BEST[objective]}{' so far' if so_far else ''}: {gain}, "
+    text = f"{name} {'would be' if unproved else 'is'} the {_BEST[objective]}{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
     return text + (
@@ -240,12 +241,17 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
     return f"{speedup:.2f}x at {text}"
 
 
-def _unsound_reference(faults: Sequence[dict[str, str]], still: bool, reference: str) -> str:
+def _unsound_reference(
+    faults: Sequence[dict[str, str]], still: bool, reference: str, fp32: bool = False, short: bool = False
+) -> str:
     """Say that what everything was compared with is at fault: first of all that, then how to go on."""
     what = [*map(fault_text, faults), *(["its loss is the same number at every step"] if still else [])]
-    name = "the script as written" if reference == "script" else f"the {reference} reference"
+    name = reference_text(reference)
+    if short:
+        where = [f"{row['place']} [{row['code']}]".strip() for row in faults] or what
+        return f"The reference is at fault, so no policy can be adopted by comparison with {name}: {_first_two(where)}"
     mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
-    out = "; --reference fp32 compares with a run in fp32, and judges that one" if reference == "script" else ""
+    out = "; --reference fp32 compares with a run in fp32, whose own step shows no such fault" if fp32 else ""
     return (
         f'The reference is at fault, so no comparison with {name} is evidence, neither "stay" nor a divergence of 0: '
         f"{_first_two(what)}{mend}{out}"
@@ -261,8 +267,9 @@ def _mended(
     cures: Sequence[str],
     left: Sequence[str],
     name: str,
+    reference: str,
     step_ms: float,
-    script_ms: float,
+    reference_ms: float,
     memory: float,
     source: str,
     divergence: float | None = None,
@@ -271,15 +278,22 @@ def _mended(
     section = ", ".join(f"{key}: {value}" for key, value in settings.items())
     rest = f"; it leaves {' and '.join(left)}" if left else ""
     more = memory_text(abs(memory)) + (" more" if memory >= 0 else " less")
+    other = "as written" if reference == "script" else f"in {reference_text(reference)}"
     text = (
         f"A policy with `optimizer: {{{section}}}` ('{name}') mends {' and '.join(cures)}, as a step judged under it "
-        f"shows{rest}. A step then takes {step_ms:.3g} ms, {script_ms:.3g} ms as written ({source}), and {more} memory "
+        f"shows{rest}. A step then takes {step_ms:.3g} ms, {reference_ms:.3g} ms {other} ({source}), and {more} memory "
         "(modelled)"
     )
     if divergence is None:
         return text
-    gap = f"that its losses are {divergence:.3%} from those of the script, which is at fault, says nothing against it"
+    whose = "the script" if reference == "script" else reference_text(reference)
+    gap = f"that its losses are {divergence:.3%} from those of {whose}, which is at fault, says nothing against it"
     return f"{text}; {gap}"
+
+
+def reference_text(reference: str) -> str:
+    """Return what people call a reference: ``script``, ``fp32`` or ``bf16``."""
+    return "the script as written" if reference == "script" else f"the {reference} reference"
 
 
 def fault_text(row: Mapping[str, str]) -> str:

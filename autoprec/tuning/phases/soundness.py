@@ -62,33 +62,67 @@ def why_flat(found: Sequence[Finding]) -> str:
     return fault_text(known[0]) if known else ""
 
 
-def told(found: Sequence[Finding], losses: Sequence[float], reference: str) -> Reason | None:
+def sound_in_fp32(found: Sequence[Finding], setup: Setup, judged: Callable[[], Sequence[Finding]]) -> bool:
+    """Say whether a run in fp32 is a reference without the errors of a script that has some.
+
+    It has those that FP32 recipes do not reach, such as updates that weights stored in bf16 lose.
+
+    Args:
+        found: faults of the reference.
+        setup: whose reference they are of.
+        judged: returns the faults of a step in fp32, which is recorded only where the answer depends on it.
+    """
+    if setup.options.reference != "script" or not any(one.severity == "error" for one in found):
+        return False
+    try:
+        return not any(one.severity == "error" for one in judged())
+    except ScriptError:  # it does not run in fp32
+        return False
+
+
+def told(
+    found: Sequence[Finding], losses: Sequence[float], reference: str, *, fp32: bool = False, short: bool = False
+) -> Reason | None:
     """Return why comparisons with the reference are not evidence; None where nothing speaks against them.
 
     Args:
         found: its faults; a warning speaks against nothing.
         losses: of its run, as far as it has run.
         reference: what it is: ``script``, ``fp32`` or ``bf16``.
+        fp32: whether a run in fp32 is a way out, see :func:`sound_in_fp32`.
+        short: names the faults by their codes and places: the verdict says the rest.
     """
     rows, still = _rows(found, "error"), is_still(losses)
-    return (
-        Reason("unsound_reference", {"faults": rows, "still": still, "reference": reference}) if rows or still else None
-    )
+    if not rows and not still:
+        return None
+    data = {"faults": rows, "still": still, "reference": reference, "fp32": fp32}
+    return Reason("unsound_reference", data | ({"short": True} if short else {}))
 
 
-def with_soundness(answer: Decision, found: Sequence[Finding], losses: Sequence[float], reference: str) -> Decision:
+def with_soundness(
+    answer: Decision, found: Sequence[Finding], losses: Sequence[float], reference: str, *, fp32: bool = False
+) -> Decision:
     """Return a decision that says first that its reference is at fault, where it is, and last what is doubtful in it.
+
+    What a faulty reference says for a policy is not evidence, so none is adopted.
 
     Args:
         answer: of the search.
         found: faults of its reference.
         losses: of the reference's run.
         reference: what it is: ``script``, ``fp32`` or ``bf16``.
+        fp32: whether a run in fp32 is a way out.
     """
-    why, doubts = told(found, losses, reference), _rows(found, "warning")
+    why, doubts = told(found, losses, reference, fp32=fp32), _rows(found, "warning")
     if doubts:
         answer = answer.with_reasons(Reason("doubtful_reference", {"faults": doubts}))
-    return answer if why is None else replace(answer, reasons=(why, *answer.reasons))
+    if why is None:
+        return answer
+    if answer.verdict == "adopt":
+        adopted, *others = answer.reasons
+        unproved = replace(adopted, data=adopted.data | {"unproved": True})
+        answer = replace(answer, verdict="undecided", reasons=(unproved, *others), explanation={})
+    return replace(answer, reasons=(why, *answer.reasons))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +150,7 @@ def mend_of(found: Sequence[Finding], setup: Setup, judged: Callable[[Document],
     errors = [one for one in found if one.severity == "error"]
     low = {one.code for one in errors if one.seen is not None and one.seen.figures.get("to") == "bf16"}
     settings = dict(mend for code, mend in _MENDS.items() if code in low)
-    if not settings or setup.options.reference != "script":
+    if not settings:
         return None
     wider = with_mend(setup, settings)
     try:
@@ -163,15 +197,16 @@ def with_price(answer: Decision, mend: Mend | None, setup: Setup, records: Seque
     if mend is None:
         return answer
     ran = next((run for name, run in pooled(records).items() if name.startswith(MENDED)), None)
-    estimate, script = setup.steps.of(mended_params(setup, mend.settings)), setup.steps.script()
+    estimate, before = setup.steps.of(mended_params(setup, mend.settings)), setup.steps.of_reference()
     data = {
         "settings": dict(mend.settings),
         "cures": list(mend.cures),
         "left": list(mend.left),
         "name": MENDED,
         "step_ms": ran["step_time_ms"] if ran else estimate.time_ms,
-        "script_ms": ran["step_time_ms"] * ran["speedup"] if ran else script.time_ms,
-        "memory": estimate.memory_bytes - script.memory_bytes,
+        "reference": setup.options.reference,
+        "reference_ms": ran["step_time_ms"] * ran["speedup"] if ran else before.time_ms,
+        "memory": estimate.memory_bytes - before.memory_bytes,
         "divergence": ran.get("divergence") if ran else None,
         "source": ran.metrics["step_time_ms"].source if ran else MODELLED,
     }

@@ -23,7 +23,8 @@ MENDED = {
     "left": [],
     "name": "the script, mended",
     "step_ms": 11.0,
-    "script_ms": 10.0,
+    "reference": "script",
+    "reference_ms": 10.0,
     "memory": 4e6,
     "source": "measured",
 }
@@ -56,6 +57,7 @@ REASONS = [
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.25, "tied": 2, "so_far": True}),
     Reason("adopted", ADOPTED | {"sixteen_bit": 1.499}),
     Reason("adopted", ADOPTED | {"untimed": True}),
+    Reason("adopted", ADOPTED | {"unproved": True}),
     Reason("adopted", ADOPTED | {"objective": "balanced", "caveat": Reason("loss_flat")}),
     Reason("faster_not_taken", {"name": "fp8", "speedup": 1.5, "why": BEYOND, "more": 1}),
     Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True}),
@@ -83,8 +85,12 @@ REASONS = [
     Reason("under_variant", {"chosen": {}, "adopted": {"name": "whole", "arguments": "--micro 32"}}),
     Reason("doubtful_reference", {"faults": [FAULT]}),
     Reason("unsound_reference", {"faults": [FAULT], "still": False, "reference": "script"}),
+    Reason("unsound_reference", {"faults": [FAULT], "still": False, "reference": "script", "fp32": True}),
+    Reason("unsound_reference", {"faults": [FAULT], "still": False, "reference": "fp32", "short": True}),
+    Reason("unsound_reference", {"faults": [], "still": True, "reference": "script", "short": True}),
     Reason("unsound_reference", {"faults": [], "still": True, "reference": "fp32"}),
     Reason("mended", MENDED),
+    Reason("mended", MENDED | {"reference": "fp32"}),
 ]
 GOLDEN = Path(__file__).with_name("sentences.txt")
 

@@ -24,6 +24,7 @@ from autoprec.tuning.phases.soundness import (
     is_still,
     mend_of,
     naming_faults,
+    sound_in_fp32,
     told,
     why_flat,
     with_mend,
@@ -73,13 +74,13 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
     )
     found = faults(replace(GPT, judged=seen), ScriptCommand.parse(["train.py"], cwd=tmp_path))
     stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
-    answer = with_soundness(stay, found, (), "script")
+    answer = with_soundness(stay, found, (), "script", fp32=True)
     first, second = statements([Reason.from_json(one.to_json()) for one in answer.reasons])
     assert first.startswith(
         'The reference is at fault, so no comparison with the script as written is evidence, neither "stay"'
     )
     assert "train.py:9: weights are updated inside an autocast" in first
-    assert first.endswith("--reference fp32 compares with a run in fp32, and judges that one")
+    assert first.endswith("--reference fp32 compares with a run in fp32, whose own step shows no such fault")
     assert (second, answer.verdict) == ("nothing gains", "stay")
     assert with_soundness(stay, [], (1.0, 0.9, 0.8), "script") is stay
 
@@ -184,7 +185,13 @@ def _searched(reference: str = "script", target: str = "cpu") -> Setup:
 
 def _fault(code: str, to: str = "bf16", grade: str = "error") -> Finding:
     figures = LOST | {"to": to, "kept": 1.0, "name": "exp_avg_sq", "beta": 0.999, "dtype": "bf16"}
-    return Finding(code, "train.py:5", grade=grade, seen=Observation(code, "train.py:5", figures=figures))
+    return Finding(
+        code,
+        "train.py:5",
+        data=figures | {"measured": ""},
+        grade=grade,
+        seen=Observation(code, "train.py:5", figures=figures),
+    )
 
 
 def _seen(*codes: str, unseen: tuple[str, ...] = ()) -> Any:
@@ -210,11 +217,11 @@ def _seen(*codes: str, unseen: tuple[str, ...] = ()) -> Any:
         ([], None),
     ],
 )
-@pytest.mark.parametrize("target", ["cpu", "h100"])
+@pytest.mark.parametrize(("reference", "target"), [("script", "cpu"), ("script", "h100"), ("fp32", "cpu")])
 def test_what_a_policy_can_mend_becomes_a_choice_of_the_study(
-    found: list[Finding], settings: dict[str, str] | None, target: str
+    found: list[Finding], settings: dict[str, str] | None, reference: str, target: str
 ) -> None:
-    setup, (judged, asked) = _searched(target=target), _seen()
+    setup, (judged, asked) = _searched(reference, target), _seen()
     mend = mend_of(found, setup, judged)
     assert (None if mend is None else mend.settings) == settings
     if mend is None:
@@ -237,7 +244,6 @@ def test_only_what_a_judged_step_shows_to_be_cured_is_said_to_be() -> None:
     assert (mend.cures, mend.left) == (("updates-lost",), ("stale-casts",))
     assert mend_of(both, setup, _seen("updates-lost")[0]) is None
     assert mend_of(both[:1], setup, _seen(unseen=("updates were not judged",))[0]) is None
-    assert mend_of(both, _searched(reference="fp32"), _seen()[0]) is None
 
     def refused(_: dict[str, Any]) -> GraphReport:
         raise ScriptError("low-precision state is implemented for torch's Adam")
@@ -259,3 +265,83 @@ def test_the_price_of_mending_is_measured_where_it_ran_and_else_modelled() -> No
     (_, measured) = with_price(stay, mend, wider, [run]).reasons
     assert "takes 3 ms, 2.4 ms as written (measured)" in str(measured)
     assert "its losses are 1.000% from those of the script, which is at fault, says nothing against it" in str(measured)
+
+
+def test_in_fp32_the_price_is_beside_the_fp32_reference() -> None:
+    stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
+    mend = Mend({"weights": "bf16_kahan"}, ("updates-lost",), ())
+    metrics = metrics_of({"step_time_ms": 3.0, "speedup": 2.0, "divergence": 0.01})
+    run = Run(1, "preset", MENDED, {}, {}, "ok", metrics=metrics)
+    for records, time in (([run], "6 ms in the fp32 reference (measured)"), ([], "in the fp32 reference (modelled)")):
+        wider = with_mend(_searched("fp32"), mend.settings)
+        told_last = str(with_price(stay, mend, wider, records).reasons[-1])
+        assert time in told_last
+        assert "as written" not in told_last
+        assert "those of the script" not in told_last
+
+
+_FASTEST = {"name": "trial 3", "objective": "throughput", "speedup": 2.9, "divergence": 0.0, "budget": 0.0025}
+_FASTEST |= {"sixteen_bit": None, "caveat": None, "merit": 2.9, "tied": 1}
+
+
+@pytest.mark.parametrize(
+    ("found", "losses", "reference"),
+    [
+        ([_fault("updates-lost")], (2.0, 1.9, 1.8), "fp32"),
+        ([_fault("updates-lost"), _fault("moment-16bit")], (), "fp32"),
+        ([_fault("rate-below-half-ulp")], (), "bf16"),
+        ([_fault("updates-lost")], (), "script"),
+        ([_fault("stale-casts")], (2.0, 1.9, 1.8), "script"),
+        ([], (2.0, 2.0, 2.0), "fp32"),
+    ],
+)
+def test_nothing_is_adopted_beside_a_reference_that_is_at_fault(
+    found: list[Finding], losses: tuple[float, ...], reference: str
+) -> None:
+    run = Run(3, "search", "trial 3", {}, {}, "ok", metrics=metrics_of({"speedup": 2.9}))
+    adopt = Decision("adopt", (Reason("adopted", _FASTEST), Reason("cut_short", {"what": ["time"]})), run=run)
+    answer = with_soundness(adopt, found, losses, reference)
+    first, second, third = statements(answer.reasons)
+    assert (answer.verdict, answer.run, answer.explanation) == ("undecided", run, {})
+    assert first.startswith("The reference is at fault")
+    assert second.startswith("trial 3 would be the fastest acceptable policy")
+    assert third == "cut short: time"
+    assert "--reference" not in first
+    # what only warns is said, and what was adopted stays adopted
+    doubtful = with_soundness(adopt, [replace(one, grade="warning") for one in found], (2.0, 1.9, 1.8), reference)
+    assert doubtful.verdict == "adopt"
+
+
+@pytest.mark.parametrize(
+    ("reference", "errors", "in_fp32", "sound"),
+    [
+        ("script", ["updates-lost"], ["updates-lost"], False),  # fp32 recipes leave weights that are stored in bf16
+        ("script", ["fp16-unscaled"], [], True),
+        ("script", ["stale-casts", "updates-lost"], ["updates-lost"], False),
+        ("script", ["loss-16bit"], None, False),  # it does not run in fp32
+        ("fp32", ["updates-lost"], [], False),
+        ("bf16", ["updates-lost"], [], False),
+    ],
+)
+def test_a_run_in_fp32_is_advised_only_where_its_step_has_no_fault(
+    reference: str, errors: list[str], in_fp32: list[str] | None, sound: bool
+) -> None:
+    def judged() -> list[Finding]:
+        if in_fp32 is None:
+            raise ScriptError("float and bfloat16 do not match")
+        return list(map(_fault, in_fp32))
+
+    assert sound_in_fp32(list(map(_fault, errors)), _searched(reference), judged) == sound
+    assert not sound_in_fp32([_fault("updates-lost", grade="warning")], _searched(), judged)
+
+
+def test_before_the_search_the_fault_is_named_briefly_and_the_verdict_says_it_all() -> None:
+    both = [_fault("updates-lost"), _fault("moment-16bit")]
+    brief, whole = told(both, (), "fp32", short=True), told(both, (), "fp32")
+    assert str(brief) == (
+        "The reference is at fault, so no policy can be adopted by comparison with the fp32 reference: "
+        "train.py:5 [updates-lost]; train.py:5 [moment-16bit]"
+    )
+    assert "stay as they are" not in str(brief)
+    assert "stay as they are" in str(whole)
+    assert len(str(whole)) > 2 * len(str(brief))
