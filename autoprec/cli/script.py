@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
 from autoprec.cli.echo import echo
+from autoprec.errors import ScriptError
 
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
 OURS_ALONE = frozenset(
@@ -18,6 +20,13 @@ OURS_ALONE = frozenset(
         *("--trials", "--space", "--study", "--storage", "--sampler", "--target", "--cost-scale"),
         *("--max-divergence", "--max-gradient-error", "--max-memory", "--policy", "--budget"),
     }
+)
+
+#: Where a command keeps its option strings between reading its arguments and running.
+_TAKES = "autoprec.takes_value"
+#: How the parsers of arguments that scripts use refuse one: argparse, click, absl, transformers.
+_REFUSED = re.compile(
+    r"unrecogni[sz]ed|no such option|unknown (?:command.line )?(?:option|flag|argument)|not used by", re.I
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,6 +54,24 @@ def split_script(args: list[str], takes_value: dict[str, bool]) -> tuple[list[st
             name = "--" + name[2:].replace("_", "-")
         index += 2 if takes_value.get(name, False) and not equals else 1
     return args, []
+
+
+def refused_options(output: str, script: Sequence[str], ours: Iterable[str]) -> list[str]:
+    """Return those arguments of a script that its own parser refused, and that are options of the command.
+
+    Args:
+        output: the error, with what the script printed.
+        script: the script's tokens.
+        ours: every option string of the command, with its dashes.
+    """
+    said = " ".join(line for line in output.splitlines() if _REFUSED.search(line))
+    given = dict.fromkeys(token.partition("=")[0] for token in script[1:])
+    # absl leaves the dashes out
+    return [
+        name
+        for name in given
+        if name in ours and re.search(rf"(?<![\w-])(?:{name}|'{name.lstrip('-')}')(?![\w-])", said)
+    ]
 
 
 class TakesScript(click.Command):
@@ -93,6 +120,7 @@ class TakesScript(click.Command):
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
         }
+        ctx.meta[_TAKES] = takes_value
         own, script = split_script(list(args), takes_value)
         late = [t for t in script[1:] if t.partition("=")[0] in OURS_ALONE & takes_value.keys()]
         if late and script[0] != "--":
@@ -102,6 +130,18 @@ class TakesScript(click.Command):
         except click.NoSuchOption as error:
             message = f"{error.message} Arguments of the script itself come after the script's name."
             raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; where the script refuses an option that is one of ours, say where that belongs."""
+        try:
+            return super().invoke(ctx)
+        except ScriptError as error:
+            words = ctx.params.get("script", ())
+            if misplaced := refused_options(error.what, words, ctx.meta[_TAKES]):
+                named = " ".join(words[: 2 if words[0].startswith("-") else 1])
+                own = f"autoprec {self.name} {' '.join(misplaced)} ... {named}"
+                error.fix = f"options of autoprec come before the script: {own}"
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return what the usage line says after the command."""

@@ -120,7 +120,7 @@ def _on_the_cpu(rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, 
     if slower and set(slower) == set(choices):
         nearest = min(slower, key=lambda choice: slower[choice])
         return f"no choice is faster on a CPU: {nearest} takes {slower[nearest]:.2f}x; {rehearse}"
-    return f"too little of the step can change: {time_shares(shares)}"
+    return f"too little of the step can change ({time_shares(shares)})"
 
 
 def model_reason(

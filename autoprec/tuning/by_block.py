@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeGuard
 
-from autoprec.trial.protocol import TrainSpec, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.schedule import FEWEST_BLOCKS, QUANTISED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
@@ -95,11 +95,9 @@ class ByBlock:
         """
         self.active = blocks.ok and blocks.blocks > 0
         if not self.active:
-            why = (blocks.reason or blocks.status) if not blocks.ok else "no block could be compiled by itself"
             self._state.note(
-                f"compiling takes {self._state.seconds.compile_s or 0.0:.0f} s: compiling one of the model's blocks "
-                f"instead of all of it was tried, and does not work here ({why}), so every run compiles as the script "
-                "does"
+                f"compiling takes {self._state.seconds.compile_s or 0.0:.0f} s, and every run compiles the whole "
+                f"model, as the script does: {_why_whole(blocks)}"
             )
         return self.active
 
@@ -125,3 +123,15 @@ class ByBlock:
             step_ms=tuple(time * self._speed for time in result.step_ms),
             memory_bytes=max(1, result.memory_bytes + self._memory_bytes) if result.memory_bytes else 0,
         )
+
+
+def _why_whole(blocks: TrialResult) -> str:
+    """Return why runs do not compile one block: the time, what failed, or how the model is built."""
+    if blocks.status == OUT_OF_TIME:
+        return f"there was not enough time left to try one of its blocks instead ({blocks.reason})"
+    if not blocks.ok:
+        return f"one of its blocks instead was tried, and failed ({blocks.reason or blocks.status})"
+    return (
+        "none of what the script compiles holds a ModuleList or Sequential of blocks of one class alone, and only "
+        "such blocks are compiled by themselves"
+    )

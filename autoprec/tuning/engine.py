@@ -444,7 +444,8 @@ class Search:
 
     def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
-        setup, state, kept = self.setup, self.state, "nothing was measured yet"
+        setup, state = self.setup, self.state
+        kept = state.measured_text() if state is not None else "nothing was measured yet"
         best = state.best() if state is not None else None
         if setup is not None and state is not None and best is not None:
             answer = Decision("undecided", (Reason("interrupted"),), run=best)

@@ -233,11 +233,12 @@ class SearchOptions:
     def with_budget_for(self, needed_s: float) -> SearchOptions:
         """Return these options with a time budget that is enough for a search of about ``needed_s`` seconds.
 
-        A resumed search starts the script again. The budget is never shortened; without one nothing changes.
+        A resumed search starts the script again. The budget was too short and becomes longer; without one nothing
+        changes.
         """
         if self.budget_s is None:
             return self
-        return replace(self, budget_s=max(self.budget_s, 60.0 * math.ceil(1.5 * needed_s / 60)))
+        return replace(self, budget_s=60.0 * math.ceil(1.5 * max(self.budget_s, needed_s) / 60))
 
     def study_dir(self) -> Path:
         """Return the folder of the study's files."""

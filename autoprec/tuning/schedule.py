@@ -122,7 +122,7 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
     if usual.closing_s:
         parts += f", the answer {_time(usual.closing_s)}"
     text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
-    if most.rest_s > usual.rest_s:
+    if _time(most.rest_s) != _time(usual.rest_s):
         runs = f"{counted(most.trials, 'trial')}, {counted(most.runs, 'run')}"
         text += f", about {_time(most.rest_s)} if nothing converges ({runs}; more where a decision takes further seeds)"
     least_s = elapsed_s + usual.least_s
@@ -133,7 +133,7 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
         exactly = f"{budget_s:.0f} s" if budget_s % 60 else _time(budget_s)
         text += f"; --budget {sure} after {exactly} in all"
     elif budget_s is not None:
-        text += f"; within --budget: {_time(elapsed_s + most.rest_s)} of {_time(budget_s)} in all"
+        text += f"; --budget is enough for that ({_time(budget_s)} in all)"
     return text
 
 

@@ -21,8 +21,8 @@ ONLY_SIXTEEN_BIT = (
     "tried (--force searches the whole space)"
 )
 ONE_THREAD = (
-    "trials run on one thread each (OMP_NUM_THREADS=1), so speed-ups are those of one; with more a step, and what it "
-    "gains, may be others"
+    "trials run on one thread each (OMP_NUM_THREADS=1), and speed-ups are measured so; with more threads they may be "
+    "different"
 )
 NOTHING_KNOWN = "the rates of this CPU could not be measured beforehand; the trials decide"
 STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
@@ -67,7 +67,7 @@ def verdict_text(setup: Setup, verdict: Verdict) -> str:
     if setup.cost.label.startswith(UNCALIBRATED):
         return NOTHING_KNOWN
     if verdict.kind == "stay":
-        return f"by the cost model, which the trials check: {verdict.reason}"
+        return f"{verdict.reason}. This is by the cost model, and the trials check it"
     what = "GEMMs" if verdict.execution == KEEP else "torch.compile and GEMMs"
     bound = speed_text(verdict.bound_speedup, verdict.low, verdict.high)
     return f"{what} could gain about {bound} by the cost model; the trials decide"

@@ -6,7 +6,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.cli.script import OURS_ALONE, script_command, split_script
+from autoprec.cli.script import OURS_ALONE, refused_options, script_command, split_script
+from autoprec.errors import ScriptError
 
 TAKES = {"--trials": True, "--max-divergence": True, "-o": True, "--json": False, "-q": False}
 
@@ -85,3 +86,37 @@ def test_our_own_options_behind_the_script_are_noted_and_passed_on() -> None:
     assert "['train.py', '--trials', '6'], 30, 0" in late.stdout
     assert not CliRunner().invoke(study, ["--trials", "6", "train.py", "--seed", "1"]).stderr
     assert "--budget" in OURS_ALONE  # a search would take all the time it wants
+
+
+@pytest.mark.parametrize(
+    ("said", "script", "refused"),
+    [
+        ("train.py: error: unrecognized arguments: -o x", "train.py -o x", ["-o"]),
+        ("train.py: error: unrecognized arguments: --json -q", "train.py --json --lr 1 -q", ["--json", "-q"]),
+        ("Error: No such option: -o", "train.py -o x", ["-o"]),
+        ("Error: No such option '--json'.", "train.py --json", ["--json"]),
+        ("FATAL Flags parsing error: Unknown command line flag 'trials'", "train.py --trials=3", ["--trials"]),
+        ("ValueError: Some specified arguments are not used by the HfArgumentParser: ['-o']", "train.py -o x", ["-o"]),
+        ("train.py: error: unrecognized arguments: --lr 1", "train.py --lr 1 -o x", []),
+        ("train.py: error: unrecognized arguments: --json-lines", "train.py --json-lines --json", []),
+        ("RuntimeError: no -o here", "train.py -o x", []),
+    ],
+)
+def test_an_option_of_ours_that_the_script_refuses_is_named(said: str, script: str, refused: list[str]) -> None:
+    output = f"the script ended with exit code 2 before its first training step\nusage: train.py [-h]\n{said}"
+    assert refused_options(output, script.split(), TAKES) == refused
+
+
+def test_where_the_script_refuses_our_option_the_mistake_is_not_one_to_report() -> None:
+    @script_command("tune")
+    @click.option("-o", "--output")
+    def tune(script: tuple[str, ...], output: str | None) -> None:
+        raise ScriptError(f"it ended\nerror: unrecognized arguments: {script[1]}", fix="please report this")
+
+    def fix(line: str) -> str:
+        error = CliRunner().invoke(tune, line.split()).exception
+        assert isinstance(error, ScriptError)
+        return error.fix
+
+    assert fix("train.py -o x") == "options of autoprec come before the script: autoprec tune -o ... train.py"
+    assert fix("train.py --lr 1") == "please report this"

@@ -122,7 +122,24 @@ def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
     assert not runs.active
     tried = script.blocks == 1
     assert len(runs._state.notes) == tried
-    assert not tried or "no block could be compiled by itself" in runs._state.notes[0]
+    assert not tried or "blocks of one class alone" in runs._state.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("result", "says", "never"),
+    [
+        (TrialResult("out_of_time", "1 of 23 steps were done"), "not enough time left to try", "failed"),
+        (TrialResult("out_of_time", "a step takes 2 s"), "(a step takes 2 s)", "does not work"),
+        (TrialResult("crashed", "KeyError: 'x'"), "was tried, and failed (KeyError: 'x')", "time left"),
+        (TrialResult("oom"), "failed (oom)", "time left"),
+        (TrialResult("ok", blocks=0), "ModuleList or Sequential of blocks of one class", "failed"),
+    ],
+)
+def test_why_runs_compile_the_whole_model_is_the_true_reason(result: TrialResult, says: str, never: str) -> None:
+    runs = made(Script())
+    assert not runs.begin(result)
+    assert says in runs._state.notes[0]
+    assert never not in runs._state.notes[0]
 
 
 @pytest.mark.parametrize("measured", [True, False])

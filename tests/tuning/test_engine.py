@@ -239,7 +239,7 @@ def test_what_people_write_by_hand_runs_where_the_model_says_that_nothing_gains(
     verdict = made.setup.verdict()
     assert verdict.bound_speedup < 1.03
     stay = replace(verdict, kind="stay")
-    assert verdict_text(made.setup, stay) == f"by the cost model, which the trials check: {stay.reason}"
+    assert verdict_text(made.setup, stay) == f"{stay.reason}. This is by the cost model, and the trials check it"
     assert verdict_text(replace(made.setup, measured=False), stay) == stay.reason
     ran = " ".join(policy for _, policy, _ in trained(simulated))
     assert "fp8_tensorwise" in ran
@@ -355,6 +355,29 @@ def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(he
     assert not set(finished) & set(trained(second))
     best = {k: v for k, v in resumed.best.items() if k != "number"}
     assert best == {k: v for k, v in plain.best.items() if k != "number"}
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
+def test_an_interrupted_search_says_what_was_measured(here: Path, after: int) -> None:
+    """It said that nothing was measured, one second after the figures of a trial: none was acceptable yet."""
+    count = 0
+
+    def interrupt(policy: object) -> None:
+        nonlocal count
+        count += policy is not None
+        if count > after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SearchInterruptedError) as stopped:
+        search(script(fail=interrupt), options(study="cut", max_memory=2**20))
+    assert "nothing was measured" not in stopped.value.what
+    assert "--resume" in stopped.value.fix
+    if not after:
+        assert "the script as written was measured, and no policy yet" in stopped.value.what
+    else:
+        trials = f"{after} trial{'s' if after > 1 else ''} measured, and no policy is acceptable yet: "
+        assert trials in stopped.value.what
+        assert "x over " in stopped.value.what
 
 
 def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:

@@ -109,7 +109,10 @@ def test_trials_under_another_torch_or_autoprec_do_not_join_a_study(monkeypatch:
 def test_a_budget_that_was_too_short_is_replaced_by_one_that_is_enough() -> None:
     asked = SearchOptions(command=("train.py",), budget_s=40.0, study="x")
     assert "--budget 240s" in asked.with_budget_for(150.0).resume_command()
-    assert asked.with_budget_for(0.0) == asked
+    for needed_s in (0.0, 10.0, 39.0, 40.0, 41.0, 1e4):
+        longer = asked.with_budget_for(needed_s).budget_s
+        assert longer is not None
+        assert longer > max(40.0, needed_s), "the same budget would end it in the same place"
     assert SearchOptions(command=("train.py",)).with_budget_for(150.0).budget_s is None
 
 

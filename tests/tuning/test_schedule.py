@@ -107,8 +107,11 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert describe(usual, most, 60.0, 50.0) == (
         f"{told}; --budget is too short: one trial and one further seed end it after about 2 min in all"
     )
-    assert describe(usual, most, 86_400.0) == told + "; within --budget: 16 min of 24.0 h in all"
+    assert describe(usual, most, 86_400.0) == told + "; --budget is enough for that (24.0 h in all)"
     assert "if nothing converges" not in describe(usual, usual)
+    assert "if nothing converges" not in describe(usual, dataclasses.replace(usual, trials_s=usual.trials_s + 1.0)), (
+        "both 3 min"
+    )
     closing = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True, closing_s=7.0)
     assert closing.rest_s == pytest.approx(usual.rest_s + 7)
     assert "paired seeds 44 s, the answer 7 s)" in describe(closing, closing)

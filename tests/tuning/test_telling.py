@@ -53,6 +53,8 @@ def test_a_bound_beside_real_timings_claims_no_more_than_it_covers(setup: Setup)
     assert verdict_text(replace(setup, measured=False), verdict) == verdict.reason
     assert verdict_text(setup, verdict) != verdict.reason
     assert verdict_text(setup, verdict) != NOTHING_KNOWN
+    stays = replace(verdict, kind="stay", reason="at most 1.00x over the script as written: too little (47%)")
+    assert verdict_text(setup, stays) == f"{stays.reason}. This is by the cost model, and the trials check it"
 
 
 def test_a_variant_is_told_as_it_is_typed(setup: Setup) -> None:

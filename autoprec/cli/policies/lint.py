@@ -30,6 +30,11 @@ from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import findings
 from autoprec.tuning.lint.source import settings_of
 
+_SILENCED = "a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/cli.md)"
+_BASELINE = (
+    "mend the script at the places that are named; findings that are meant are kept in a file and not told again: "
+    "autoprec lint --json {words} > known.json, then --baseline known.json"
+)
 #: Seconds until a script has to reach its first step.
 _WITHIN_S = 300.0
 
@@ -112,6 +117,11 @@ def _policies(words: tuple[str, ...]) -> list[str]:
     """Return the policy files among a script's arguments."""
     files = [word for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
     return [word for word in files if "schema: autoprec.policy/" in read_text(word)]
+
+
+def _where_meant(words: tuple[str, ...], *, has_policy: bool) -> str:
+    """Say what to do with findings that are meant: only a policy can silence some by itself."""
+    return _SILENCED if has_policy else _BASELINE.format(words=shlex.join(redact_arguments(words)))
 
 
 def _known(path: Path | None) -> set[str]:
@@ -199,6 +209,6 @@ def lint(
         raise AuditError(
             ", ".join(counted(count, severity) for severity, count in failing.items() if count),
             where=path or " ".join(words),
-            fix="a finding that is meant is silenced under `silenced:` in the policy, with a reason (docs/cli.md)",
+            fix=_where_meant(words, has_policy=policy is not None),
         )
     return 0

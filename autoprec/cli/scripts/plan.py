@@ -207,7 +207,7 @@ def _policies(count: float | None) -> str:
 def _lines(plan: dict[str, Any]) -> list[str]:
     """Return the plan for a person, every limit as people write it: what was meant can be seen before it counts."""
     most, space, model = plan["limits"], plan["space"], plan["model"]
-    memory = f"memory {memory_text(most['max_memory'])}" if most["max_memory"] else "memory without a limit"
+    memory = f"memory {memory_text(most['max_memory'])}" if most["max_memory"] else "memory not limited"
     others = [name for name in plan["presets"] if name not in plan["by_hand"]]
     shown = "; ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
     parameters = ", ".join(space["parameters"])

@@ -124,8 +124,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
         lines.append(f"stopped: {result.stopped}")
     if result.resume:
         lines.append(f"go on:   {engine.go_on_command()}")
-    if result.policy:
-        lines.append(f"policy:  {result.policy}" + (f" ({engine.set_aside})" if engine.set_aside else ""))
+    lines.append(f"policy:  {_policy_text(engine, result)}")
     if "report.html" in files:
         lines.append(f"report:  {files['report.html']}")
     uri = result.mlflow.get("tracking_uri")
@@ -136,6 +135,16 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     if result.verdict == "adopt":
         lines += [
             f"load it: policy = autoprec.load({result.policy!r}); policy.apply(model)",
-            "         optimizer = policy.wrap_optimizer(optimizer, model)",
+            "         optimizer = policy.wrap_optimizer(optimizer)",
         ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _policy_text(engine: Search, result: SearchResult) -> str:
+    """Say which policy was written, or that none was and what is there instead."""
+    if result.policy:
+        plain = "" if result.verdict == "adopt" else ", which changes nothing"
+        return f"{result.policy}{plain}" + (f" ({engine.set_aside})" if engine.set_aside else "")
+    best = engine.study_dir / "best.yaml"
+    text = "none was written, because nothing is decided yet"
+    return f"{text}; the best that was tried is {best}" if best.exists() else text

@@ -45,7 +45,7 @@ from autoprec.trial.inside.observe.conditions import (
 )
 from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
-from autoprec.trial.inside.observe.loop import Loop, early_stop
+from autoprec.trial.inside.observe.loop import Loop, early_stop, out_of_time
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.inside.perturbing import round_weights
 from autoprec.trial.progress import Beat, steps_file
@@ -253,9 +253,8 @@ class Trial:
         if world_size() > 1 and loop.steps > 2 and loop.steps % 8:
             return
         if any_rank(needed_s > within, self._device):
-            took = f"a step takes {each_s:.3g} s" if each_s else f"{loop.steps} of {loop.total} steps were done"
             self._needed_s = needed_s
-            self.finish(OUT_OF_TIME, f"{took}: {loop.total} steps take more than the {within:.0f} s there are")
+            self.finish(OUT_OF_TIME, out_of_time(loop.steps, loop.total, each_s, within))
 
     def _tried(self, loop: Loop) -> None:
         """After the first step of a ``try``: go on for a second, in case the script is soon done with this model."""

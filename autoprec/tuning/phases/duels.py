@@ -120,7 +120,9 @@ class Duels:
         while wanted and seconds() <= 0:
             wanted.pop()
         if not wanted:
-            self._state.cut("the time budget left no time to time beside each other what the answer rests on")
+            self._state.cut(
+                "the time budget left no time to time the policies beside each other that the answer rests on"
+            )
             return False
         self._tried |= {(run.name, by_block) for run in wanted}
         return self._time(wanted, seconds(), by_block=by_block)

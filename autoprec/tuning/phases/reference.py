@@ -214,7 +214,7 @@ def _too_short(options: SearchOptions, why: str, where: str, elapsed_s: float, r
     return NothingAcceptableError(
         f"a time budget of {options.budget_s or 0.0:.0f} s is too short: {why}",
         where=where,
-        fix=f"--budget {enough.budget_s or 0.0:.0f}s, or fewer --steps",
+        fix=f"go on with the study (or begin another one with fewer --steps):\n    {enough.resume_command()}",
     )
 
 

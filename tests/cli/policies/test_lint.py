@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.policies.lint import _policies, _split
+from autoprec.cli.policies.lint import _policies, _split, _where_meant
 from tests.cli.helpers import Outcome, autoprec
 from tests.stub_transformers import LLAMA_8B, install
 
@@ -129,7 +129,26 @@ def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -
     found = autoprec("lint", "--json", "policy.yaml", "--", "train.py")
     assert (found.code, [row["code"] for row in found.json()["findings"]]) == (0, ["weights-cast"])
     assert "no step was recorded" in found.json()["unseen"][0]
-    assert autoprec("lint", "--strict", "policy.yaml", "--", "train.py").code == 1
+    strict = autoprec("lint", "--strict", "policy.yaml", "--", "train.py")
+    assert strict.code == 1
+    assert "silenced under `silenced:` in the policy" in strict.err
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("train.py",), "train.py"),
+        (("train.py", "--lr", "1"), "train.py --lr 1"),
+        (("-m", "pkg.train"), "-m pkg.train"),
+        (("--", "torchrun", "train.py"), "-- torchrun train.py"),
+        (("train.py", "--name", "a b"), "train.py --name 'a b'"),
+    ],
+)
+def test_without_a_policy_nothing_is_said_of_a_section_of_it(words: tuple[str, ...], command: str) -> None:
+    said = _where_meant(words, has_policy=False)
+    assert "silenced" not in said
+    assert f"autoprec lint --json {command} > known.json, then --baseline known.json" in said
+    assert "`silenced:` in the policy" in _where_meant(words, has_policy=True)
 
 
 def test_a_configuration_needs_no_script(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

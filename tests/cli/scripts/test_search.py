@@ -56,10 +56,12 @@ def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
     assert "report.html could not be written: the disk is a museum piece" in capsys.readouterr().err
 
 
-def printed(result: Any, monkeypatch: pytest.MonkeyPatch, set_aside: str = "") -> list[str]:
+def printed(
+    result: Any, monkeypatch: pytest.MonkeyPatch, set_aside: str = "", folder: Path = Path("nowhere")
+) -> list[str]:
     """Return what the command prints below the table."""
     monkeypatch.setattr("autoprec.support.tables.Table.rich", lambda *_: "TABLE")
-    engine: Any = SimpleNamespace(records=[], set_aside=set_aside, go_on_command=lambda: "again")
+    engine: Any = SimpleNamespace(records=[], set_aside=set_aside, go_on_command=lambda: "again", study_dir=folder)
     out = io.StringIO()
     with redirect_stdout(out):
         print_result(engine, result, {})
@@ -76,7 +78,7 @@ def test_a_verdict_is_one_line_and_its_caveats_are_a_list(monkeypatch: pytest.Mo
     lines = printed(found, monkeypatch)
     first, *caveats = map(str, reasons)
     assert lines[1:4] == [f"verdict: adopt. {first}", *(f"         - {line}" for line in caveats)]
-    assert "wrap_optimizer(optimizer, model)" in lines[-1]
+    assert "wrap_optimizer(optimizer)" in lines[-1], "as in the README: a model has to be named only where two share it"
 
 
 def test_a_result_of_an_earlier_version_has_its_reason_in_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +90,16 @@ def test_after_stay_nothing_is_offered_to_load(monkeypatch: pytest.MonkeyPatch) 
     lines = printed(replace(make_result(make_records()), verdict="stay"), monkeypatch, "it is now policy.yaml.1")
     assert not any("load" in line for line in lines)
     assert any("it is now policy.yaml.1" in line for line in lines)
+    assert any(line.startswith("policy:  ") and ", which changes nothing" in line for line in lines)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_where_no_policy_was_written_it_is_said_and_what_there_is_is_named(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if saved:
+        (tmp_path / "best.yaml").write_text("schema: autoprec.policy/1\n")
+    found = replace(make_result(make_records()), verdict="undecided", policy="")
+    (line,) = [line for line in printed(found, monkeypatch, folder=tmp_path) if line.startswith("policy:")]
+    assert "none was written" in line
+    assert (f"the best that was tried is {tmp_path / 'best.yaml'}" in line) is saved

@@ -157,7 +157,7 @@ def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
     assert result.verdict == "adopt"
     assert not any(spec.kind == "duel" for _, spec in simulated.calls)
     assert "x by its own trials, not timed beside the script, divergence" in result.reason
-    assert "left no time to time beside" in result.cut_short
+    assert "no time to time the policies beside each other" in result.cut_short
     assert made.state is not None
     assert made.state.elapsed() + 5.0 <= 1.25 * 80.0 + 0.5
 

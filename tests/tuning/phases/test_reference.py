@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,22 @@ def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
     made.options = replace(made.options, budget_s=60.0)
     with pytest.raises(NothingAcceptableError, match=r"a time budget of 60 s is too short") as caught:
         made.run()
-    assert caught.value.fix.startswith("--budget 240s"), "7 runs of 20 s, and half as much again"
+    assert "--resume --" in caught.value.fix
+    assert "--budget 240s" in caught.value.fix, "7 runs of 20 s, and half as much again"
+    assert f"--study {made.options.study}" in caught.value.fix
+
+
+def test_a_study_that_ended_before_its_first_run_can_be_gone_on_with(here: Path) -> None:  # noqa: F811
+    made = searching({"status": "out_of_time", "reason": "1 of 23 steps were done", "needed_s": 20.0})
+    made.options = replace(made.options, budget_s=60.0)
+    with pytest.raises(NothingAcceptableError) as caught:
+        made.run()
+    words = shlex.split(caught.value.fix.splitlines()[-1])
+    budget = float(words[words.index("--budget") + 1].rstrip("s"))
+    study = words[words.index("--study") + 1]
+    _, result = search(script(), options(study=study, resume=True, budget_s=budget))
+    assert result.study_name == study
+    assert result.verdict == "adopt"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,20 @@ def annealed(step: int, total: int) -> float:
     return ANNEAL_END + (1 - ANNEAL_END) * 0.5 * (1 + math.cos(math.pi * min(step, total - 1) / (total - 1)))
 
 
+def out_of_time(steps: int, total: int, each_s: float, within_s: float) -> str:
+    """Return why a trial ends that has not enough time.
+
+    Args:
+        steps, total: steps that were taken, and that were asked for.
+        each_s: seconds of a step; 0 where that is not known.
+        within_s: seconds that there were; 0 or less where nothing was left.
+    """
+    took = f"a step takes {each_s:.3g} s" if each_s else f"{steps} of {total} steps were done"
+    if within_s < 1:
+        return f"{took}, and the time budget was used up"
+    return f"{took}, and {total} steps take more than the {within_s:.0f} s that were left"
+
+
 def early_stop(losses: Sequence[float], reference: Sequence[float], limit: float, total: int) -> bool:
     """True when the mean absolute gap (in units of the loss) over the last quarter of the steps exceeds ``limit``.
 

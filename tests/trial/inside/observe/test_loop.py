@@ -14,7 +14,7 @@ from torch import nn
 
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.observe.loop import ANNEAL_END, Loop, annealed, early_stop
+from autoprec.trial.inside.observe.loop import ANNEAL_END, Loop, annealed, early_stop, out_of_time
 from autoprec.trial.inside.observe.measure import CpuClock
 
 
@@ -33,6 +33,20 @@ def test_early_stop_looks_at_the_last_quarter() -> None:
     assert early_stop([1.0] * 40 + [1.1] * 10, reference, 0.05, 100)
     assert not early_stop([9.0] * 3, reference, 0.01, 100)  # too few to say
     assert not early_stop([9.0] * 40 + [1.0] * 20, reference, 0.05, 100)  # it has recovered
+
+
+@pytest.mark.parametrize(
+    ("each_s", "within_s", "says"),
+    [
+        (0.0, 8.0, "1 of 23 steps were done, and 23 steps take more than the 8 s that were left"),
+        (2.5, 30.4, "a step takes 2.5 s, and 23 steps take more than the 30 s that were left"),
+        (0.0, 0.0, "1 of 23 steps were done, and the time budget was used up"),
+        (0.0, -4.0, "1 of 23 steps were done, and the time budget was used up"),
+        (2.5, 0.4, "a step takes 2.5 s, and the time budget was used up"),
+    ],
+)
+def test_no_seconds_that_were_left_are_none_or_negative(each_s: float, within_s: float, says: str) -> None:
+    assert out_of_time(1, 23, each_s, within_s) == says
 
 
 def run(model: nn.Module, optimizer: Any, steps: int, **options: Any) -> Loop:
