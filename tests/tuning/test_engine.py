@@ -357,29 +357,6 @@ def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(he
     assert best == {k: v for k, v in plain.best.items() if k != "number"}
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
-def test_an_interrupted_search_says_what_was_measured(here: Path, after: int) -> None:
-    """It said that nothing was measured, one second after the figures of a trial: none was acceptable yet."""
-    count = 0
-
-    def interrupt(policy: object) -> None:
-        nonlocal count
-        count += policy is not None
-        if count > after:
-            raise KeyboardInterrupt
-
-    with pytest.raises(SearchInterruptedError) as stopped:
-        search(script(fail=interrupt), options(study="cut", max_memory=2**20))
-    assert "nothing was measured" not in stopped.value.what
-    assert "--resume" in stopped.value.fix
-    if not after:
-        assert "the script as written was measured, and no policy yet" in stopped.value.what
-    else:
-        trials = f"{after} trial{'s' if after > 1 else ''} measured, and no policy is acceptable yet: "
-        assert trials in stopped.value.what
-        assert "x over " in stopped.value.what
-
-
 def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:
     _, first = search(script(), options(study="mine", trials=2, seeds=1, sampler="random"))
     made, second = search(script(), options(study="mine", trials=4, seeds=1, sampler="random", resume=True))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autoprec.errors import SearchInterruptedError
 from autoprec.tuning.decide.decision import Rules, Standing
 from autoprec.tuning.decide.ranking import Ranking
 from autoprec.tuning.events import Listeners
@@ -14,6 +15,7 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.state import SearchState, Seconds, Work, objective_cost
 from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
+from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
 def record(number: int, step_ms: float, gap: float = 0.001, **fields: object) -> Run:
@@ -156,3 +158,27 @@ def test_what_is_noted_and_what_was_cut_hold_no_secret(state: SearchState, text:
     assert len(state.cut_short) == 1
     assert len(state.notes) == 2
     assert secret not in "".join([*state.notes, *state.cut_short])
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
+def test_an_interrupted_search_says_what_was_measured(after: int) -> None:
+    """It said that nothing was measured, one second after the figures of a trial: none was acceptable yet."""
+    count = 0
+
+    def interrupt(policy: object) -> None:
+        nonlocal count
+        count += policy is not None
+        if count > after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SearchInterruptedError) as stopped:
+        search(script(fail=interrupt), options(study="cut", max_memory=2**20))
+    assert "nothing was measured" not in stopped.value.what
+    assert "--resume" in stopped.value.fix
+    if not after:
+        assert "the script as written was measured, and no policy yet" in stopped.value.what
+    else:
+        trials = f"{after} trial{'s' if after > 1 else ''} measured, and no policy is acceptable yet: "
+        assert trials in stopped.value.what
+        assert "x over " in stopped.value.what
