@@ -24,12 +24,12 @@ PHASES = {
 }
 
 
-def describe(record: Run) -> str:
-    """Return one trial in a few words: what it gained, what it cost, or why it failed."""
+def describe(record: Run, reference: str = "script") -> str:
+    """Return one trial in a few words: what it gained over the reference, what it cost, or why it failed."""
     if not record.ok:
         return f"{record.status}: {record.reason}"
     m = record.to_row()
-    return f"{headline(m)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
+    return f"{headline(m, reference)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
 
 
 class TerminalProgress(Listener):
@@ -44,6 +44,7 @@ class TerminalProgress(Listener):
         self._verbosity = verbosity
         self._phases = Phases(quiet=verbosity < 0)
         self._bounded = False
+        self._reference = "script"
 
     def phase(self, name: str, detail: str = "") -> None:
         """Begin a phase of the search: its name is a key of :data:`PHASES`."""
@@ -56,6 +57,7 @@ class TerminalProgress(Listener):
         """Say what is searched, for which target, and how trials are started."""
         model = info.model
         self._bounded = bool(info.options.get("budget_s"))
+        self._reference = str(info.options.get("reference") or "script")
         groups = f"{counted(len(info.groups), 'group')} of layers"
         self._phases.say(
             f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {groups}; "
@@ -75,9 +77,11 @@ class TerminalProgress(Listener):
             if record.kind == "reference" and record.seed == 0 and is_available("mlflow"):
                 self._phases.say("`autoprec ui` in another terminal shows the trials as they end")
             if self._verbosity > 0:
-                self._phases.say(f"{record.name}: {describe(record)}")
+                self._phases.say(f"{record.name}: {describe(record, self._reference)}")
             return
-        leader = f"best {headline(best.to_row())} ({best.name})" if best else "best: the script as written"
+        leader = "best: the script as written"
+        if best is not None:
+            leader = f"best {headline(best.to_row(), self._reference)} ({best.name})"
         if record.kind == "finalist":
             name, count = (f"seed {record.seed + 1} of " if record.seed else "whole model of ") + record.name, ""
         else:  # "trial 6" is the number of its run, which counts the references too: the count stands apart
@@ -85,7 +89,7 @@ class TerminalProgress(Listener):
         # without a budget it is not known how many further seeds a decision takes, and it may converge before
         left = f"{'at most ' if self._bounded else ''}about {clock(seconds_left)} left"
         if not self._phases.live or self._verbosity > 0:
-            self._phases.say(f"{name}: {describe(record)}   [{count}{leader}; {left}]")
+            self._phases.say(f"{name}: {describe(record, self._reference)}   [{count}{leader}; {left}]")
         what = "trials"
         if record.kind == "finalist":  # how many there will be depends on what they show
             done, total, what = 0, 0, "further paired seeds"

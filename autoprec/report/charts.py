@@ -53,7 +53,7 @@ def pareto_chart(summary: Summary) -> Chart | None:
     if summary.baseline is not None and (base := number(summary.baseline.get("step_time_ms"))) is not None:
         chart.rule(x=base, css="base", label=f"16-bit: {summary.baseline['name']}")
     if near and reference:
-        chart.rule(x=reference, css="floor", label="the script as written")
+        chart.rule(x=reference, css="floor", label=f"the {summary.result.written}")
     for run, kind, x, y in sorted(
         dots, key=lambda d: (d[1] != "best", d[0].name not in summary.front, d[1] != "preset")
     ):
@@ -65,7 +65,7 @@ def pareto_chart(summary: Summary) -> Chart | None:
     if "best" in kinds:
         chart.legend("dot best", "the policy" if summary.result.verdict == "adopt" else "fastest candidate")
     if reference is not None and not near:
-        chart.legend("none", f"the script as written takes {time_text(reference)}, beyond the axis")
+        chart.legend("none", f"the {summary.result.written} takes {time_text(reference)}, beyond the axis")
     return chart
 
 
@@ -134,10 +134,10 @@ def _draw_curves(chart: Chart, curves: Sequence[Run]) -> None:
     for index, curve in enumerate(presets):
         css = f"curve preset p{index % _COLOURS}"
         chart.line(range(len(curve.losses)), curve.losses, css, curve.name)
-    for kind, named in (("reference", "the script as written"), ("best", "the policy")):
+    for kind, named in (("reference", "the"), ("best", "the policy:")):
         for curve in curves:
             if curve.kind == kind:
                 chart.line(range(len(curve.losses)), curve.losses, f"curve {kind}", curve.name)
-                chart.legend(f"curve {kind}", named if kind == "reference" else f"{named}: {curve.name}")
+                chart.legend(f"curve {kind}", f"{named} {curve.name}")
     for index, curve in enumerate(presets):
         chart.legend(f"curve preset p{index % _COLOURS}", curve.name)

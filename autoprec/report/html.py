@@ -85,7 +85,7 @@ def _tiles(summary: Summary) -> str:
         return ""
     step = f"{shown('step_time_ms', best)} per step"
     if base is not None and number(best.get("speedup_over_16bit")) is not None:
-        over = f"{step}; {shown('speedup', best)} over the script as written"
+        over = f"{step}; {shown('speedup', best)} over the {summary.result.written}"
         tiles = [(f"over {base['name']}", shown("speedup_over_16bit", best), over)]
     else:
         tiles = [("speed", shown("speedup", best), step)]

@@ -37,7 +37,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import emitted_policy, save_front, search_result, settled, with_size
+from autoprec.tuning.phases.answer import emitted_policy, named_over, save_front, search_result, settled, with_size
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
@@ -316,7 +316,7 @@ class Search:
 
     def _answer(self, bound: Bound, runner: PairedRunner, state: SearchState, decision: Decision) -> SearchResult:
         """Write the policy, and return the result."""
-        answer = settled(decision, state)
+        answer = named_over(settled(decision, state), self.options.reference)
         if bound.narrow:
             data = {"bound": bound.verdict.bound_speedup, "cause": bound.verdict.cause}
             answer = answer.with_reasons(Reason("only_sixteen_bit", data))
@@ -450,7 +450,8 @@ class Search:
         if setup is not None and state is not None and best is not None:
             answer = Decision("undecided", (Reason("interrupted"),), run=best)
             policy = emitted_policy(setup, state, answer)
-            kept = f"the best policy so far ({headline(best.to_row())}) is in {self.options.output}"
+            gain = headline(best.to_row(), self.options.reference)
+            kept = f"the best policy so far ({gain}) is in {self.options.output}"
             try:
                 self._emit(policy)
             except AutoPrecError as error:

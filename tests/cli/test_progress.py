@@ -89,6 +89,17 @@ def test_a_trial_that_failed_says_why() -> None:
     assert describe(failed) == "oom: out of memory"
 
 
+def test_gains_are_over_the_reference_of_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    for reference, over in (("script", "the script"), ("fp32", "the fp32 reference"), ("bf16", "the bf16 reference")):
+        progress = TerminalProgress()
+        progress.started(replace(INFO, options={"reference": reference}))
+        progress.trial(record(), 1, 30, record(), 65.0)
+        progress.close()
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"1.50x over {over}  divergence" in line
+        assert f"best 1.50x over {over} (trial 3)" in line
+
+
 def test_every_phase_of_a_search_has_words() -> None:
     phases = {"script", "graph", "reference", "verdict", "sensitivity", "search", "finalists", "variants", "answer"}
     assert set(PHASES) == phases | {"duel", "tracking"}

@@ -65,7 +65,7 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
         raise AuditError(
             ", ".join(counted(count, severity) for severity, count in failing.items() if count),
             where=" ".join(script),
-            fix="each finding says how; `autoprec search --reference fp32` compares with a run in fp32 meanwhile",
+            fix="each finding says how; a search whose reference has such a fault says what a policy can mend of it",
         )
 
 

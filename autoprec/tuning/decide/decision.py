@@ -276,7 +276,9 @@ class Rules:
         """Return what the loss says against a policy; None for nothing."""
         if not math.isfinite(mean):
             return Reason("incomplete")
-        if upper <= self.max_divergence:
+        # a loss that is flat speaks against a policy only by what was measured: it need not show that one is harmless
+        flat = not self.baseline.learnt and self.baseline.noise_floor_upper <= self.max_divergence
+        if (mean if flat else upper) <= self.max_divergence:
             return None
         if self.baseline.noise_floor_upper <= self.max_divergence:
             gaps = {"least": min(one.divergences), "most": max(one.divergences), "seeds": one.seeds}

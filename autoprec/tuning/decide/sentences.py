@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 
 from autoprec.support.plain import Document
 from autoprec.support.units import memory_text, speed_text
-from autoprec.tuning.study.run import LEAST_NOISE, noise_text
+from autoprec.tuning.study.run import LEAST_NOISE, noise_text, over_what
 
 #: A gain over the best preset below this is too small to matter to anybody.
 ENOUGH = 0.005
+#: What gains are over where nothing else is the reference.
+AS_WRITTEN = "the script as written"
+#: Codes of reasons that name a gain over the reference, which their data names where it is not the script.
+GAINS = frozenset(("adopted", "no_gain", "faster_not_taken", "only_blocks"))
 _BEST = {
     "throughput": "fastest acceptable policy",
     "memory": "acceptable policy of the smallest memory",
@@ -148,9 +152,11 @@ def _compiled_apart(
     return f"compiling the blocks gives {speed_text(alone or 1.0, least, most)}, the precision {more} over that"
 
 
-def _only_blocks(name: str, speedup: float, low: float | None = None, high: float | None = None) -> str:
-    speed = speed_text(speedup, low, high)
-    return f"{name} is {speed} over the script by the times of compiled blocks; the whole model was not timed under it"
+def _only_blocks(
+    name: str, speedup: float, low: float | None = None, high: float | None = None, reference: str = "script"
+) -> str:
+    speed, over = speed_text(speedup, low, high), over_what(reference)
+    return f"{name} is {speed} over {over} by the times of compiled blocks; the whole model was not timed under it"
 
 
 def _adopted(
@@ -169,14 +175,17 @@ def _adopted(
     over_16bit: Sequence[float] | None = None,
     untimed: bool = False,
     unproved: bool = False,
+    reference: str = "script",
 ) -> str:
-    gain = speed_text(speedup, low, high)
+    gain, base = speed_text(speedup, low, high), over_what(reference, AS_WRITTEN)
     if sixteen_bit:
         over = speed_text(speedup / sixteen_bit, *(over_16bit or ()))
-        gain = f"{over} over 16-bit ({gain} over the script as written)"
+        gain = f"{over} over 16-bit ({gain} over {base})"
         if f"{speedup / sixteen_bit:.2f}" == "1.00":  # bf16 for a script in fp32: a gain of 1.00x is not why to adopt
-            gain = f"{speed_text(speedup, low, high)} over the script as written, and as fast as the best 16-bit run"
-    gain += " by its own trials, not timed beside the script" if untimed else ""
+            gain = f"{speed_text(speedup, low, high)} over {base}, and as fast as the best 16-bit run"
+    elif reference != "script":
+        gain += f" over {base}"
+    gain += f" by its own trials, not timed beside {over_what(reference)}" if untimed else ""
     text = f"{name} {'would be' if unproved else 'is'} the {_BEST[objective]}{' so far' if so_far else ''}: {gain}, "
     text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
@@ -192,24 +201,27 @@ def _no_gain(
     low: float | None = None,
     high: float | None = None,
     slowest: float | None = None,
+    reference: str = "script",
 ) -> str:
     """Say how little a policy gains: timed beside the script, or as far as the noise of its own runs allows."""
-    best = f"the best acceptable policy ({name})"
+    best, base = f"the best acceptable policy ({name})", over_what(reference, AS_WRITTEN)
     if low is not None and high is not None:
         sure = "" if high < 1.01 else "surely "
-        return f"{best} is not {sure}faster than the script as written, timed beside it: {speed_text(merit, low, high)}"
+        return f"{best} is not {sure}faster than {base}, timed beside it: {speed_text(merit, low, high)}"
     if slowest is not None:
-        return f"{best} gains {merit - 1.0:+.1%}, but one of its runs is not faster than the script: {slowest:.2f}x"
+        over = over_what(reference)
+        return f"{best} gains {merit - 1.0:+.1%}, but one of its runs is not faster than {over}: {slowest:.2f}x"
     if merit < 1.0 - noise:
-        return f"{best} is not better than the script as written: {merit:.2f}x"
+        return f"{best} is not better than {base}: {merit:.2f}x"
     if noise < LEAST_NOISE:
         return f"{best} changes nothing that counts: {merit - 1.0:+.2%} modelled"
     return f"{best} gains {merit - 1.0:+.1%}, which is within {noise_text(noise)}"
 
 
-def _faster_not_taken(name: str, speedup: float, why: Reason, more: int) -> str:
+def _faster_not_taken(name: str, speedup: float, why: Reason, more: int, reference: str = "script") -> str:
     others = f" (nor is {'another one' if more == 1 else f'any of {more} others'}: see the notes)" if more else ""
-    return f"{name} came out faster ({speed_text(speedup)} over the script), but is not taken: {why}{others}"
+    over = f"{speed_text(speedup)} over {over_what(reference)}"
+    return f"{name} came out faster ({over}), but is not taken: {why}{others}"
 
 
 def _over_preset(
@@ -246,7 +258,7 @@ def _unsound_reference(
 ) -> str:
     """Say that what everything was compared with is at fault: first of all that, then how to go on."""
     what = [*map(fault_text, faults), *(["its loss is the same number at every step"] if still else [])]
-    name = reference_text(reference)
+    name = over_what(reference, AS_WRITTEN)
     if short:
         where = [f"{row['place']} [{row['code']}]".strip() for row in faults] or what
         return f"The reference is at fault, so no policy can be adopted by comparison with {name}: {_first_two(where)}"
@@ -278,7 +290,7 @@ def _mended(
     section = ", ".join(f"{key}: {value}" for key, value in settings.items())
     rest = f"; it leaves {' and '.join(left)}" if left else ""
     more = memory_text(abs(memory)) + (" more" if memory >= 0 else " less")
-    other = "as written" if reference == "script" else f"in {reference_text(reference)}"
+    other = "as written" if reference == "script" else f"in {over_what(reference, AS_WRITTEN)}"
     text = (
         f"A policy with `optimizer: {{{section}}}` ('{name}') mends {' and '.join(cures)}, as a step judged under it "
         f"shows{rest}. A step then takes {step_ms:.3g} ms, {reference_ms:.3g} ms {other} ({source}), and {more} memory "
@@ -286,14 +298,9 @@ def _mended(
     )
     if divergence is None:
         return text
-    whose = "the script" if reference == "script" else reference_text(reference)
+    whose = "the script" if reference == "script" else over_what(reference, AS_WRITTEN)
     gap = f"that its losses are {divergence:.3%} from those of {whose}, which is at fault, says nothing against it"
     return f"{text}; {gap}"
-
-
-def reference_text(reference: str) -> str:
-    """Return what people call a reference: ``script``, ``fp32`` or ``bf16``."""
-    return "the script as written" if reference == "script" else f"the {reference} reference"
 
 
 def fault_text(row: Mapping[str, str]) -> str:

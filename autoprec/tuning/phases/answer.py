@@ -21,7 +21,7 @@ from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sampler.shares import decision_shares
-from autoprec.tuning.decide.sentences import Reason
+from autoprec.tuning.decide.sentences import GAINS, Reason
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.libraries.choice import run_by
 from autoprec.tuning.options import versions
@@ -35,7 +35,7 @@ from autoprec.tuning.sixteen_bit import (
 )
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import METRICS, MODELLED, Metric, Run, metrics_of, pooled
+from autoprec.tuning.study.run import METRICS, MODELLED, Metric, Run, metrics_of, pooled, reference_name
 
 #: Metrics that follow from others of a policy's evidence.
 _NOT_EVIDENCE = ("throughput", "samples_per_s", "step_time_ms")
@@ -56,6 +56,16 @@ def settled(decision: Decision, state: SearchState) -> Decision:
     adopted, *others = decision.reasons
     so_far = replace(adopted, data=adopted.data | {"so_far": True})
     return replace(decision, reasons=(so_far, *others, cut))
+
+
+def named_over(decision: Decision, reference: str) -> Decision:
+    """Return the decision with gains that name what they are over: ``script``, ``fp32`` or ``bf16``."""
+    if reference == "script":
+        return decision
+    named = [
+        replace(one, data=one.data | {"reference": reference}) if one.code in GAINS else one for one in decision.reasons
+    ]
+    return replace(decision, reasons=tuple(named))
 
 
 def with_size(decision: Decision, setup: Setup) -> Decision:
@@ -106,7 +116,7 @@ def final_metrics(setup: Setup, state: SearchState, decision: Decision) -> dict[
         decision: the answer.
     """
     if decision.run is None:
-        return reference_metrics(setup, state) | {"name": "script as written"}
+        return reference_metrics(setup, state)
     out = _figures(setup, state, decision.run, pooled(state.store.records)).to_row() | {"seeds": decision.seeds}
     if decision.chosen is not None:
         out["interval"] = decision.interval
@@ -117,7 +127,7 @@ def final_metrics(setup: Setup, state: SearchState, decision: Decision) -> dict[
 
 def reference_metrics(setup: Setup, state: SearchState) -> dict[str, Any]:
     """Return the metrics of the reference; modelled ones where the answer needed no run of it."""
-    name = "script as written" if setup.options.reference == "script" else setup.options.reference
+    name = reference_name(setup.options.reference)
     step = setup.steps.of_reference()
     figures = {"step_time_ms": step.time_ms, "throughput": 1000.0 / step.time_ms, "speedup": 1.0}
     figures |= {"memory_bytes": float(step.memory_bytes)}

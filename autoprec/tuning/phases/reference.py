@@ -16,7 +16,7 @@ from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
-from autoprec.tuning.study.run import MODELLED, Metric, Run
+from autoprec.tuning.study.run import MODELLED, Metric, Run, reference_name
 
 #: Policies that are measured whatever the budget says, each under two seeds.
 FEWEST_RUNS = 2
@@ -68,7 +68,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
         reference = replace(reference, step_ms=written.step_ms, memory_bytes=written.memory_bytes)
         state.whole = written
     state.own = reference
-    name = "script as written" if setup.options.reference == "script" else setup.options.reference
+    name = reference_name(setup.options.reference)
     noise = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
     stored = {(record.kind, record.name) for record in state.store.records if record.seed == 0}
     for kind, label, result in (("reference", name, first), *noise):
@@ -95,7 +95,7 @@ def _tell_uninformative(setup: Setup, state: SearchState) -> None:
         benign = (
             " and by the gaps of benign changes" if baseline.noise_floor_upper > setup.options.max_divergence else ""
         )
-        which = "policies are judged by their"
+        which = "a divergence beyond the budget speaks against a policy; for it speaks only its"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"
         state.note(f"{which} gradient error{benign}: {why}")

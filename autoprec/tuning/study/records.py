@@ -15,7 +15,15 @@ from autoprec.support.plain import Document, rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.tables import Shown, Table
 from autoprec.tuning.study.rows import Row, headings, note_of, number, over_16bit, percent, row_cells, source_of
-from autoprec.tuning.study.run import MEASURED, MODELLED, error_text, headline, noise_text
+from autoprec.tuning.study.run import (
+    MEASURED,
+    MODELLED,
+    error_text,
+    headline,
+    noise_text,
+    over_what,
+    reference_name,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -109,9 +117,24 @@ class SearchResult(Shown):
         shown = number(self.best.get("step_time_ms")) is not None and candidate
         rows: list[Row] = [{**self.best, "role": "best", "name": label}] if shown else []
         autocast = str(self.budget.get("written", "")).endswith("autocast")
-        script = "the script's own autocast" if autocast else "the script as written"
+        script = "the script's own autocast" if autocast and self.over == "the script" else f"the {self.written}"
         rows.append({**self.reference, "role": "reference", "name": f"reference: {script}"})
         return (*rows, *({**preset, "role": "preset"} for preset in self.presets))
+
+    @property
+    def written(self) -> str:
+        """The name of the reference's runs."""
+        return reference_name(self._reference)
+
+    @property
+    def _reference(self) -> str:
+        """What the reference is: ``script``, ``fp32`` or ``bf16``."""
+        return next((kind for kind in ("fp32", "bf16") if self.reference.get("name") == reference_name(kind)), "script")
+
+    @property
+    def over(self) -> str:
+        """What speed-ups are over."""
+        return over_what(self._reference)
 
     @property
     def title(self) -> str:
@@ -161,9 +184,9 @@ class SearchResult(Shown):
         out += [what] if source else []
         out += ["modelled as if compiled, which the script is not"] if self.budget.get("as_compiled") else []
         if self.over_16bit:
-            out.append(f"over 16-bit is over {self.baseline or 'the script'}")
+            out.append(f"over 16-bit is over {self.baseline or self.over}")
         if noise := number(self.timings.get("timing_noise")) if source == MEASURED and self._single else None:
-            out.append(f"speeds without an interval were not timed beside the script: within {noise_text(noise)}")
+            out.append(f"speeds without an interval were not timed beside {self.over}: within {noise_text(noise)}")
         return out
 
     @property
@@ -182,7 +205,7 @@ class SearchResult(Shown):
     ) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
         """Return the headings of the comparison, and each row (default: each of :meth:`rows`) with its cells."""
         over, written = self.over_16bit, str(self.budget.get("written", ""))
-        titles = headings(over_16bit=over, written=written)
+        titles = headings(over_16bit=over, over=self.over, written=written if self.over == "the script" else "")
         return titles, [(row, row_cells(row, over_16bit=over)) for row in (self.rows() if rows is None else rows)]
 
     def table(self) -> Table:
@@ -193,7 +216,7 @@ class SearchResult(Shown):
         return Table(titles, tuple(cells for _, cells in rows), self.title, tuple(filter(None, notes)))
 
     def __repr__(self) -> str:
-        gain = f", {headline(self.best)}" if "speedup" in self.best else ""
+        gain = f", {headline(self.best, self._reference)}" if "speedup" in self.best else ""
         return f"SearchResult({self.verdict}{gain}, policy={self.policy!r}, study_name={self.study_name!r})"
 
     # --- its runs ---------------------------------------------------------------------------------------------------

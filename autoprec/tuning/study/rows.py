@@ -64,10 +64,17 @@ def over_16bit(rows: Iterable[Row]) -> bool:
     return any(number(row.get("speedup_over_16bit")) is not None for row in rows)
 
 
-def headings(*, over_16bit: bool, written: str = "") -> tuple[str, ...]:
-    """Return the headings of :func:`row_cells`; ``written`` is the dtype of the script's own products."""
-    over, script, *labels = (METRICS[name].label for name in _COLUMNS)
-    return ("", over, f"{script} ({written})" if written else script, *labels) if over_16bit else ("", "speed", *labels)
+def headings(*, over_16bit: bool, over: str = "the script", written: str = "") -> tuple[str, ...]:
+    """Return the headings of :func:`row_cells`.
+
+    Args:
+        over_16bit: whether gains over 16 bit have a column.
+        over: what speed-ups are over.
+        written: the dtype of the script's own products.
+    """
+    first, _, *labels = (METRICS[name].label for name in _COLUMNS)
+    speed = f"over {over} ({written})" if written else f"over {over}"
+    return ("", first, speed, *labels) if over_16bit else ("", "speed", *labels)
 
 
 def row_cells(row: Row, *, over_16bit: bool) -> tuple[str, ...]:

@@ -112,11 +112,26 @@ def noise_text(noise: float) -> str:
     return f"the timing noise, taken as {noise:.0%}" if noise >= MOST_NOISE else f"the timing noise of {noise:.1%}"
 
 
-def headline(row: Mapping[str, Any]) -> str:
-    """Return the gain that is given first: over the 16-bit run where that is known (a GPU), else over the script."""
+def reference_name(reference: str) -> str:
+    """Return the name of the runs of a reference: ``script``, ``fp32`` or ``bf16``."""
+    return "script as written" if reference == "script" else f"script in {reference}"
+
+
+def over_what(reference: str, written: str = "the script") -> str:
+    """Return what a gain over a reference is over: ``script`` (as ``written`` says it), ``fp32`` or ``bf16``."""
+    return written if reference == "script" else f"the {reference} reference"
+
+
+def headline(row: Mapping[str, Any], reference: str = "script") -> str:
+    """Return the gain that is given first: over the 16-bit run where that is known (a GPU), else over the reference.
+
+    Args:
+        row: metrics by name.
+        reference: what the speed-up is over: ``script``, ``fp32`` or ``bf16``.
+    """
     name, what = "speedup_over_16bit", "16-bit"
     if row.get(name) is None:
-        name, what = "speedup", "the script"
+        name, what = "speedup", over_what(reference)
     return f"{speed_text(row[name], *row.get('intervals', {}).get(name, ()))} over {what}"
 
 

@@ -280,3 +280,27 @@ def test_of_two_that_were_timed_the_noise_of_trials_is_not_what_ties_them() -> N
 
 def test_nothing_is_told_where_nothing_is_faster() -> None:
     assert reasons(Standing("a", 1.28, (0.0001,))) == {}
+
+
+@pytest.mark.parametrize(
+    ("divergences", "rejected"),
+    [
+        ((0.0, 0.00136), False),  # the bound of these two is 34 %
+        ((0.00001, 0.002), False),
+        ((0.0012, 0.0013), False),
+        ((0.0024, 0.0025), False),
+        ((0.0035, 0.0036), True),
+        ((0.0001, 0.006), True),
+    ],
+)
+def test_a_loss_that_is_flat_speaks_against_a_policy_only_by_what_was_measured(
+    divergences: tuple[float, ...], rejected: bool
+) -> None:
+    """Where its loss proves nothing, "up to 34 % at 95 % confidence" is not a reason to reject one."""
+    one = Standing("all bf16", 1.5, divergences, gradient_error=0.01)
+    found = BLIND.judge(one)
+    assert (found.rejection is not None, found.by_loss) == (rejected, rejected)
+    assert (found.caveat is None) == rejected
+    steeper = BLIND.judge(replace(one, gradient_error=0.2))
+    assert steeper.rejection is not None, "its gradient error judges it"
+    assert FASTER_RULES.judge(Standing("a", 1.5, (0.0, 0.00136), gradient_error=0.01)).rejection is not None

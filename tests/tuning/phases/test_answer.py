@@ -23,6 +23,7 @@ from autoprec.tuning.phases.answer import (
     _row,
     figures_of_evidence,
     guard_for,
+    named_over,
     settled,
     with_size,
 )
@@ -55,6 +56,34 @@ def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
     assert (adopt.verdict, [reason.code for reason in adopt.reasons]) == ("adopt", ["adopted", "cut_short"])
     assert adopt.reason.startswith("p is the fastest acceptable policy so far: 2.00x")
     assert adopt.reason.endswith("; cut short: no time to time; after 2 of 30 trials")
+
+
+_GAIN = {"name": "p", "objective": "throughput", "speedup": 2.0, "divergence": 0.0, "budget": 0.0025, "tied": 1}
+_GAIN |= {"sixteen_bit": None, "caveat": None, "merit": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        (Reason("adopted", _GAIN), "policy: 2.00x over the fp32 reference"),
+        (Reason("adopted", _GAIN | {"sixteen_bit": 1.5}), "1.33x over 16-bit (2.00x over the fp32 reference)"),
+        (Reason("adopted", _GAIN | {"untimed": True}), "not timed beside the fp32 reference"),
+        (Reason("no_gain", {"name": "p", "merit": 0.8, "noise": 0.02}), "not better than the fp32 reference: 0.80x"),
+        (
+            Reason("no_gain", {"name": "p", "merit": 1.1, "noise": 0.2, "slowest": 0.9}),
+            "than the fp32 reference: 0.90x",
+        ),
+        (Reason("only_blocks", {"name": "p", "speedup": 2.0}), "2.00x over the fp32 reference by"),
+    ],
+)
+def test_a_gain_over_another_reference_is_not_said_to_be_over_the_script(reason: Reason, says: str) -> None:
+    stay = Decision("stay", (reason, Reason("none_measured")))
+    assert named_over(stay, "script") is stay
+    first, second = named_over(stay, "fp32").reasons
+    assert says in str(first)
+    assert "fp32" not in str(reason)
+    assert "script" not in str(first)
+    assert second == Reason("none_measured")
 
 
 def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # noqa: F811

@@ -73,6 +73,25 @@ def test_a_scripts_own_autocast_is_its_own_row() -> None:
         assert row["name"] == f"reference: {name}"
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "over"),
+    [
+        ("script in fp32", "reference: the script in fp32", "the fp32 reference"),
+        ("script in bf16", "reference: the script in bf16", "the bf16 reference"),
+        ("script as written", "reference: the script's own autocast", "the script"),
+    ],
+)
+def test_what_gains_are_over_is_the_reference_by_its_name(name: str, row: str, over: str) -> None:
+    """It said "reference: the script as written" of the script in fp32, which was twice as slow."""
+    reference = RESULT.reference | {"name": name}
+    best = RESULT.best | {"speedup_over_16bit": 1.2}
+    result = replace(RESULT, reference=reference, best=best, budget={"written": "bf16 autocast"}, timings={})
+    assert next(found["name"] for found in result.rows() if found["role"] == "reference") == row
+    assert result.comparison()[0][2].removesuffix(" (bf16 autocast)") == f"over {over}"
+    plain = replace(result, best={key: value for key, value in best.items() if key != "speedup_over_16bit"})
+    assert f"over {over}, policy=" in repr(plain)
+
+
 @pytest.mark.parametrize(("noise", "said"), [(0.03, "of 3.0%"), (0.10, "taken as 10%")])
 def test_what_was_not_timed_in_a_duel_says_what_is_known_of_its_noise(noise: float, said: str) -> None:
     """The cap of 10 % was never printed, or printed as if it had been measured."""
