@@ -44,6 +44,19 @@ _autograd_node = torch._C._current_autograd_node
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of a dispatch method and what it calls; unlike torch's own way it does not import Dynamo.
+
+    Under a dispatch mode Dynamo leaves the script's frames to Python; inside the mode's method, where the mode is off,
+    it would begin again, and compile each forward operator by itself: its outputs then have other dtypes than the
+    backward pass expects of it (the statistics of a norm under autocast), and every operator takes seconds.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 @functools.cache
 def _is_wrapper(cls: type) -> bool:
     """Say whether a tensor class (nested, DTensor, quantised) consists of plain tensors that its operators work on."""
@@ -111,7 +124,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: otherwise torch wraps the dispatch method and imports its compiler on the first operator (seconds)."""
+        """False: torch's wrapper would import its compiler on the first operator (seconds)."""
         return False
 
     # -- entering and leaving -------------------------------------------------------------------------------------
@@ -217,6 +230,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- operators ------------------------------------------------------------------------------------------------
 
+    @_never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autoprec.applying.compiling import compiled_graphs
 from autoprec.cost import CostModel
 from autoprec.graph.recorder import StepRecorder, record_step
 from autoprec.graph.report import GraphReport
@@ -192,6 +193,69 @@ def test_a_compiled_model_is_seen_through():
     report = record_step(compiled, lambda: F.cross_entropy(compiled(ids).flatten(0, 1), targets).backward())
     assert report.layer("blocks.0.up").roles() == ("fprop", "dgrad", "wgrad")
     assert {layer.name for layer in report.layers} == {name for name in report.groups for name in report.groups[name]}
+
+
+class _Normed(nn.Module):  # Dynamo does not begin in torch's own modules
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + F.gelu(self.up(self.norm(x)))
+
+
+class _Stack(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self.blocks, self.head = nn.ModuleList([_Normed(), _Normed()]), nn.Linear(8, 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.inside or torch.is_autocast_enabled("cpu")):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x).float()
+
+
+def _blocks(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+_COMPILES = {
+    "whole": lambda model: torch.compile(model, backend="aot_eager"),
+    "in place": lambda model: model.compile(backend="aot_eager") or model,
+    "blocks": _blocks,
+    "function": lambda model: torch.compile(lambda x: model(x), backend="aot_eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo hides it by another way than a filter
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("compiles", _COMPILES.values(), ids=_COMPILES)
+def test_a_compiled_step_under_autocast_is_recorded_as_its_eager_operators(compiles, inside):
+    """Autocast is the script's, or inside the model as a policy has it; what a norm saved fits its backward."""
+
+    def recorded(compiles):
+        torch.compiler.reset()
+        model = _Stack(inside)
+        called, x, before = compiles(model), torch.ones(3, 8), compiled_graphs()
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+                out = called(x.bfloat16())
+            out.square().sum().backward()
+
+        step()
+        compiled = compiled_graphs()
+        return record_step(model, step), compiled - before, compiled_graphs() - compiled
+
+    report, compiled, meanwhile = recorded(compiles)
+    expected, none, _ = recorded(lambda model: model)
+    assert (compiled > 0, none, meanwhile) == (True, 0, 0)
+    assert {layer.dtype for layer in report.layers} == {"bf16"}
+    assert report.operators == expected.operators
 
 
 def test_a_root_that_was_already_running_is_recognised():
