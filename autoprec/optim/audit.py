@@ -13,12 +13,13 @@ from autoprec.optim.communication import GradientHook, find_distributed
 from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
+from autoprec.precision.recipes import KEEP
 
 _STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
 
 
 _NOTHING = "nothing yet"
-_OWN = "the script's own dtype: nothing else is asked for"
+_OWN = "fp32 in a policy is: stored as the script stores it"
 
 
 def _held(values: list[Any]) -> tuple[str, bool]:
@@ -35,10 +36,13 @@ def _short(tensor: Tensor) -> str:
 
 
 def _stored(requested: str, values: list[Any], reason: str = "") -> dict[str, Any]:
-    """Return the row of what live tensors are stored in; where FP32 is asked for, the script's own dtype stays."""
+    """Return the row of what live tensors are stored in.
+
+    Nothing is stored anew for FP32: where the script has them in another dtype, what was asked is to ``keep`` that.
+    """
     executed, plain = _held(values)
     if requested == "fp32" and plain and executed not in ("fp32", _NOTHING):
-        return {"requested": requested, "executed": executed, "ok": True, "reason": reason or _OWN}
+        return {"requested": KEEP, "executed": executed, "ok": True, "reason": reason or _OWN}
     return _entry(requested, executed, reason)
 
 

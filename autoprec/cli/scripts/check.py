@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,6 +228,8 @@ def check(
     if numerics:
         _print_numerics(audit["numerics"], policy, quiet=as_json)
     _conclude(parts, policy, quiet=as_json, strict=strict)
+    if not as_json:
+        echo(f"the script's own precision was not judged: `autoprec check {shlex.join(script)}` does that")
     if spot is not None:
         if not as_json:
             print_spot(spot[0])

@@ -1,5 +1,6 @@
 """``autoprec check``: asked against executed, of a real script."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,22 @@ def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPat
     text = " ".join(found.out.split())
     assert "head bf16 keep (fprop), bf16 (dgrad, wgrad) NO fprop ran as keep" in text
     assert "softmax fp32 bf16 NO autocast reached it" in text
+
+
+@pytest.mark.parametrize("arguments", [(), ("--lr", "1e-3"), ("--name", "two words")])
+def test_what_a_policy_executed_is_not_whether_the_script_is_sound(
+    monkeypatch: pytest.MonkeyPatch, policy: Path, arguments: tuple[str, ...]
+) -> None:
+    row = {"name": "head", "requested": {"fprop": "bf16"}, "executed": {"fprop": "bf16"}, "ok": True, "reason": ""}
+    monkeypatch.setattr(
+        "autoprec.cli.scripts.check._audited", lambda *_: ({"ok": True, "layers": [row], "operators": {}}, None)
+    )
+    found = autoprec("check", "--policy", policy, "train.py", *arguments)
+    assert found.code == 0
+    command = shlex.join(["train.py", *arguments])
+    said = f"the script's own precision was not judged: `autoprec check {command}` does that"
+    assert found.out.splitlines()[-1] == said
+    assert "not judged" not in autoprec("check", "--policy", policy, "--json", "train.py").out
 
 
 def test_what_a_recorded_step_shows_counts_in_the_documents_ok() -> None:
