@@ -151,7 +151,7 @@ def test_the_result_and_the_policy_tell_the_same_figures() -> None:
         assert (row["seeds"], row["divergence"]) == (len(gaps), pytest.approx(sum(gaps) / len(gaps)))
         for name in ("gradient_error", "speedup", "step_time_ms"):
             assert row[name] == pytest.approx(known[row["name"]][name])
-    assert evidence["trials"] == result.trials["complete"] <= 14
+    assert evidence["trials"] == result.trials["complete"] <= 17
     assert result.reference["name"] == "script as written"
     assert result.budget["max_divergence"] == made.options.max_divergence
 
