@@ -60,9 +60,9 @@ def test_one_run_tells_whether_lowerings_that_save_nothing_are_taken_back(
 ) -> None:
     totals: dict[str, int] = {}
     monkeypatch.setattr(Listeners, "trial", lambda _self, run, _done, total, *_: totals.update({run.name: total}))
-    made, _ = search(script(error_scale=0.5), options(trials=14))
+    made, _ = search(script(error_scale=0.5), options(trials=18))
     *_, safer = (run for run in made.records if SAFER in run.tags and run.kind == "search")  # one for each answer
-    assert totals[safer.name] == 14, "it was told as trial 25 of 0"
+    assert totals[safer.name] == 18, "it was told as trial 25 of 0"
     assert made.setup is not None
     assert made.state is not None
     assert made.state.table is not None
