@@ -1,6 +1,6 @@
 """One training step of a model that is a ``config.json``: transformers builds it without weights, and it is recorded.
 
-There is no table of families here: what a configuration means is for transformers to say. Blocks that are alike are
+Transformers says what a configuration means; no table of families is kept here. Blocks that are alike are
 run once (:mod:`autoprec.graph.repeated`), so that a model of 60 layers takes no longer than one of its kinds of layers.
 Shapes flow and no data does, so a model of any size fits.
 """

@@ -127,7 +127,7 @@ def rest_cost(
     Args:
         target: the device.
         rates: what kernels reach of its peaks.
-        operators: of the step, those that are no layer's product.
+        operators: of the step, without the products of layers.
         scale: of a larger model.
         activations: dtype of autocast around the model; ``keep`` is the script's.
         attention: dtype that a policy gives attention; ``keep`` follows the others.

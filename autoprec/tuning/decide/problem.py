@@ -252,7 +252,7 @@ class Problem:
         return out | {name: parameters.get(name, values[0]) for name, values in self.parameters.items()}
 
     def value(self, params: Params, name: str) -> Any:
-        """Return the value of a parameter that is no group's choice: chosen, fixed, or the first that it may have."""
+        """Return the value of a parameter (a group has a choice instead): chosen, fixed, or the first it may have."""
         if name in params:
             return params[name]
         return self.fixed[name] if name in self.fixed else self.parameters[name][0]

@@ -60,7 +60,7 @@ def row_of(document: Document) -> Document:
 def fastest(rounds: Sequence[Mapping[str, float]], names: Sequence[str], device: str) -> Document:
     """Return the evidence's row of the fastest backend; empty where none was timed.
 
-    The first that was timed stays where no other is surely faster; one that was not timed is no rival.
+    The first that was timed stays where no other is surely faster; one that was not timed is left out.
 
     Args:
         rounds: milliseconds per step by backend, round by round.

@@ -15,6 +15,7 @@ from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, save_policy
 from autoprec.policy.known_layers import known_layers
 from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
+from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
@@ -249,7 +250,7 @@ def _row(record: Run, decision: Decision, errors: Collection[str]) -> dict[str, 
     return kept | {"number": record.number, "status": record.status, "reason": why}
 
 
-def _refused(state: SearchState) -> Iterator[dict[str, Any]]:
+def _refused(state: SearchState) -> Iterator[Document]:
     """Yield a row for each policy that people write by hand and that cannot be run here."""
     for name, why in state.refused.items():
         yield {"name": name, "kind": "preset", "status": "refused", "reason": why, "seeds": 0}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
@@ -17,6 +16,7 @@ from autoprec.precision.recipes import KEEP
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.decision import Decision
+from autoprec.tuning.decide.problem import Params
 from autoprec.tuning.decide.sentences import Reason, fault_text
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import Finding, findings
@@ -180,7 +180,7 @@ def with_mend(setup: Setup, settings: Mapping[str, str]) -> Setup:
     return setup.restricted(space.model_copy(update=changes))
 
 
-def mended_params(setup: Setup, settings: Mapping[str, str]) -> dict[str, Any]:
+def mended_params(setup: Setup, settings: Mapping[str, str]) -> Params:
     """Return the point of a search at which the script runs as it is written, but mended."""
     return setup.problem.params_of(KEEP, **{f"optimizer.{name}": value for name, value in settings.items()})
 

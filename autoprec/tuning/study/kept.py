@@ -2,8 +2,8 @@
 
 The recorded step, the runs of the reference and the gradient errors are answers of trials that the study does not hold;
 a duel it holds when that has ended. Each is a file under a key of all that it depends on: what was asked, of which
-sources and arguments, by which versions, on which machine. What belongs to another key is never found, and so is no
-answer to the search of now.
+sources and arguments, by which versions, on which machine. What belongs to another key is never found, and so
+answers no question of this search.
 """
 
 from __future__ import annotations
