@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 #: Fewer values than this have no distribution-free 95 % interval.
@@ -30,6 +30,21 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     outside = _outside(n, confidence)
     middle = statistics.median(averages)
     return middle, averages[outside], averages[-1 - outside]
+
+
+def ratio_interval(rounds: Sequence[Mapping[str, float]], base: str, name: str) -> tuple[float, float, float] | None:
+    """Return how many times as fast one contender of a duel is as another, with the 95 % interval.
+
+    Args:
+        rounds: milliseconds per step by contender, round by round.
+        base: the contender that the other is compared with.
+        name: the other one.
+
+    Returns:
+        As :func:`median_interval`; None where fewer than :data:`FEWEST` rounds have both.
+    """
+    ratios = [one[base] / one[name] for one in rounds if base in one and name in one]
+    return median_interval(ratios) if len(ratios) >= FEWEST else None
 
 
 @cache

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
 
 
 @pytest.mark.parametrize("count", [6, 9, 12, 25, 60])
@@ -51,3 +51,9 @@ def test_its_ends_are_those_of_wilcoxons_signed_rank_test() -> None:
 
 def test_equal_values_have_a_point() -> None:
     assert median_interval([2.0] * 7) == (2.0, 2.0, 2.0)
+
+
+def test_a_ratio_is_of_the_rounds_that_both_took_part_in() -> None:
+    rounds = [{"a": 2.0, "b": 1.0}] * FEWEST + [{"a": 9.0}, {"b": 9.0}]
+    assert ratio_interval(rounds, "a", "b") == (2.0, 2.0, 2.0)
+    assert ratio_interval(rounds[1:], "a", "b") is None

@@ -11,16 +11,7 @@ import pytest
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrainSpec
 from tests.documents import ROOT
-
-TRAIN = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(50):
-    loss = model(torch.randn(16, 8)).square().mean()
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""
+from tests.trial.driver.test_execute import TRAIN
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from autoprec.policy import Policy
 from autoprec.support.optional import is_available
 from autoprec.support.plain import Document
 from autoprec.support.units import speed_text
-from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import FEWEST, ratio_interval
 
 #: The section of a policy's evidence, and the tag of the duel that decided it.
 BACKENDS = "backends"
@@ -71,11 +71,7 @@ def fastest(rounds: Sequence[Mapping[str, float]], names: Sequence[str], device:
     if not timed:
         return {}
     base, *others = timed
-    over: dict[str, tuple[float, float, float]] = {}
-    for name in others:
-        ratios = [one[base] / one[name] for one in rounds if base in one and name in one]
-        if len(ratios) >= FEWEST:
-            over[name] = median_interval(ratios)
+    over = {name: found for name in others if (found := ratio_interval(rounds, base, name)) is not None}
     faster = {name: found for name, found in over.items() if found[1] > 1.0}
     best = max(faster, key=lambda name: faster[name][0], default=base)
     row: Document = {"backend": best, "device": device}

@@ -23,7 +23,7 @@ from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
 from autoprec.precision.hardware import free_bytes
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
-from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrialResult
 from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
@@ -73,9 +73,8 @@ class Duels:
         Of two that were timed apart the interval is that of their intervals, which is wider.
         """
         for rounds in self._rounds.values():  # those of whole models first
-            ratios = [ms[other.name] / ms[one.name] for ms in rounds if one.name in ms and other.name in ms]
-            if len(ratios) >= FEWEST:
-                return median_interval(ratios)
+            if (found := ratio_interval(rounds, other.name, one.name)) is not None:
+                return found
         if None in (bounds := (one.low, one.high, other.low, other.high)):
             return None
         own_low, own_high, low, high = (float(bound or 0.0) for bound in bounds)
@@ -157,12 +156,7 @@ class Duels:
         together, failure, known = list[Run](), "", self._rounds[by_block]
         for forks, group in self._groups(here):
             exchanged = [run for run in group if forks or can_be_exchanged(run.policy)]
-            spec = replace(
-                self._runner.duel_spec(self._setup.reference_policy()),
-                side_by_side=2 if forks else 1,
-                on_the_clock=self._setup.options.budget_s is not None,
-                by_block=by_block,
-            )
+            spec = self._spec(forks=forks, by_block=by_block)
             policies = {run.name: self._runner.as_run(run.policy) for run in exchanged}
             share = within * len(group) / len(here)
             rounds, failed = timed_together(self._runner.duel, spec, policies, share)
@@ -192,6 +186,15 @@ class Duels:
         self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began[1]
         return bool(found)
 
+    def _spec(self, *, forks: bool, by_block: bool) -> DuelSpec:
+        """Return a duel beside the reference, without its contenders and the seconds that it may take."""
+        return replace(
+            self._runner.duel_spec(self._setup.reference_policy()),
+            side_by_side=2 if forks else 1,
+            on_the_clock=self._setup.options.budget_s is not None,
+            by_block=by_block,
+        )
+
     def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:
         """Yield policies that are timed in one way, and whether each has a process: none does that compiles."""
         for compiles in (False, True):
@@ -216,17 +219,9 @@ class Duels:
             return [], {}
         began = time.monotonic()
         self._state.listener.phase("duel", ", ".join(f"{run.name} by {name}" for name in policies))
-        spec = replace(
-            self._runner.duel_spec(self._setup.reference_policy()),
-            probes=tuple(Probe(*named) for named in policies.items()),
-            within_s=within,
-            precision=PRECISE,
-            side_by_side=2 if self._can_fork([run]) else 1,
-            on_the_clock=self._setup.options.budget_s is not None,
-            by_block=by_block,
-            by_backend=True,
-        )
-        result = self._runner.duel(spec)
+        spec = self._spec(forks=self._can_fork([run]), by_block=by_block)
+        probes = tuple(Probe(*named) for named in policies.items())
+        result = self._runner.duel(replace(spec, probes=probes, within_s=within, precision=PRECISE, by_backend=True))
         self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began
         if not isinstance(result.answer, DuelRounds):
             return [], dict.fromkeys(policies, f"{result.status}: {result.reason}")

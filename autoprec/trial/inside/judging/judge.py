@@ -259,14 +259,13 @@ class Judge(Events):
         if step is None:
             return Judged(unseen=("no step was seen",))
         optimizers = [(one, self._hooks.sources.of(one)) for one in self._found.optimizers]
-        states = [v for o, _ in optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         weights = {_address(p) for p in self._found.root.parameters()}
         around = loop.Loop(
             optimizers,
             step.casts,
             self._kept_update,
             self._updates,
-            frozenset(weights | {_address(one) for one in states} | {_address(p) for p in self._found.parameters}),
+            frozenset(weights.union(map(_address, [*self._states(), *self._found.parameters]))),
             frozenset(weights),
             self._scaler,
             self._stale,
@@ -287,6 +286,11 @@ class Judge(Events):
             self._unseen.append(f"{step.recorder.failures} operators have no FP32 form to be held against")
         return Judged(tuple(census), tuple(observations), looked_at, tuple(self._unseen))
 
+    def _states(self) -> list[Tensor]:
+        """Return the tensors of the optimizers' state, of any shape."""
+        states = [state for one in self._found.optimizers for state in one.state.values()]
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
     def _tables(self, step: Step) -> Iterator[Observation]:
         for name, table, distinct, rows in collapsed_tables(self._names):
             dtype = dtype_name(table.dtype)
@@ -301,9 +305,8 @@ class Judge(Events):
         if self._kept_update is None:
             return
         shapes = {tuple(p.shape) for p in self._found.root.parameters()}
-        states = [v for o in self._found.optimizers for s in o.state.values() for v in s.values()]
         grads = [p.grad for p in self._found.parameters if p.grad is not None]
-        own = [*self._found.root.parameters(), *grads, *(v for v in states if isinstance(v, Tensor))]
+        own = [*self._found.root.parameters(), *grads, *self._states()]
         told = {_address(one) for one in own}
         trace, outside = self._kept_update.trace, self._kept_update.outside
         names = {value.storage: value.name for value in trace.values if value.name}
