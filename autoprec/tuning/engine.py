@@ -41,20 +41,9 @@ from autoprec.tuning.phases.answer import emitted_policy, named_over, save_front
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
-from autoprec.tuning.phases.soundness import (
-    faults,
-    mend_of,
-    naming_faults,
-    sound_in_fp32,
-    told,
-    why_flat,
-    with_mend,
-    with_price,
-    with_soundness,
-)
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
-from autoprec.tuning.setup import Setup, reference_policy
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import Bound, bound_of
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.kept import KeptAnswers, origin_of
@@ -260,13 +249,7 @@ class Search:
         host.cpu_rates.join()
         self._check_time(host, starts=1)
         whole = Setup.of(self.options, host.info, graph, shapes(self._variants))
-        other = whole.reference_policy()  # which is judged as it runs, not as the script does
-        found = faults(self._record(host, other) if other else graph, self.command)
-        mend = mend_of(found, whole, lambda policy: self._record(host, policy))
-        bound = bound_of(whole, found)
-        in_fp32 = partial(self._record, host, reference_policy("fp32"))
-        bound = replace(bound, fp32=sound_in_fp32(found, whole, lambda: faults(in_fp32(), self.command)))
-        return replace(bound, mend=mend, setup=with_mend(bound.setup, mend.settings)) if mend else bound
+        return bound_of(whole, self.command, partial(self._record, host))
 
     def _begin_study(self, host: _Host, bound: Bound) -> tuple[PairedRunner, SearchState]:
         """Sign the study, or go on with it, and say what is searched."""
@@ -286,7 +269,7 @@ class Search:
         for note in (*host.info.notes, *setup.space.warnings()):
             self.listener.note(note)
         self.listener.started(introduction(setup, self.command, self.options, host.store.url, self._chosen))
-        if doubt := told(bound.at_fault, (), self.options.reference, short=True):
+        if doubt := bound.soundness.told(short=True):
             self.listener.note(str(doubt))
         if not setup.measured:
             state.note(f"times are {setup.cost.label}")
@@ -302,8 +285,8 @@ class Search:
     def _measure_reference(self, bound: Bound, runner: PairedRunner, state: SearchState) -> None:
         """Run the script as written, and say how long the search will take."""
         self.listener.phase("reference")
-        with naming_faults(bound.at_fault):
-            measure_reference(bound.setup, runner, state, flat_because=why_flat(bound.at_fault))
+        with bound.soundness.naming():
+            measure_reference(bound.setup, runner, state, flat_because=bound.soundness.why_flat())
         runner.doubt_load()
         for line in expected(bound.setup, runner, state):
             if not self.options.resume:
@@ -326,8 +309,7 @@ class Search:
             answer = answer.with_reasons(Reason("under_variant", rows))
             self.listener.phase("answer")
         losses = state.own.losses if state.own is not None else ()
-        answer = with_price(answer, bound.mend, bound.setup, state.store.records)
-        answer = with_soundness(answer, bound.at_fault, losses, self.options.reference, fp32=bound.fp32)
+        answer = bound.soundness.qualify(answer, bound.setup, state.store.records, losses)
         return self._finish(bound, state, answer, runner)
 
     def _check_time(self, host: _Host, *, starts: int) -> None:

@@ -8,7 +8,7 @@ it is in 16 bit already) is measured before anything else. On a CPU the script a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoprec.cost import Verdict
@@ -18,11 +18,12 @@ from autoprec.policy.library import PREFIX, published
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.support.plain import Document
+from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.presets import COMPILED, widest
 from autoprec.tuning.decide.published import LIBRARIES
-from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.phases.soundness import MENDED, Mend
+from autoprec.tuning.phases.soundness import MENDED, Soundness, soundness_of
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.run import Params, Run, pooled
 
@@ -88,32 +89,38 @@ class Bound:
 
     Attributes:
         setup: what is searched; where ``narrow`` of 16-bit policies alone.
-        at_fault: what in the script itself makes its training doubtful.
+        soundness: what in the reference itself makes its training doubtful.
         beyond: the bound is worth a search of the whole space.
         ends: it is the answer: nothing is run.
-        mend: what a policy can mend of the script's faults; None for nothing.
-        fp32: a run of the script in fp32 is a reference without its faults.
     """
 
     setup: Setup
     verdict: Verdict
-    at_fault: tuple[Finding, ...]
+    soundness: Soundness
     beyond: bool
     narrow: bool
     ends: bool
-    mend: Mend | None = None
-    fp32: bool = False
 
 
-def bound_of(whole: Setup, at_fault: Iterable[Finding]) -> Bound:
+def bound_of(whole: Setup, command: ScriptCommand, record: Callable[[Document | None], GraphReport]) -> Bound:
     """Return what the cost model says could be gained at most, and in which part of the space it is searched.
 
     On a device that can be timed, the cost model never ends the search; hand-written baselines run first.
+
+    Args:
+        whole: the search of the whole space.
+        command: the script's.
+        record: records and judges a step of the script under a policy document, None for as it is written.
+
+    Raises:
+        ScriptError: the step of another reference than the script could not be recorded.
     """
+    soundness = soundness_of(whole, command, record)
     verdict, options = whole.verdict(), whole.options
     beyond, narrow = is_worth_searching(verdict, options), only_sixteen_bit(whole, verdict)
     ends = verdict.kind == "stay" and not (whole.measured or options.force or narrow)
-    return Bound(narrow or whole, verdict, tuple(at_fault), beyond=beyond, narrow=narrow is not None, ends=ends)
+    setup = soundness.mended(narrow or whole)
+    return Bound(setup, verdict, soundness, beyond=beyond, narrow=narrow is not None, ends=ends)
 
 
 def first_presets(found: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:

@@ -56,9 +56,8 @@ def make_plan(asked: SearchOptions, phases: Phases, factory: RunnerFactory | Non
     from autoprec.trial.protocol import PATIENCE_S, RecordSpec
     from autoprec.tuning.checks import check_early
     from autoprec.tuning.phases.record import answer_of, record_step, tunable
-    from autoprec.tuning.phases.soundness import faults
     from autoprec.tuning.phases.variants import AS_GIVEN
-    from autoprec.tuning.setup import Setup, reference_policy
+    from autoprec.tuning.setup import Setup
     from autoprec.tuning.sixteen_bit import bound_of
     from autoprec.tuning.study.naming import free_name
     from autoprec.tuning.workers.engines import runner_factory
@@ -78,28 +77,26 @@ def make_plan(asked: SearchOptions, phases: Phases, factory: RunnerFactory | Non
         host = pool.info()
         phases.begin("recording one training step, operator by operator")
         result, slots = pool.host().run(RecordSpec(timeout_s=PATIENCE_S)), pool.slots()
-        other = reference_policy(asked.reference)
-        judged = record_step(pool.host().run, command.label, policy=other) if other else None
-    probe.join()
-    graph = tunable(answer_of(result, GraphReport, command.label, "recorded"), command.label)
-    # all of them as fast as the script as given: which are accepted, and how fast they are, no run has shown
-    names = [AS_GIVEN, *(variant.name for variant in variants)] if variants else []
-    whole = Setup.of(asked, host, graph, dict.fromkeys(names, (1.0, 1.0)))
-    bound = bound_of(whole, faults(judged or graph, command))
+        graph = tunable(answer_of(result, GraphReport, command.label, "recorded"), command.label)
+        # all of them as fast as the script as given: which are accepted, and how fast they are, no run has shown
+        names = [AS_GIVEN, *(variant.name for variant in variants)] if variants else []
+        probe.join()
+        whole = Setup.of(asked, host, graph, dict.fromkeys(names, (1.0, 1.0)))
+        run = pool.host().run
+        bound = bound_of(whole, command, lambda policy: record_step(run, command.label, policy=policy))
     return _document(bound, command.label, [variant.label for variant in variants], result, slots)
 
 
 def _document(bound: Bound, label: str, variants: list[str], recorded: TrialResult, slots: int) -> dict[str, Any]:
     """Return the plan of a search whose bound is known; see :func:`make_plan`."""
     from autoprec.tuning.decide.presets import presets
-    from autoprec.tuning.phases.soundness import told
     from autoprec.tuning.sixteen_bit import by_hand, first_presets
     from autoprec.tuning.telling import notes_of_bound, verdict_text
 
     setup, verdict = bound.setup, bound.verdict
     problem, asked = setup.problem, setup.options
     known = [(name, params) for name, params in first_presets(presets(problem)) if not problem.is_script(params)]
-    doubt = told(bound.at_fault, (), asked.reference)
+    doubt = bound.soundness.told()
     notes = [*setup.host.notes, *setup.space.warnings(), *([str(doubt)] if doubt else [])]
     notes += notes_of_bound(setup, narrow=bound.narrow, beyond=bound.beyond)
     return {

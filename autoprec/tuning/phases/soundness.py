@@ -21,7 +21,7 @@ from autoprec.tuning.decide.sentences import Reason, fault_text
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import Finding, findings
 from autoprec.tuning.lint.source import settings_of
-from autoprec.tuning.setup import Setup
+from autoprec.tuning.setup import Setup, reference_policy
 from autoprec.tuning.study.run import MODELLED, Run, pooled
 
 #: Faults under which weights hardly move, whatever the learning rate and the number of steps.
@@ -56,12 +56,6 @@ def is_still(losses: Sequence[float]) -> bool:
     return len(losses) >= _FEWEST and len(set(losses)) == 1
 
 
-def why_flat(found: Sequence[Finding]) -> str:
-    """Return why a reference with these faults does not learn; empty where they do not keep it from that."""
-    known = [row for row in _rows(found, "error") if row["code"] in _STANDING]
-    return fault_text(known[0]) if known else ""
-
-
 def sound_in_fp32(found: Sequence[Finding], setup: Setup, judged: Callable[[], Sequence[Finding]]) -> bool:
     """Say whether a run in fp32 is a reference without the errors of a script that has some.
 
@@ -78,51 +72,6 @@ def sound_in_fp32(found: Sequence[Finding], setup: Setup, judged: Callable[[], S
         return not any(one.severity == "error" for one in judged())
     except ScriptError:  # it does not run in fp32
         return False
-
-
-def told(
-    found: Sequence[Finding], losses: Sequence[float], reference: str, *, fp32: bool = False, short: bool = False
-) -> Reason | None:
-    """Return why comparisons with the reference are not evidence; None where nothing speaks against them.
-
-    Args:
-        found: its faults; a warning speaks against nothing.
-        losses: of its run, as far as it has run.
-        reference: what it is: ``script``, ``fp32`` or ``bf16``.
-        fp32: whether a run in fp32 is a way out, see :func:`sound_in_fp32`.
-        short: names the faults by their codes and places: the verdict says the rest.
-    """
-    rows, still = _rows(found, "error"), is_still(losses)
-    if not rows and not still:
-        return None
-    data = {"faults": rows, "still": still, "reference": reference, "fp32": fp32}
-    return Reason("unsound_reference", data | ({"short": True} if short else {}))
-
-
-def with_soundness(
-    answer: Decision, found: Sequence[Finding], losses: Sequence[float], reference: str, *, fp32: bool = False
-) -> Decision:
-    """Return a decision that says first that its reference is at fault, where it is, and last what is doubtful in it.
-
-    What a faulty reference says for a policy is not evidence, so none is adopted.
-
-    Args:
-        answer: of the search.
-        found: faults of its reference.
-        losses: of the reference's run.
-        reference: what it is: ``script``, ``fp32`` or ``bf16``.
-        fp32: whether a run in fp32 is a way out.
-    """
-    why, doubts = told(found, losses, reference, fp32=fp32), _rows(found, "warning")
-    if doubts:
-        answer = answer.with_reasons(Reason("doubtful_reference", {"faults": doubts}))
-    if why is None:
-        return answer
-    if answer.verdict == "adopt":
-        adopted, *others = answer.reasons
-        unproved = replace(adopted, data=adopted.data | {"unproved": True})
-        answer = replace(answer, verdict="undecided", reasons=(unproved, *others), explanation={})
-    return replace(answer, reasons=(why, *answer.reasons))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,25 +162,107 @@ def with_price(answer: Decision, mend: Mend | None, setup: Setup, records: Seque
     return answer.with_reasons(Reason("mended", data))
 
 
-@contextmanager
-def naming_faults(found: Sequence[Finding]) -> Iterator[None]:
-    """Let a reference that cannot be measured end with what was seen of its precision: that may be why.
+@dataclass(frozen=True, slots=True)
+class Soundness:
+    """What is known of a search's reference before it runs: its faults, and the ways out.
+
+    Attributes:
+        reference: what it is: ``script``, ``fp32`` or ``bf16``.
+        found: its faults, of severity error or warning; a warning speaks against nothing.
+        mend: what a policy can mend of them; None for nothing.
+        fp32: whether a run in fp32 is a way out, see :func:`sound_in_fp32`.
+    """
+
+    reference: str
+    found: tuple[Finding, ...] = ()
+    mend: Mend | None = None
+    fp32: bool = False
+
+    def mended(self, setup: Setup) -> Setup:
+        """Return a search that may mend its script, where a policy can."""
+        return with_mend(setup, self.mend.settings) if self.mend else setup
+
+    def why_flat(self) -> str:
+        """Return why a reference with these faults does not learn; empty where they do not keep it from that."""
+        known = [row for row in self._rows("error") if row["code"] in _STANDING]
+        return fault_text(known[0]) if known else ""
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let a reference that cannot be measured end with what was seen of its precision: that may be why.
+
+        Raises:
+            NothingAcceptableError: as it was raised inside, with its faults and their cures: warnings where no error
+                is.
+        """
+        try:
+            yield
+        except NothingAcceptableError as error:
+            if rows := self._rows("error") or self._rows("warning"):
+                error.what += f". {Reason('doubtful_reference', {'faults': rows})}"
+                error.fix += f"; as for its precision: {'; '.join(dict.fromkeys(row['fix'] for row in rows[:2]))}"
+            raise
+
+    def told(self, losses: Sequence[float] = (), *, short: bool = False) -> Reason | None:
+        """Return why comparisons with the reference are not evidence; None where nothing speaks against them.
+
+        Args:
+            losses: of its run, as far as it has run.
+            short: names the faults by their codes and places: the verdict says the rest.
+        """
+        rows, still = self._rows("error"), is_still(losses)
+        if not rows and not still:
+            return None
+        data = {"faults": rows, "still": still, "reference": self.reference, "fp32": self.fp32}
+        return Reason("unsound_reference", data | ({"short": True} if short else {}))
+
+    def qualify(self, answer: Decision, setup: Setup, records: Sequence[Run], losses: Sequence[float]) -> Decision:
+        """Return a decision that says first that its reference is at fault, where it is, and last what is doubtful.
+
+        What a faulty reference says for a policy is not evidence, so none is adopted. What mending it costs is said as
+        well, where a policy can.
+
+        Args:
+            answer: of the search.
+            setup: of the search.
+            records: every run of the study.
+            losses: of the reference's run.
+        """
+        answer = with_price(answer, self.mend, setup, records)
+        why, doubts = self.told(losses), self._rows("warning")
+        if doubts:
+            answer = answer.with_reasons(Reason("doubtful_reference", {"faults": doubts}))
+        if why is None:
+            return answer
+        if answer.verdict == "adopt":
+            adopted, *others = answer.reasons
+            unproved = replace(adopted, data=adopted.data | {"unproved": True})
+            answer = replace(answer, verdict="undecided", reasons=(unproved, *others), explanation={})
+        return replace(answer, reasons=(why, *answer.reasons))
+
+    def _rows(self, severity: str) -> list[dict[str, str]]:
+        return [
+            {"code": one.code, "place": one.place, "message": one.message, "fix": one.fix}
+            for one in self.found
+            if one.severity == severity
+        ]
+
+
+def soundness_of(setup: Setup, command: ScriptCommand, record: Callable[[Document | None], GraphReport]) -> Soundness:
+    """Return what recorded steps show of a search's reference.
+
+    A reference other than the script is judged as it runs, not as the script does.
+
+    Args:
+        setup: of the search.
+        command: the script's.
+        record: records and judges a step of the script under a policy document, None for as it is written.
 
     Raises:
-        NothingAcceptableError: as it was raised inside, with its faults and their cures: warnings where no error is.
+        ScriptError: the reference's step could not be recorded.
     """
-    try:
-        yield
-    except NothingAcceptableError as error:
-        if rows := _rows(found, "error") or _rows(found, "warning"):
-            error.what += f". {Reason('doubtful_reference', {'faults': rows})}"
-            error.fix += f"; as for its precision: {'; '.join(dict.fromkeys(row['fix'] for row in rows[:2]))}"
-        raise
-
-
-def _rows(found: Sequence[Finding], severity: str) -> list[dict[str, str]]:
-    return [
-        {"code": one.code, "place": one.place, "message": one.message, "fix": one.fix}
-        for one in found
-        if one.severity == severity
-    ]
+    other = setup.reference_policy()
+    found = tuple(faults(record(other) if other else setup.graph, command))
+    mend = mend_of(found, setup, record)
+    fp32 = sound_in_fp32(found, setup, lambda: faults(record(reference_policy("fp32")), command))
+    return Soundness(setup.options.reference, found, mend, fp32)

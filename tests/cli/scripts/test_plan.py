@@ -11,11 +11,14 @@ import pytest
 from autoprec.cli.phases import Phases
 from autoprec.cli.scripts.plan import _lines, _policies, make_plan
 from autoprec.errors import NothingAcceptableError, ScriptError
-from autoprec.trial.protocol import HostInfo, RecordSpec
+from autoprec.graph.census import Judged, Observation
+from autoprec.trial.protocol import HostInfo, RecordSpec, TrialResult, TrialSpec
+from autoprec.tuning.phases.soundness import MENDED
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
-from tests.tuning.test_engine import here, options, plain_search, script  # noqa: F401
+from tests.tuning.phases.test_soundness import LOST
+from tests.tuning.test_engine import engine, here, options, plain_search, script  # noqa: F401
 
 
 def plan(simulated: SimulatedScript, runner: Any = SimulatedRunner, **changes: object) -> dict[str, Any]:
@@ -90,6 +93,30 @@ def test_where_only_16_bits_are_tried_nothing_else_is_planned(here: Path) -> Non
     assert found["by_hand"]
     assert not any("fp8" in name for name in (*found["presets"], *found["space"]["choices"]))
     assert "only 16-bit policies are tried" in row(found, "note")
+
+
+def test_what_a_policy_mends_is_planned_as_it_is_searched(here: Path) -> None:  # noqa: F811
+    lost = Judged(observations=(Observation("updates-lost", "train.py:5", figures=LOST),))
+
+    class Mends(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            if isinstance(spec, RecordSpec) and spec.policy is not None:
+                return TrialResult("ok", answer=replace(self.script.graph, judged=Judged()))
+            return super().run(spec)
+
+    faulty = replace(simulated_graph(), judged=lost)
+    found = plan(script(graph=faulty), Mends, trials=4)
+    assert found["by_hand"][0] == MENDED
+    assert found["space"]["parameters"]["optimizer.weights"] == ["fp32", "bf16_kahan"]
+    assert 'neither "stay" nor a divergence of 0: train.py:5' in row(found, "note")
+    assert "--reference fp32 compares with a run in fp32" in row(found, "note")
+    simulated = script(graph=faulty)
+    made = engine(simulated, options(trials=4))
+    made._factory = lambda seed, _folder: Mends(simulated, seed)
+    made.run()
+    assert made.setup is not None
+    assert found["by_hand"][0] == next(run.name for run in made.records if run.kind == "preset")
+    assert list(found["space"]["parameters"]) == list(made.setup.problem.parameters)
 
 
 @pytest.mark.parametrize(("workers", "at_once"), [(1, 1), (3, 3)])

@@ -1,5 +1,6 @@
 """A reference that does not train proves nothing, and the verdict says so first."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,14 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.soundness import (
     MENDED,
     Mend,
+    Soundness,
     faults,
     is_still,
     mend_of,
-    naming_faults,
     sound_in_fp32,
-    told,
-    why_flat,
+    soundness_of,
     with_mend,
     with_price,
-    with_soundness,
 )
 from autoprec.tuning.setup import Setup, reference_policy
 from autoprec.tuning.sixteen_bit import by_hand
@@ -74,7 +73,7 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
     )
     found = faults(replace(GPT, judged=seen), ScriptCommand.parse(["train.py"], cwd=tmp_path))
     stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
-    answer = with_soundness(stay, found, (), "script", fp32=True)
+    answer = _qualified(stay, found, (), "script", fp32=True)
     first, second = statements([Reason.from_json(one.to_json()) for one in answer.reasons])
     assert first.startswith(
         'The reference is at fault, so no comparison with the script as written is evidence, neither "stay"'
@@ -82,13 +81,19 @@ def test_the_verdict_begins_with_it_and_names_the_way_out(tmp_path: Path) -> Non
     assert "train.py:9: weights are updated inside an autocast" in first
     assert first.endswith("--reference fp32 compares with a run in fp32, whose own step shows no such fault")
     assert (second, answer.verdict) == ("nothing gains", "stay")
-    assert with_soundness(stay, [], (1.0, 0.9, 0.8), "script") is stay
+    assert _qualified(stay, [], (1.0, 0.9, 0.8), "script") is stay
 
 
-def _found(tmp_path: Path, *seen: Observation) -> list[Finding]:
+def _found(tmp_path: Path, *seen: Observation) -> tuple[Finding, ...]:
     (tmp_path / "train.py").write_text("")
     command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
-    return faults(replace(GPT, judged=Judged(observations=seen)), command)
+    return tuple(faults(replace(GPT, judged=Judged(observations=seen)), command))
+
+
+def _qualified(
+    answer: Decision, found: Sequence[Finding], losses: Sequence[float], reference: str, *, fp32: bool = False
+) -> Decision:
+    return Soundness(reference, tuple(found), fp32=fp32).qualify(answer, _searched(reference), (), losses)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_a_loss_that_does_not_fall_has_the_cause_that_the_step_shows(
     tmp_path: Path, code: str, figures: dict[str, Any], says: str
 ) -> None:
     """Neither a warm-up nor too few steps is to blame where updates never reach the forward."""
-    cause = why_flat(_found(tmp_path, Observation(code, "train.py:7", figures=figures)))
+    cause = Soundness("script", _found(tmp_path, Observation(code, "train.py:7", figures=figures))).why_flat()
     assert cause.startswith("train.py:7: ") == bool(says)
     assert cause.endswith(says)
     why = str(uninformative(0.0025, Baseline(learnt=False, flat_because=cause)))
@@ -128,27 +133,27 @@ def test_a_warning_is_said_behind_the_verdict(tmp_path: Path, code: str, figures
     found = _found(tmp_path, Observation(code, "train.py:7", figures=figures))
     stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
     first, second = statements(
-        [Reason.from_json(one.to_json()) for one in with_soundness(stay, found, (), "script").reasons]
+        [Reason.from_json(one.to_json()) for one in _qualified(stay, found, (), "script").reasons]
     )
     assert first == "nothing gains"
     assert second.startswith("The script's own precision is in doubt: train.py:7: ")
     assert second.endswith(f"[{code}]")
-    assert told(found, (), "script") is None
+    assert Soundness("script", found).told() is None
 
 
 def test_a_reference_that_cannot_be_measured_names_what_may_be_the_cause(tmp_path: Path) -> None:
     found = _found(tmp_path, Observation("eps-zero", "train.py:3", figures={"eps": 1e-8, "to": "fp16", "what": "Adam"}))
-    with pytest.raises(NothingAcceptableError) as caught, naming_faults(found):
+    with pytest.raises(NothingAcceptableError) as caught, Soundness("script", found).naming():
         raise NothingAcceptableError("its loss is not finite", fix="make it train first")
     assert "train.py:3: the epsilon of Adam" in caught.value.what
     assert caught.value.fix.startswith("make it train first; as for its precision: ")
     doubtful = _found(tmp_path, Observation("scaler-bf16", "train.py:4", figures={"scale": 1.0}))
     with (
         pytest.raises(NothingAcceptableError, match=r"in doubt: train\.py:4: .* \[scaler-bf16\]"),
-        naming_faults(doubtful),
+        Soundness("script", doubtful).naming(),
     ):
         raise NothingAcceptableError("the script ended after 4 steps")
-    with pytest.raises(NothingAcceptableError, match=r"^not finite$"), naming_faults([]):
+    with pytest.raises(NothingAcceptableError, match=r"^not finite$"), Soundness("script").naming():
         raise NothingAcceptableError("not finite")
 
 
@@ -156,7 +161,7 @@ def test_a_loss_that_is_one_number_is_no_training() -> None:
     assert is_still((2.0, 2.0, 2.0))
     assert not is_still((2.0, 2.0))
     assert not is_still((2.0, 2.0, 1.9))
-    why = told([], (2.0, 2.0, 2.0), "fp32")
+    why = Soundness("fp32").told((2.0, 2.0, 2.0))
     assert why is not None
     assert "the same number at every step" in str(why)
     assert "--reference" not in str(why)
@@ -300,7 +305,7 @@ def test_nothing_is_adopted_beside_a_reference_that_is_at_fault(
 ) -> None:
     run = Run(3, "search", "trial 3", {}, {}, "ok", metrics=metrics_of({"speedup": 2.9}))
     adopt = Decision("adopt", (Reason("adopted", _FASTEST), Reason("cut_short", {"what": ["time"]})), run=run)
-    answer = with_soundness(adopt, found, losses, reference)
+    answer = _qualified(adopt, found, losses, reference)
     first, second, third = statements(answer.reasons)
     assert (answer.verdict, answer.run, answer.explanation) == ("undecided", run, {})
     assert first.startswith("The reference is at fault")
@@ -308,7 +313,7 @@ def test_nothing_is_adopted_beside_a_reference_that_is_at_fault(
     assert third == "cut short: time"
     assert "--reference" not in first
     # what only warns is said, and what was adopted stays adopted
-    doubtful = with_soundness(adopt, [replace(one, grade="warning") for one in found], (2.0, 1.9, 1.8), reference)
+    doubtful = _qualified(adopt, [replace(one, grade="warning") for one in found], (2.0, 1.9, 1.8), reference)
     assert doubtful.verdict == "adopt"
 
 
@@ -335,9 +340,51 @@ def test_a_run_in_fp32_is_advised_only_where_its_step_has_no_fault(
     assert not sound_in_fp32([_fault("updates-lost", grade="warning")], _searched(), judged)
 
 
+@pytest.mark.parametrize(
+    ("reference", "as_written", "under", "codes", "cures", "fp32", "recorded"),
+    [
+        ("script", ("updates-lost",), (), ["updates-lost"], ("updates-lost",), True, ["mended", "fp32"]),
+        ("script", ("fp16-unscaled",), ("fp16-unscaled",), ["fp16-unscaled"], None, False, ["fp32"]),
+        ("script", (), (), [], None, False, []),
+        ("fp32", ("updates-lost",), (), [], None, False, ["fp32"]),
+        ("fp32", (), ("updates-lost",), ["updates-lost"], None, False, ["fp32", "mended"]),
+        ("bf16", ("fp16-unscaled",), (), [], None, False, ["bf16"]),
+    ],
+)
+def test_the_reference_is_judged_as_it_runs_and_no_more_steps_are_recorded_than_the_answer_needs(
+    tmp_path: Path,
+    reference: str,
+    as_written: tuple[str, ...],
+    under: tuple[str, ...],
+    codes: list[str],
+    cures: tuple[str, ...] | None,
+    fp32: bool,
+    recorded: list[str],
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = ScriptCommand.parse(["train.py"], cwd=tmp_path)
+    asked: list[str] = []
+
+    def step(seen: tuple[str, ...]) -> GraphReport:
+        found = tuple(Observation(code, "train.py:5", figures=LOST | {"flushed": 0.9}) for code in seen)
+        return replace(GPT, judged=Judged(observations=found))
+
+    def record(policy: dict[str, Any] | None) -> GraphReport:
+        other = next((name for name in ("fp32", "bf16") if policy == reference_policy(name)), "mended")
+        asked.append(other)
+        return step(under)
+
+    setup = replace(_searched(reference), graph=step(as_written))
+    known = soundness_of(setup, command, record)
+    assert [one.code for one in known.found] == codes
+    assert (known.reference, known.fp32, asked) == (reference, fp32, recorded)
+    assert (known.mend.cures if known.mend else None) == cures
+    assert (known.mended(setup) is setup) == (known.mend is None)
+
+
 def test_before_the_search_the_fault_is_named_briefly_and_the_verdict_says_it_all() -> None:
-    both = [_fault("updates-lost"), _fault("moment-16bit")]
-    brief, whole = told(both, (), "fp32", short=True), told(both, (), "fp32")
+    known = Soundness("fp32", (_fault("updates-lost"), _fault("moment-16bit")))
+    brief, whole = known.told(short=True), known.told()
     assert str(brief) == (
         "The reference is at fault, so no policy can be adopted by comparison with the fp32 reference: "
         "train.py:5 [updates-lost]; train.py:5 [moment-16bit]"
