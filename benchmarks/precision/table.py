@@ -1,6 +1,7 @@
 """Faulty scripts of which the right line and kind are named, and clean ones on which an error is found.
 
 ``python -m benchmarks.precision.table`` prints a row for each script; ``--cures`` runs the mended ones as well.
+``--clean`` judges scripts that have no fault (:mod:`benchmarks.precision.clean`).
 ``--search`` runs a whole search of each, and says whether its answer names the fault; what follows ``--`` goes to it.
 """
 
@@ -12,23 +13,9 @@ import time
 import traceback
 from pathlib import Path
 
+from benchmarks.precision.clean import clean
 from benchmarks.precision.running import corpus, found_in, found_in_text
 from benchmarks.precision.searches import searched
-
-ROOT = Path(__file__).resolve().parents[2]
-BY_HAND = ROOT / "benchmarks" / "scripts" / "by_hand" / "train.py"
-MODELS = ("conv", "dlrm", "lstm", "moe", "seq2seq", "tab", "unet")
-#: Scripts and their arguments: those that are timed by hand, examples, and odd loops.
-CLEAN: tuple[tuple[Path, tuple[str, ...]], ...] = (
-    *(
-        (BY_HAND, (name, *more))
-        for name in MODELS
-        for more in ((), ("--autocast",), ("--autocast", "--micro-batches", "4"))
-    ),
-    *((path, ()) for path in sorted((ROOT / "examples").glob("train_*.py"))),
-    (ROOT / "examples" / "llama_proxy.py", ()),
-    *((path, ()) for path in sorted((ROOT / "benchmarks" / "scripts" / "odd_loops").glob("*.py"))),
-)
 
 
 def faulty(names: list[str], *, cures: bool) -> tuple[int, int]:
@@ -53,28 +40,6 @@ def faulty(names: list[str], *, cures: bool) -> tuple[int, int]:
         head = f"{'ok ' if ok else 'NO '} {mended}{fault.path.stem}"
         print(f"{head}: {fault.code} at {fault.lines}; found {others} ({took:.1f} s)", flush=True)
     return right, len(rows)
-
-
-def clean(names: list[str]) -> tuple[int, int]:
-    """Print what is found in each clean script; return how many have an error, of how many that could be judged."""
-    wrong, judged = 0, 0
-    for path, arguments in CLEAN:
-        label = " ".join((path.stem, *arguments))
-        if names and not any(name in label for name in names):
-            continue
-        try:
-            found = found_in(path, arguments)
-        except BaseException as error:
-            print(f"--  {label}: not judged: {type(error).__name__}: {str(error)[:100]}", flush=True)
-            continue
-        judged += 1
-        errors = [one for one in found if one.severity == "error"]
-        wrong += bool(errors)
-        print(
-            f"{'NO ' if errors else 'ok '} {path.stem}: {[(one.code, one.place, one.severity) for one in found]}",
-            flush=True,
-        )
-    return wrong, judged
 
 
 def searches(names: list[str], options: list[str]) -> tuple[int, int]:
@@ -103,6 +68,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="scripts, without .py; default: all")
     parser.add_argument("--cures", action="store_true", help="run the mended scripts as well")
     parser.add_argument("--clean", action="store_true", help="the clean scripts alone")
+    parser.add_argument("--from", dest="clones", type=Path, help="--clean: a folder with one clone per repository")
+    parser.add_argument("--work", type=Path, default=Path("clean-work"), help="--clean: records and scratch copies")
+    parser.add_argument("--limit", type=float, default=120.0, help="--clean: seconds for each command")
     parser.add_argument("--search", action="store_true", help="a whole search of each faulty script")
     arguments, more = sys.argv[1:], []
     if "--" in arguments:
@@ -112,12 +80,12 @@ def main() -> None:
     if options.search:
         silent, count = searches(options.names, more)
         print(f"answers of a search that do not say the fault: {silent} of {count}")
-    elif not options.clean:
+    elif options.clean:
+        wrong = clean(options.names, options.clones, options.work, options.limit)
+        print(f"findings of severity error on clean scripts that are not right: {wrong}")
+    else:
         right, count = faulty(options.names, cures=options.cures)
         print(f"right line and kind: {right} of {count}")
-    else:
-        wrong, count = clean(options.names)
-        print(f"clean scripts with an error: {wrong} of {count}")
 
 
 if __name__ == "__main__":

@@ -65,10 +65,12 @@ class Script:
     env: dict[str, str] = field(default_factory=dict)
     endless: bool = False
     launcher: tuple[str, ...] = ()
+    #: Where a script without a repository lies in this one.
+    ours: str = "benchmarks/scripts/odd_loops"
 
     @property
     def folder(self) -> str:
-        return self.repository.split("/")[-1] if self.repository else "odd_loops"
+        return self.repository.split("/")[-1]
 
     @property
     def words(self) -> list[str]:
@@ -130,7 +132,8 @@ class Trial:
         tree = self.work / "scratch" / self.script.name / name
         if tree.exists():
             shutil.rmtree(tree)
-        source = self.clones / self.script.folder if self.script.repository and self.clones else HERE / "odd_loops"
+        script = self.script
+        source = self.clones / script.folder if script.repository and self.clones else ROOT / script.ours
         shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", "__pycache__"))
         for line in self.script.data:
             generator, *words = str(line).split()
