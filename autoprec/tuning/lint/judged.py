@@ -158,7 +158,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "stale-casts": _always("error"),
     "function-backward": _always("error"),
     "recurrent-fp32": _always("note"),
-    "wide-part": lambda figures: "warning" if figures["to"] == "fp64" and figures["share"] > 0.0 else "note",
+    "wide-part": _always("note"),
     "gradients-reduced-16bit": _always("warning"),
     "kept-module-cast": _kept_module,
 }

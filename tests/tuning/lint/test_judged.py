@@ -47,7 +47,7 @@ ROUTER = {"changed": 0.2, "ties": 0.1, "tokens": 512, "experts": 8, "chosen": 2,
         ),
         ("recurrent-fp32", {"kind": "GRU", "share": 0.5, "to": "bf16"}, "note"),
         ("wide-part", {"count": 3, "share": 0.0, "to": "complex64"}, "note"),
-        ("wide-part", {"count": 3, "share": 0.4, "to": "fp64"}, "warning"),
+        ("wide-part", {"count": 3, "share": 0.4, "to": "fp64"}, "note"),
         ("nothing-known", {}, ""),
     ],
 )
