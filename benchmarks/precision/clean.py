@@ -9,6 +9,7 @@ in a process of their own and with a limit; what was done is kept in DIR, so tha
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections import Counter
@@ -67,20 +68,17 @@ def ours() -> list[Script]:
     return found
 
 
-def judged(script: Script, clones: Path | None, work: Path, limit: float) -> dict[str, Any]:
-    """Do what is missing of one script; the record is saved after each command."""
+def judged(script: Script, command: str, clones: Path | None, work: Path, limit: float) -> dict[str, Any]:
+    """Return the record of one script, to which a command is added where it is missing."""
     path = work / f"{script.name}.json"
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     record |= {"name": script.name, "skipped": script.missing(clones)}
     trial = Trial(script, clones, work)
-    for command in COMMANDS if not record["skipped"] else ():
-        if command in record:
-            continue
-        tree, words = (
-            trial.copy(command),
-            ["--", *script.words] if script.launcher or command == "lint" else script.words,
-        )
+    if not record["skipped"] and command not in record:
+        tree = trial.copy(command)
+        words = ["--", *script.words] if script.launcher or command == "lint" else script.words
         done = trial.command([sys.executable, "-m", "autoprec", command, "--json", *words], tree, limit, {})
+        shutil.rmtree(tree)
         record["commit"] = commit()
         try:
             answer = json.loads(done["out"])
@@ -96,7 +94,6 @@ def judged(script: Script, clones: Path | None, work: Path, limit: float) -> dic
         }
         text = json.dumps(kept).replace(f"{tree}/", "").replace(f"{ROOT}/", "")
         record[command] = {name: done[name] for name in ("code", "seconds", "changed", "err")} | json.loads(text)
-        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
         print(f"{time.strftime('%H:%M:%S')} {script.name:28} {command:6} {told(record, command)}", flush=True)
     path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return record
@@ -215,7 +212,9 @@ def clean(names: Sequence[str], clones: Path | None, work: Path, limit: float) -
     (work / "scratch").mkdir(parents=True, exist_ok=True)
     scripts = [one for one in (*ours(), *manifest()) if not one.repository or clones is not None]
     chosen = [one for one in scripts if not names or one.name.startswith(tuple(names))]
-    records = [judged(one, clones.resolve() if clones else None, work, limit) for one in chosen]
+    held = clones.resolve() if clones is not None else None
+    for command in COMMANDS:
+        records = [judged(one, command, held, work, limit) for one in chosen]
     print(page(records, limit))
     justified = yaml.safe_load(JUSTIFIED.read_text(encoding="utf-8"))["findings"]
     found = [row for record in records for row in rows_of(record, justified)]
