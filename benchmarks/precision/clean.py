@@ -1,30 +1,39 @@
-"""Scripts that nobody calls faulty, judged by ``autoprec check`` and ``lint`` without a policy: is what is found right?
+"""Scripts that nobody calls faulty, judged as ``autoprec check`` and ``lint`` do without a policy: are they right?
 
 ``python -m benchmarks.precision.table --clean --work DIR`` judges the scripts of this repository, with ``--from
-CLONES`` those of other people as well (``benchmarks/scripts/scripts.yaml``). Each runs in a scratch copy, both commands
-in a process of their own and with a limit; what was done is kept in DIR, so that a rerun does only what is missing.
+CLONES`` those of other people as well (``benchmarks/scripts/scripts.yaml``), each in a scratch copy and with a limit.
+``judge`` is what both commands do with a step, in a fork of one process that has imported torch: a few seconds a
+script. Then the commands themselves run. What was done is kept in DIR, so that a rerun does only what is missing.
 ``justified.yaml`` says of each finding that a person has looked at, with the source beside it, whether it is right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from autoprec.tuning.lint.facts import Facts
+from autoprec.tuning.lint.rules import findings
+from autoprec.tuning.lint.source import settings_of
+from benchmarks.precision import running
 from benchmarks.scripts.scripts import ROOT, Script, Trial, commit, manifest
 from benchmarks.scripts.table import machine
 
 JUSTIFIED = Path(__file__).with_name("justified.yaml")
-COMMANDS = ("check", "lint")
+COMMANDS = ("judge", "check", "lint")
 MODELS = ("conv", "dlrm", "lstm", "moe", "seq2seq", "tab", "unet", "gpt6")
 LIBRARY_MODELS = ("vit", "convnext", "mixer", "bert", "gpt2", "whisper")
 WAYS = ((), ("--autocast",), ("--autocast", "--micro-batches", "4"))
@@ -76,14 +85,9 @@ def judged(script: Script, command: str, clones: Path | None, work: Path, limit:
     trial = Trial(script, clones, work)
     if not record["skipped"] and command not in record:
         tree = trial.copy(command)
-        words = ["--", *script.words] if script.launcher or command == "lint" else script.words
-        done = trial.command([sys.executable, "-m", "autoprec", command, "--json", *words], tree, limit, {})
+        done, answer = (in_a_fork if command == "judge" else by_command)(trial, tree, command, limit)
         shutil.rmtree(tree)
         record["commit"] = commit()
-        try:
-            answer = json.loads(done["out"])
-        except json.JSONDecodeError:
-            answer = {}
         judged_step = answer.get("judged") or {}
         kept = {
             "answered": bool(answer),
@@ -92,11 +96,66 @@ def judged(script: Script, command: str, clones: Path | None, work: Path, limit:
             "looked_at": judged_step.get("looked_at", {}),
             "lifted": (answer.get("lifted") or {}).get("failed", ""),
         }
-        text = json.dumps(kept).replace(f"{tree}/", "").replace(f"{ROOT}/", "")
+        text = json.dumps(kept).replace(f"{tree / script.cwd}/", "").replace(f"{tree}/", "").replace(f"{ROOT}/", "")
         record[command] = {name: done[name] for name in ("code", "seconds", "changed", "err")} | json.loads(text)
         print(f"{time.strftime('%H:%M:%S')} {script.name:28} {command:6} {told(record, command)}", flush=True)
     path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return record
+
+
+def by_command(trial: Trial, tree: Path, command: str, limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how a command ended, and its JSON document, empty where it printed none."""
+    script = trial.script
+    words = ["--", *script.words] if script.launcher or command == "lint" else script.words
+    done = trial.command([sys.executable, "-m", "autoprec", command, "--json", *words], tree, limit, {})
+    try:
+        return done, json.loads(done["out"])
+    except json.JSONDecodeError:
+        return done, {}
+
+
+def in_a_fork(trial: Trial, tree: Path, command: str, limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how judging in a fork of this process ended, and what was found, as the JSON of ``check``."""
+    began = time.monotonic()
+    answer, log = tree.parent / f"{command}.json", tree.parent / f"{command}.err"
+    answer.unlink(missing_ok=True)
+    environment = trial.environment(tree, {})
+    child = os.fork()
+    if not child:
+        code = 4
+        try:
+            os.setsid()
+            silent = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            os.environ.update(environment)
+            sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+            folder = tree / trial.script.cwd
+            report = running.judged(folder / trial.script.path, trial.script.args, within=folder)
+            step = report.judged.within(str(folder)) if report.judged is not None else None
+            facts = Facts(report=replace(report, judged=step), settings=settings_of([trial.script.path], folder))
+            rows = [one.to_json() for one in findings(facts)]
+            answer.write_text(json.dumps({"findings": rows, "judged": step.to_json() if step is not None else {}}))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(code)
+    ended: int | str = "time"
+    while time.monotonic() < began + limit:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            ended = 0 if answer.exists() else 4
+            break
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if ended == "time":
+        os.waitpid(child, 0)
+    text = log.read_text("utf-8", "replace").strip() if log.exists() else ""
+    err = f"autoprec: error: {text.splitlines()[-1]}" if ended and text else text[-3000:]
+    # what the script itself writes before its step ends is not held back here, as the commands do
+    done = {"code": ended, "seconds": round(time.monotonic() - began, 1), "err": err, "changed": []}
+    return done, json.loads(answer.read_text("utf-8")) if answer.exists() else {}
 
 
 def told(record: dict[str, Any], command: str) -> str:
@@ -156,14 +215,14 @@ def page(records: Sequence[dict[str, Any]], limit: float) -> str:
     cut = [f"{one['name']} ({command})" for one, command in done if one[command]["code"] == "time"]
     broken = [f"{one['name']} ({command})" for one, command in done if crashed(one[command])]
     changed = [f"{one['name']} ({command})" for one, command in done if one[command]["changed"]]
-    unlike = [f"{one.script} ({one.code})" for one in found if both_answered(one.script, tried) and len(one.by) < 2]
+    unlike = [f"{one.script} ({one.code})" for one in found if set(one.by) != set(answering(one.script, tried))]
     table = [
         ("scripts whose step was judged, of them from other people's repositories",
          f"{len(answered)}, {sum(one['name'] in third for one in answered)}"),
         *((f"findings of severity {severity}: right, wrong, not looked at",
            ", ".join(str(count[severity, right]) for right in (True, False, None)))
           for severity in ("error", "warning", "note")),
-        ("findings that `check` and `lint` do not both say", listed(unlike)),
+        ("findings that not every command says that has judged the step", listed(unlike)),
         (f"commands cut off after {limit:g} s", listed(cut)),
         ("commands that ended as none should", listed(broken)),
         ("commands that changed a file", listed(changed)),
@@ -178,7 +237,8 @@ def page(records: Sequence[dict[str, Any]], limit: float) -> str:
     lines += ["", f"Nothing found in {len(quiet)}: {', '.join(quiet)}.", "", "Not judged:", ""]
     for record in records:
         if record["skipped"] or record not in answered:
-            lines.append(f"- {record['name']}: {record['skipped'] or told(record, 'check')}")
+            last = next((command for command in COMMANDS if command in record), "check")
+            lines.append(f"- {record['name']}: {record['skipped'] or told(record, last)}")
     lines += ["", "Judged, and not wholly:", ""]
     for record in answered:
         both = [record[command] for command in COMMANDS if command in record]
@@ -188,10 +248,10 @@ def page(records: Sequence[dict[str, Any]], limit: float) -> str:
     return f"{time.strftime('%Y-%m-%d')}, commits {commits}, {machine()}.\n\n" + "\n".join(lines) + "\n"
 
 
-def both_answered(name: str, records: Sequence[dict[str, Any]]) -> bool:
-    """Say whether both commands have judged the script of that name."""
+def answering(name: str, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the commands that have judged the script of that name."""
     record = next(one for one in records if one["name"] == name)
-    return all(record.get(command, {}).get("answered") for command in COMMANDS)
+    return [command for command in COMMANDS if record.get(command, {}).get("answered")]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -86,7 +86,7 @@ class _JudgedError(BaseException):
 
 
 @contextlib.contextmanager
-def _its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+def _its_own(script: Path, arguments: Sequence[str], within: Path | None = None) -> Iterator[None]:
     """Leave the process as it was: arguments, folder, threads, random streams, environment, a process group."""
     argv, folder, threads, random, path = (
         sys.argv,
@@ -100,7 +100,7 @@ def _its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         with tempfile.TemporaryDirectory() as empty:  # where it may write what it likes
-            os.chdir(empty)
+            os.chdir(within or empty)
             yield
             os.chdir(folder)
     finally:
@@ -117,8 +117,15 @@ def _its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
         torch.set_rng_state(random)
 
 
-def judged(script: Path, arguments: Sequence[str] = (), policy: dict[str, Any] | None = None) -> GraphReport:
+def judged(
+    script: Path, arguments: Sequence[str] = (), policy: dict[str, Any] | None = None, *, within: Path | None = None
+) -> GraphReport:
     """Return the recorded and judged step of a script, which runs until then; under a policy document, if one is given.
+
+    Args:
+        script, arguments: the file, and its command line.
+        policy: a document that is applied before the step.
+        within: the folder it runs in; an empty one without.
 
     Raises:
         RuntimeError: it takes no step that can be seen.
@@ -135,7 +142,7 @@ def judged(script: Path, arguments: Sequence[str] = (), policy: dict[str, Any] |
         judges[0].start(running=False)
 
     script = script.resolve()
-    with _its_own(script, arguments):
+    with _its_own(script, arguments, within):
         hooks.install()
         try:
             FirstStep(hooks, arrived, lambda _: None).watch()

@@ -31,7 +31,7 @@ def test_a_finding_is_one_row_for_both_commands_and_has_the_word_of_who_looked_a
     first, second = clean.rows_of(both, said)
     assert (first.by, first.right, first.why) == (("check", "lint"), True, "it is meant")
     assert (second.by, second.right) == (("check",), None)
-    assert "findings that `check` and `lint` do not both say | 1 a (wide-part)" in clean.page([both], 120)
+    assert "findings that not every command says that has judged the step | 1 a (wide-part)" in clean.page([both], 120)
 
 
 @pytest.mark.parametrize(

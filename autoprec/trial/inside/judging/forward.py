@@ -42,6 +42,7 @@ class Step:
         scaled: the loss was multiplied before backward, by a GradScaler or by hand.
         scale: by what a GradScaler did.
         casts: ``file:line`` and dtype of the casts of modules that the script made before.
+        roots: values that backward began with, -1 for one that was not seen.
     """
 
     recorder: ShadowRecorder
@@ -50,6 +51,7 @@ class Step:
     scaled: bool = False
     scale: float = 1.0
     casts: tuple[tuple[str, str], ...] = ()
+    roots: tuple[int, ...] = ()
 
     @property
     def calls(self) -> list[Call]:
@@ -75,6 +77,21 @@ class Step:
             if call.phase == "backward" and call.seq >= 0:
                 out[call.seq] = max(out.get(call.seq, 0.0), measure.error)
         return out
+
+    @cached_property
+    def trained(self) -> set[int]:
+        """The calls that what backward began with is made of, by index: every call where that was not seen."""
+        trace = self.recorder.trace
+        if not self.roots or min(self.roots) < 0:
+            return set(range(len(trace.calls)))
+        found: set[int] = set()
+        left = list(self.roots)
+        while left:
+            made = trace.producer(left.pop())
+            if made is not None and made.index not in found:
+                found.add(made.index)
+                left += made.ins
+        return found
 
     def values(self, call: Call) -> list[Value]:
         """Return the tensors that a call reads."""
@@ -371,7 +388,9 @@ def _wide(step: Step) -> Iterator[Observation]:
         def is_wide(dtype: str, kind: str = kind) -> bool:
             return dtype.startswith(kind)
 
-        wide = [o for o in step.report.operators if o.phase == "forward" and any(map(is_wide, o.out_dtypes))]
+        # an accuracy in FP64 is nobody's cost: what counts is what the loss is made of
+        forward = [o for i, o in enumerate(step.report.operators) if o.phase == "forward" and i in step.trained]
+        wide = [o for o in forward if any(map(is_wide, o.out_dtypes))]
         parts = [o for o in wide if any(shape not in ((), (1,)) for shape in o.out_shapes)]
         if not parts:
             continue

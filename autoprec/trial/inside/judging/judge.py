@@ -63,6 +63,7 @@ class Judge(Events):
         self._updates: list[Update] = []
         self._losses: list[Held] = []
         self._backward_at: list[str] = []
+        self._roots: list[int] = []
         self._scaled, self._scale, self._scaler = False, 1.0, ""
         self._stale = self._inside_autocast = ""
         self._clears = self._tries = 0
@@ -102,6 +103,7 @@ class Judge(Events):
         self._backward_at.append(where)
         for tensor in tensors:
             loss = raw_loss(tensor)
+            self._roots.append(self._recorder.value_of(loss))
             self._losses.append(
                 Held("loss", where, dtype_name(loss.dtype), tuple(loss.shape), in_fp32(loss.dtype), where=where)
             )
@@ -190,6 +192,7 @@ class Judge(Events):
             self._scaled,
             self._scale,
             tuple(self._hooks.sources.casts),
+            tuple(self._roots),
         )
         self._census = [*tensors_of(self._found.root, self._names, self._hooks.sources.loaded), *self._losses[:8]]
         self._census += _read(self._step)

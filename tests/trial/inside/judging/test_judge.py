@@ -253,3 +253,44 @@ def test_only_a_backward_of_an_own_function_that_met_two_dtypes_is_broken_by_aut
     assert (seen.operator, seen.where.rpartition(":")[0]) == ("Own", __file__)
     assert broken_backward(failed_by("out of memory")) is None
     assert broken_backward(RuntimeError("dtype")) is None
+
+
+_WIDE = """
+import torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+net = nn.Linear(64, 10)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data, seen = torch.randn(32, 64, dtype=torch.float64), 0.0
+for step in range(3):
+    x, y = data.float(), torch.randint(0, 10, (32,))
+    logits = net(x)
+    BEFORE
+    loss = F.cross_entropy(logits, y)
+    AFTER
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("right = (logits.argmax(-1) == y).double().mean()", ""),
+        ("", "right = logits.max(1)[1].eq(y).double().sum() / len(y)"),
+        ("", "seen += loss.detach().double()"),
+        ("", "seen += loss.double().item()"),
+        ("norm = logits.double().norm()", ""),
+        ("wave = torch.fft.rfft(logits.detach()).abs()", ""),
+    ],
+)
+def test_what_the_loss_is_not_made_of_may_be_as_wide_as_it_likes(before: str, after: str) -> None:
+    found = found_in_text(_WIDE.replace("BEFORE", before).replace("AFTER", after))
+    assert [one.code for one in found] == []
+
+
+@pytest.mark.parametrize("before", ["logits = logits.double()", "logits = logits + torch.fft.fft(logits).real"])
+def test_what_the_loss_is_made_of_is_said_to_be_wide(before: str) -> None:
+    found = found_in_text(_WIDE.replace("BEFORE", before).replace("AFTER", ""))
+    assert [one.code for one in found] == ["wide-part"]
