@@ -19,6 +19,8 @@ Assessed = tuple[str, dict[str, Any]]
 _ARRIVES, _STAYS = 0.5, 0.25
 #: Relative errors of a sum and of a loss from which on they are wrong, and from which on they are worth a word.
 _SUM, _SUM_SEEN, _LOSS, _LOSS_SEEN, _GRADIENT = 0.01, 0.003, 0.005, 0.001, 0.02
+#: What one or two roundings to bfloat16 cost the gradient behind a loss that is itself computed in FP32.
+_ROUNDED = 0.005
 _HAND, _REDUCTION = 0.05, 0.5
 #: Share of tokens that go elsewhere.
 _ROUTED, _ROUTED_SEEN, _FEWEST_TOKENS = 0.05, 0.0, 16
@@ -41,7 +43,7 @@ def assess(seen: Observation) -> Assessed:
 
 def bare(operator: str) -> str:
     """Return an operator's name as a script says it: ``log_softmax`` of ``aten::_log_softmax``."""
-    return operator.rpartition("::")[2].strip("_")
+    return operator.rpartition("::")[2].strip("_").removesuffix("_forward")
 
 
 def _word(name: str, value: Any) -> Any:
@@ -111,7 +113,8 @@ def _sum(figures: Mapping[str, Any]) -> str:
 
 
 def _loss(figures: Mapping[str, Any]) -> str:
-    if figures["error"] < _LOSS_SEEN and figures["gradient"] < _LOSS_SEEN:
+    least = _ROUNDED if figures["to"] == "rounded fp32" else _LOSS_SEEN
+    if figures["error"] < _LOSS_SEEN and figures["gradient"] < least:
         return ""
     wrong = figures["error"] >= _LOSS or figures["gradient"] >= _GRADIENT
     return "error" if wrong and not figures.get("autocast") else "warning"

@@ -18,6 +18,8 @@ HALF_ULP = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 #: A relative error that a chain of single roundings does not come to.
 _LOST = 0.02
 _LOSSES = ("_log_softmax", "log_softmax", "logsumexp")
+#: Losses of which the last side of what they are given counts classes.
+_OF_CLASSES = (*_LOSSES, "nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss")
 _PATTERNS = {
     "rms_norm": "norm-16bit",
     "layer_norm": "norm-16bit",
@@ -186,21 +188,38 @@ def _losses(step: Step) -> Iterator[Observation]:
         is_loss = operator.cls == "loss" or call.name in _LOSSES or operator.pattern in ("cross_entropy", "logsumexp")
         if call.phase == "forward" and is_loss and operator.cls in ("loss", "softmax") and measure.error > 0:
             lines.setdefault(operator.where, []).append((call, operator, measure))
-    for several in lines.values():
-        first = max(several, key=lambda row: row[0].name in _LOSSES)
-        call, operator, _ = first
+    first = {where: max(several, key=lambda row: row[0].name in _LOSSES) for where, several in lines.items()}
+    before = {where: _line_above(step, row[0], first) for where, row in first.items()}
+    for where, several in lines.items():
+        if before[where]:
+            continue  # a likelihood of log-probabilities that another line made: that one is named
+        call, operator, _ = first[where]
         made = step.recorder.trace.producer(call.ins[0])
         source = step.report.operators[made.index].where if made is not None else ""
+        later = [one for one, above in before.items() if above == where]
         yield observed(
             "loss-16bit",
             operator,
-            also=(source,) if source != operator.where else (),
+            also=(*((source,) if source != where else ()), *later),
             error=max(m.error for _, _, m in several),
             gradient=max(step.behind.get(c.seq, 0.0) for c, _, _ in several),
             autocast=_by_autocast(step, call),
-            classes=operator.shapes[0][-1] if operator.shapes and operator.shapes[0] else 1,
-            to=_low(operator) or "fp32 of rounded values",
+            classes=operator.shapes[0][-1] if call.name in _OF_CLASSES and operator.shapes[0] else 1,
+            to=_low(operator) or "rounded fp32",
         )
+
+
+def _line_above(step: Step, call: Call, losses: dict[str, tuple[Call, Operator, Measure]]) -> str:
+    """Return the line of a loss that another loss is made of, through views and casts; empty where there is none."""
+    operators = step.report.operators
+
+    def passes(above: Call) -> bool:
+        return operators[above.index].cls in ("view", "cast", "loss", "pointwise", "reduction")
+
+    mine = operators[call.index].where
+    trace = step.recorder.trace
+    lines = (operators[above.index].where for value in call.ins for above in trace.above(value, passes, depth=8))
+    return next((line for line in lines if line != mine and line in losses), "")
 
 
 def _by_autocast(step: Step, call: Call) -> bool:

@@ -263,7 +263,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return twin
 
         wide_args, wide_kwargs = _mapped(lift, args), {key: _mapped(lift, value) for key, value in kwargs.items()}
-        if name == "_to_copy" and args[0].dtype is wide_args[0].dtype and kwargs.get("dtype") in self.low:
+        whole = name == "_to_copy" and args[0].is_floating_point() and kwargs.get("dtype") in self.low
+        if whole and args[0].dtype is wide_args[0].dtype:
             return wide_args[0]  # a cast of FP32 itself
         return func(*wide_args, **wide_kwargs)
 

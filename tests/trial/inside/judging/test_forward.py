@@ -103,3 +103,41 @@ def test_a_table_of_angles_in_16_bits_is_seen_by_the_angle_it_is_off() -> None:
     assert codes(Turned(2048)) == {"angles-16bit"}
     assert codes(Turned(2048), dtype=torch.float32) == set()
     assert codes(Turned(64)) == set()
+
+
+@pytest.mark.parametrize(
+    ("loss", "classes"),
+    [
+        (lambda z, y: F.nll_loss(
+            F.log_softmax(z, -1),
+            y), [8]),
+        (lambda z, y: F.nll_loss(
+            z.log_softmax(-1).view(64, 8).float(),
+            y), [8]),
+        (lambda z, y: -(
+            F.log_softmax(z, -1)
+        ).gather(1, y[:, None]).mean(), [8]),
+        (lambda z, y: F.kl_div(
+            F.log_softmax(z, -1),
+            F.one_hot(y, 8).to(z.dtype), reduction="batchmean"), [8]),
+        (lambda z, y: F.cross_entropy(z, y), [8]),
+        (lambda z, y: F.cross_entropy(z, y)
+            + F.cross_entropy(z * 2, y), [8, 8]),
+        (lambda z, y: F.mse_loss(z, F.one_hot(y, 8).to(z.dtype)), [1]),
+        (lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 8).to(z.dtype)), [1]),
+        (lambda z, y: F.nll_loss(
+            F.log_softmax(z.float(), -1),
+            y), []),
+    ],
+)  # fmt: skip
+def test_one_loss_is_said_once_where_its_digits_go(
+    loss: Callable[[Tensor, Tensor], Tensor], classes: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model = Net(F.gelu).to(BF16)
+    x, y = torch.randn(64, 32), torch.randint(0, 8, (64,))
+    with ShadowRecorder(model) as recorder:
+        loss(model(x.to(BF16)), y).backward()
+    found = [one for one in seen(Step(recorder, recorder.report())) if one.code == "loss-16bit"]
+    assert [one.figures["classes"] for one in found] == classes
+    assert all("nll" not in one.operator and one.where not in one.also for one in found)

@@ -166,3 +166,23 @@ def test_samples_and_errors_of_odd_tensors() -> None:
     inf = torch.tensor([1.0, float("inf"), float("nan")])
     assert relative_error(inf, inf) == 0.0
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x, F.one_hot(y, 8).to(x.dtype)),
+        lambda x, y, w: x * (1 - (y > 3).to(x.dtype))[:, None],
+        lambda x, y, w: x - y.to(x.dtype)[:, None],
+        lambda x, y, w: x + torch.arange(8).to(x.dtype) ** 0.5,
+        lambda x, y, w: x.masked_fill(x > 0, 0) * -(y == 1).to(x.dtype)[:, None],
+        lambda x, y, w: w.to(x.dtype).reciprocal() + x,
+    ],
+)
+def test_integers_and_flags_that_are_cast_have_a_twin_that_is_computed_with(used: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    x, y, w = torch.randn(16, 8, dtype=torch.bfloat16), torch.arange(16) % 8, torch.arange(1, 9, dtype=torch.int32)
+    with ShadowRecorder(model) as recorder:
+        used(model(x), y, w).sum().backward()
+    assert recorder.failures == 0
