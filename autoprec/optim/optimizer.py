@@ -289,8 +289,9 @@ def wrap_optimizer(
     Args:
         optimizer: ``torch.optim`` AdamW, Adam, SGD or Muon, before or after its first step. One that trains no matrix,
             where another optimizer does, keeps its state.
-        policy: a policy, or its optimizer section alone. All FP32 leaves the optimizer untouched. A whole policy also
-            brings its loss scaling, and its gradient communication where the model is distributed.
+        policy: a policy, or its optimizer section alone. All FP32 leaves an optimizer untouched, and takes off
+            what another policy had it store: state and weights are then as the optimizer itself keeps them. A whole
+            policy also brings its loss scaling, and its gradient communication where the model is distributed.
         model: what it trains; needed for loss scaling and gradient communication alone.
 
     Raises:
@@ -363,13 +364,6 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
     counters = optimizer_counters(optimizer)
     wrap_optimizer(optimizer, policy, model=model)
     load_counters(optimizer, counters)
-
-
-def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Take the wrapping off again: state and weights as the optimizer itself keeps them, with the stored values."""
-    _take_off(optimizer)
-    _narrow(optimizer)
-    return optimizer
 
 
 def _narrow(optimizer: torch.optim.Optimizer) -> None:

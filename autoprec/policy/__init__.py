@@ -32,6 +32,7 @@ from autoprec.policy.schema import (
     OptimizerPolicy,
     Phase,
     Policy,
+    compiles,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Policy",
     "boundaries",
     "check_replaceable",
+    "compiles",
     "diff_policies",
     "dump_yaml",
     "escape",

@@ -384,6 +384,12 @@ class Policy(Frozen):
 _PHASED = tuple(name for name in Phase.model_fields if name != "start")
 
 
+def compiles(policy: Policy | Mapping[str, Any]) -> bool:
+    """Say whether a policy, or its document, compiles a model or its blocks, whatever the script itself compiles."""
+    executed = policy.execution if isinstance(policy, Policy) else policy.get("execution", KEEP)
+    return executed in ("compile", "compile_whole")
+
+
 def _named_recipes(prefix: str, layers: Sequence[LayerRule], default: str | None) -> dict[str, str]:
     """Return every place that names a recipe, with the name."""
     named = {} if default is None else {f"{prefix}default": default}

@@ -84,7 +84,9 @@ class _Harassed(TrialRunner):
         kind, killed = self.rng.choice(["child", "host"]), []
 
         def strike() -> None:
-            pids = [self.host_pid] if kind == "host" else _children(self.host_pid)
+            if self._host is None:
+                return
+            pids = [self._host.pid] if kind == "host" else _children(self._host.pid)
             killed.extend(pid for pid in pids if _kill(pid))
 
         timer = threading.Timer(self.rng.uniform(0.03, 0.08), strike)

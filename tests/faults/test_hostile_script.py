@@ -44,6 +44,12 @@ def sleepers() -> list[str]:
     return found
 
 
+def _host(runner: TrialRunner) -> int:
+    """Return the process that was started for the script."""
+    assert runner._host is not None
+    return runner._host.pid
+
+
 @pytest.mark.slow
 def test_a_hostile_script_harms_only_its_own_trial(tmp_path: Path) -> None:
     wish = tmp_path / "wish.txt"
@@ -51,7 +57,7 @@ def test_a_hostile_script_harms_only_its_own_trial(tmp_path: Path) -> None:
     command = ScriptCommand.parse((str(SCRIPT), str(wish)), cwd=tmp_path)
     spec = TrainSpec(steps=6, warmup=1, timeout_s=60)
     with TrialRunner(command, run_dir=tmp_path / "runs") as runner:
-        before, pid = runner.run(spec), runner.host_pid
+        before, pid = runner.run(spec), _host(runner)
         for kind, (statuses, reason) in CASES.items():
             wish.write_text(kind)
             began = time.monotonic()
@@ -72,7 +78,7 @@ def test_a_hostile_script_harms_only_its_own_trial(tmp_path: Path) -> None:
         assert "TMPDIR" in full.value.fix
         wish.write_text("nothing")
         after = runner.run(spec)
-        assert (after.losses, runner.host_pid) == (before.losses, pid)
+        assert (after.losses, _host(runner)) == (before.losses, pid)
         mark, log = runner.mark, tmp_path / "runs"
     assert marked_processes(mark) == []
     assert sum(f.stat().st_size for f in log.rglob("*") if f.is_file()) < 8 * 2**20
@@ -89,7 +95,7 @@ def test_a_killed_host_is_replaced_and_its_trial_run_again_within_a_limit(tmp_pa
     with TrialRunner(command, run_dir=tmp_path / "runs") as runner:
         expected = runner.run(spec)
         for _ in range(4):  # more often than a host may be lost in a row: every good trial in between starts anew
-            subprocess.run(["kill", "-KILL", str(runner.host_pid)], check=True)
+            subprocess.run(["kill", "-KILL", str(_host(runner))], check=True)
             result = runner.run(spec)
             assert result.losses == expected.losses, result
     print("4 hosts killed, 4 replaced, 0 trials lost")

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from autoprec import Policy
 from autoprec.optim.checkpoint import EXACT, narrow_moments, parameters_of
-from autoprec.optim.optimizer import rewrap_optimizer, runtime_of, unwrap_optimizer
+from autoprec.optim.optimizer import rewrap_optimizer, runtime_of, wrap_optimizer
 from autoprec.optim.tensor import StoredTensor
+from autoprec.policy import OptimizerPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
 
@@ -216,7 +217,7 @@ def test_going_over_to_other_formats_keeps_the_exact_weights_and_moments() -> No
 def test_unwrapped_it_steps_on_as_the_plain_optimizer(optimizer: str, kind: str) -> None:
     run = Run(optimizer, kind, torch.bfloat16)
     run.steps(0, 3)
-    unwrap_optimizer(run.optimizer)
+    wrap_optimizer(run.optimizer, OptimizerPolicy())
     run.steps(3, 5)
     assert runtime_of(run.optimizer) is None
     assert all(p.dtype is torch.bfloat16 for p in parameters_of(run.optimizer))

@@ -6,7 +6,7 @@ import torch
 from autoprec.applying.state import carry_state
 from autoprec.optim.guard import StepGuard, gradient_norm
 from autoprec.optim.loss_scaling import LossScaler
-from autoprec.optim.optimizer import skipped_steps, unwrap_optimizer, wrap_optimizer
+from autoprec.optim.optimizer import skipped_steps, wrap_optimizer
 from autoprec.policy import OptimizerPolicy, Policy
 
 
@@ -71,7 +71,7 @@ def test_a_skipped_step_changes_neither_weights_nor_momentum_and_its_gradient_co
     )
     assert float(model[1].bias.grad[0]) == math.inf
     assert skipped_steps(made) == 1
-    unwrap_optimizer(made)
+    wrap_optimizer(made, OptimizerPolicy())
     made.step()
     assert not torch.isfinite(model[1].bias).all(), "nothing guards it any more"
 
@@ -93,7 +93,7 @@ def test_gradients_that_a_closure_makes_are_guarded(way: str) -> None:
     """As Lightning hands them over: when ``step`` begins, they are those of the step before, or none."""
     model, made = stored()
     scaled, optimizer = stored()
-    unwrap_optimizer(optimizer)
+    wrap_optimizer(optimizer, OptimizerPolicy())
     scaler = LossScaler.install(scaled, [optimizer])
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:

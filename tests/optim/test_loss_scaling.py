@@ -8,7 +8,7 @@ from torch import nn
 
 from autoprec.errors import UnsupportedError
 from autoprec.optim.loss_scaling import LossScaler, script_has_scaler
-from autoprec.optim.optimizer import loss_scaler_of, unwrap_optimizer, wrap_optimizer
+from autoprec.optim.optimizer import loss_scaler_of, wrap_optimizer
 from autoprec.policy import OptimizerPolicy, Policy
 
 
@@ -247,9 +247,9 @@ def test_optimizers_of_one_model_share_a_scale_that_changes_once_a_step(overflow
         optimizer.step()
     counted = (scaler.scale, scaler.skipped_steps, scaler.good_steps)
     assert counted == ((2.0**15, 1, 0) if overflow else (2.0**16, 0, 1))
-    unwrap_optimizer(optimizers[0])
+    wrap_optimizer(optimizers[0], OptimizerPolicy())
     assert scaler.active
-    unwrap_optimizer(optimizers[1])
+    wrap_optimizer(optimizers[1], OptimizerPolicy())
     assert not scaler.active
 
 

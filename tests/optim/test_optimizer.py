@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError
-from autoprec.optim.optimizer import loss_scaler_of, runtime_of, skipped_steps, unwrap_optimizer, wrap_optimizer
+from autoprec.optim.optimizer import loss_scaler_of, runtime_of, skipped_steps, wrap_optimizer
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import OptimizerPolicy, Policy
 
@@ -188,7 +188,7 @@ def test_unwrap_restores_a_plain_optimizer(choice):
     optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(**choice), model)
     train(model, optimizer, 3)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    unwrap_optimizer(optimizer)
+    wrap_optimizer(optimizer, OptimizerPolicy())
     assert runtime_of(optimizer) is None
     assert not any(isinstance(v, StoredTensor) for s in optimizer.state.values() for v in s.values())
     for name, parameter in model.named_parameters():
@@ -223,7 +223,7 @@ def test_embeddings_keep_their_dtype_when_the_model_is_known():
     wrap_optimizer(optimizer, OptimizerPolicy(weights="fp16_scaled"), model)
     assert type(embedding.weight) is nn.Parameter
     assert type(head.weight) is StoredTensor
-    unwrap_optimizer(optimizer)
+    wrap_optimizer(optimizer, OptimizerPolicy())
     assert type(head.weight) is nn.Parameter
 
 
@@ -406,7 +406,7 @@ def test_loss_scaling_is_installed_from_the_policy():
     model = network()
     optimizer = wrap_optimizer(adamw(model), policy, model)
     assert loss_scaler_of(optimizer).active
-    unwrap_optimizer(optimizer)
+    wrap_optimizer(optimizer, OptimizerPolicy())
     assert loss_scaler_of(optimizer) is None
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from autoprec.errors import PolicyError
-from autoprec.policy import LayerPlan, LayerRule, Policy, parse_policy, policy_from_dict
+from autoprec.policy import LayerPlan, LayerRule, Policy, compiles, parse_policy, policy_from_dict
 from autoprec.policy.diff import diff_policies
 from autoprec.policy.document import lean
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -88,6 +88,19 @@ def test_e5m2_times_e5m2_is_refused_because_no_gpu_runs_it() -> None:
 def test_dynamic_loss_scaling_goes_with_fp16() -> None:
     policy = policy_from_dict({"schema": "autoprec.policy/1", "activations": "fp16", "loss_scaling": "dynamic"})
     assert policy.loss_scaling == "dynamic"
+
+
+@pytest.mark.parametrize(
+    ("executed", "expected"), [("keep", False), ("eager", False), ("compile", True), ("compile_whole", True)]
+)
+def test_a_policy_and_its_document_say_alike_whether_it_compiles(executed: str, expected: bool) -> None:
+    document = {"schema": "autoprec.policy/1", "execution": executed}
+    assert compiles(document) is compiles(policy_from_dict(document)) is expected
+
+
+def test_a_policy_that_says_nothing_of_execution_compiles_nothing() -> None:
+    assert not compiles({"schema": "autoprec.policy/1"})
+    assert not compiles({})  # the script as written, in a duel
 
 
 def test_a_policy_cannot_be_changed() -> None:

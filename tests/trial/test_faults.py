@@ -44,7 +44,7 @@ def test_every_fault_is_classified_and_the_next_trial_runs(host: Any, tmp_path: 
         order.write_text("none")
         after = runner.run(TrainSpec(steps=4))
         mark = runner.mark
-        left = [p for p in marked_processes(mark) if p != runner.host_pid]
+        left = [p for p in marked_processes(mark) if p != runner._host.pid]
     assert before.ok
     assert after.losses == before.losses
     for fault, (status, reason) in FAULTS.items():

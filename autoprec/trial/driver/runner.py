@@ -113,11 +113,6 @@ class TrialRunner(Runner):
         """The mark in the environment of every process that this runner started."""
         return self._mark
 
-    @property
-    def host_pid(self) -> int:
-        """The process that was started for the script; 0 before :meth:`start`."""
-        return self._host.pid if self._host is not None else 0
-
     # ---------------------------------------------------------------- start
     def adopt(self, info: HostInfo) -> None:
         """Take what a host of another seed found: where trials are processes of their own, it does nothing else."""

@@ -26,7 +26,7 @@ from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import any_rank, rank, world_size
-from autoprec.policy import policy_from_dict
+from autoprec.policy import compiles, policy_from_dict
 from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
@@ -85,7 +85,7 @@ class Duel:
     def begin(self) -> None:
         """Start with the reference, inside the first training forward."""
         asked = [self._spec.policy or {}, *(probe.policy for probe in self._spec.probes)]
-        if is_compiled(self._found.root) or any(one.get("execution", "keep") != "keep" for one in asked):
+        if is_compiled(self._found.root) or any(map(compiles, asked)):
             cache_graphs()
             allow_contenders(len(asked))
         self._prepare()

@@ -18,7 +18,7 @@ from autoprec.cost.scale import short_dtype
 from autoprec.errors import nearest
 from autoprec.graph.census import Observation
 from autoprec.graph.roles import shown
-from autoprec.policy import Policy, unmatched_rules
+from autoprec.policy import Policy, compiles, unmatched_rules
 from autoprec.policy.known_layers import unknown_layers
 from autoprec.precision.hardware import alignment, cpu_instructions, recipe_family
 from autoprec.support.files import read_document
@@ -332,10 +332,7 @@ def _tf32(facts: Facts) -> Iterator[Finding]:
 
 
 def _recompiles(facts: Facts) -> Iterator[Finding]:
-    compiled = bool(facts.says("compile")) or (
-        facts.policy is not None and facts.policy.execution.startswith("compile")
-    )
-    if not compiled:
+    if not (facts.says("compile") or (facts.policy is not None and compiles(facts.policy))):
         return
     if facts.policy is not None and facts.policy.phases:
         data = {"what": "phases", "why": f"the policy changes {len(facts.policy.phases)} times during the run"}

@@ -16,10 +16,11 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
+from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, compiles
 from autoprec.precision.hardware import free_bytes
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
@@ -150,8 +151,19 @@ class Duels:
         return within > 0 and self._time(wanted, within)
 
     def _time(self, wanted: Sequence[Run], within: float, *, by_block: bool = False) -> bool:
+        with self._booked(run.name for run in wanted):
+            return self._timed(wanted, within, by_block=by_block)
+
+    @contextmanager
+    def _booked(self, names: Iterable[str]) -> Iterator[None]:
+        """Say whose duel it is, and count its seconds."""
+        began = time.monotonic()
+        self._state.listener.phase("duel", ", ".join(names))
+        yield
+        self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began
+
+    def _timed(self, wanted: Sequence[Run], within: float, *, by_block: bool) -> bool:
         began = time.time(), time.monotonic()
-        self._state.listener.phase("duel", ", ".join(run.name for run in wanted))
         here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
         together, failure, known = list[Run](), "", self._rounds[by_block]
         for forks, group in self._groups(here):
@@ -159,19 +171,18 @@ class Duels:
             spec = self._spec(forks=forks, by_block=by_block)
             policies = {run.name: self._runner.as_run(run.policy) for run in exchanged}
             share = within * len(group) / len(here)
-            rounds, failed = timed_together(self._runner.duel, spec, policies, share)
+            rounds, failed, refused = timed_together(self._runner.duel, spec, policies, share)
             known += rounds
-            together, failure = together + exchanged, failure or failed
+            failure = failure or failed or "; ".join(f"{name}: {why}" for name, why in refused.items())
+            together += exchanged
         if failure:
             self._state.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]
         times = {run.name: times_of(known, run.name) for run in together}
         times |= {run.name: self._apart(run, within, by_block=by_block) for run in apart}
-        tags = (BY_BLOCK,) if by_block else ()
+        tags, took = (BY_BLOCK,) if by_block else (), time.monotonic() - began[1]
         timed = [run for run in wanted if len(times[run.name]) >= FEWEST]
-        found = [self._record(replace(run, tags=tags), times[run.name], began) for run in timed]
-        for one in found:
-            self._state.store.add(replace(one, number=self._state.store.next_number()))
+        found = [self._store(run, times[run.name], tags, began[0], took) for run in timed]
         short = [run.name for run in together if len(times[run.name]) < FEWEST]
         if short and not failure and self._setup.options.budget_s is not None:
             self._state.cut("the time budget ended a duel before it had an interval")
@@ -183,7 +194,6 @@ class Duels:
             told = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
             how = "by block, to rank them" if by_block else "block by block"  # of a model, and of steps
             self._state.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
-        self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began[1]
         return bool(found)
 
     def _spec(self, *, forks: bool, by_block: bool) -> DuelSpec:
@@ -197,8 +207,8 @@ class Duels:
 
     def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:
         """Yield policies that are timed in one way, and whether each has a process: none does that compiles."""
-        for compiles in (False, True):
-            group = [run for run in runs if (run.policy.get("execution", "keep") != "keep") is compiles]
+        for compiled in (False, True):
+            group = [run for run in runs if compiles(run.policy) is compiled]
             if group:
                 yield self._can_fork(group), group
 
@@ -217,15 +227,10 @@ class Duels:
         within = self._seconds(len(policies), compile_s=self._compile_s(len(policies), by_block))
         if within <= 0 or self._runner.is_elsewhere(run.params) or not can_be_exchanged(run.policy):
             return [], {}
-        began = time.monotonic()
-        self._state.listener.phase("duel", ", ".join(f"{run.name} by {name}" for name in policies))
-        spec = self._spec(forks=self._can_fork([run]), by_block=by_block)
-        probes = tuple(Probe(*named) for named in policies.items())
-        result = self._runner.duel(replace(spec, probes=probes, within_s=within, precision=PRECISE, by_backend=True))
-        self._state.seconds.duels_s = (self._state.seconds.duels_s or 0.0) + time.monotonic() - began
-        if not isinstance(result.answer, DuelRounds):
-            return [], dict.fromkeys(policies, f"{result.status}: {result.reason}")
-        return list(result.answer.rounds), dict(result.answer.refused)
+        spec = replace(self._spec(forks=self._can_fork([run]), by_block=by_block), by_backend=True)
+        with self._booked(f"{run.name} by {name}" for name in policies):
+            rounds, failed, refused = timed_together(self._runner.duel, spec, policies, within)
+        return rounds, dict.fromkeys(policies, failed) if failed else refused
 
     def book(self, run: Run, times: Sequence[tuple[float, float]]) -> None:
         """Store what the duel of backends says of a policy by the fastest of them.
@@ -235,13 +240,26 @@ class Duels:
             times: milliseconds per step of the reference and of the policy, round by round.
         """
         by_block = (BY_BLOCK,) if self._by_block(False) else ()
+        self._store(run, times, (*by_block, BACKENDS))
+
+    def _store(
+        self,
+        run: Run,
+        times: Sequence[tuple[float, float]],
+        tags: tuple[str, ...],
+        started: float = 0.0,
+        seconds: float = 0.0,
+    ) -> Run:
+        """Store what a duel says of a policy, and return it."""
         done = duel_run(run.name, run.policy, times, self._state.reference.step_ms)
-        tags, number = (*by_block, BACKENDS), self._state.store.next_number()
-        self._state.store.add(replace(done, params=run.params, tags=tags, number=number))
+        number = self._state.store.next_number()
+        done = replace(done, number=number, params=run.params, tags=tags, started=started, seconds=seconds)
+        self._state.store.add(done)
+        return done
 
     def _can_fork(self, runs: Sequence[Run]) -> bool:
         """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
-        eager = all(run.policy.get("execution", "keep") == "keep" for run in runs)
+        eager = not any(compiles(run.policy) for run in runs)
         needed = self._state.reference.memory_bytes
         free, host = free_bytes(), self._setup.host
         fits = free is not None and needed < _OF_FREE_MEMORY * free
@@ -309,11 +327,6 @@ class Duels:
                 break
         return found
 
-    def _record(self, run: Run, times: Sequence[tuple[float, float]], began: tuple[float, float]) -> Run:
-        done = duel_run(run.name, run.policy, times, self._state.reference.step_ms)
-        took = time.monotonic() - began[1]
-        return replace(done, params=run.params, tags=run.tags, started=began[0], seconds=took)
-
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:
     """Return so many of some runs and their rivals; nothing where there are none of the former."""
@@ -336,7 +349,7 @@ def timed_together(
     spec: DuelSpec,
     policies: Mapping[str, Document],
     within_s: float,
-) -> tuple[list[dict[str, float]], str]:
+) -> tuple[list[dict[str, float]], str, dict[str, str]]:
     """Time policies beside the reference in one process, or in a few where the script ends soon.
 
     Args:
@@ -347,8 +360,8 @@ def timed_together(
             those in which it compiles are not among them.
 
     Returns:
-        Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; and why a
-        process failed, empty where none did.
+        Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; why a
+        process failed, empty where none did; and why policies were refused, by name.
     """
     rounds: list[dict[str, float]] = []
     probes, began = tuple(Probe(*named) for named in policies.items()), time.monotonic()
@@ -356,14 +369,14 @@ def timed_together(
         left = max(1.0, within_s - (time.monotonic() - began))
         result = run(replace(spec, probes=probes, within_s=left, precision=PRECISE))
         if not isinstance(result.answer, DuelRounds):
-            return rounds, f"{result.status}: {result.reason}"
-        found, refused = result.answer.rounds, result.answer.refused
+            return rounds, f"{result.status}: {result.reason}", {}
+        found, refused = result.answer.rounds, dict(result.answer.refused)
         rounds += found
         if refused:
-            return rounds, "; ".join(f"{name}: {why}" for name, why in refused.items())
+            return rounds, "", refused
         if not found or len(rounds) >= FEWEST or time.monotonic() - began > within_s:
             break
-    return rounds, ""
+    return rounds, "", {}
 
 
 def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:

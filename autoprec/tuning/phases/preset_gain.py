@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autoprec.policy import compiles
 from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.presets import COMPILED, presets
 from autoprec.tuning.decide.sampler.expectation import Expectation
@@ -98,7 +99,7 @@ def beside_compiled(setup: Setup, run: Run | None, rests: Sequence[Run], tried: 
         rests: what the answer rests on, the policy first.
         tried: all that ran.
     """
-    alone = [one for one in tried if one.name in _BLOCKS_ALONE] if _compiles(setup, run) else []
+    alone = [one for one in tried if one.name in _BLOCKS_ALONE] if _compiles_eager(setup, run) else []
     return list({one.name: one for one in (*rests[:1], *alone[:1], *rests[1:])}.values())
 
 
@@ -114,7 +115,7 @@ def over_compiled(setup: Setup, chosen: Standing, standings: Sequence[Standing],
         duels: of the search.
     """
     alone = next((one for name in _BLOCKS_ALONE for one in standings if one.name == name), None)
-    if not _compiles(setup, chosen.run) or alone is None or alone.name == chosen.name:
+    if not _compiles_eager(setup, chosen.run) or alone is None or alone.name == chosen.name:
         return ()
     bounds = [alone.low, alone.high] if alone.timed else []
     data = {"compiled": [alone.speedup, *bounds], "precision": chosen.speedup / alone.speedup}
@@ -124,6 +125,5 @@ def over_compiled(setup: Setup, chosen: Standing, standings: Sequence[Standing],
     return (Reason("compiled_apart", data),)
 
 
-def _compiles(setup: Setup, run: Run | None) -> bool:
-    executed = "keep" if run is None else str(run.policy.get("execution", "keep"))
-    return executed.startswith("compile") and not setup.host.compiled
+def _compiles_eager(setup: Setup, run: Run | None) -> bool:
+    return run is not None and compiles(run.policy) and not setup.host.compiled

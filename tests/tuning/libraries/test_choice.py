@@ -11,12 +11,12 @@ import pytest
 
 from autoprec.policy import Policy, load_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.trial.protocol import DuelSpec, TrainSpec
+from autoprec.trial.protocol import DuelRounds, DuelSpec, TrainSpec, TrialResult
 from autoprec.tuning.engine import Search
 from autoprec.tuning.libraries import choice
 from autoprec.tuning.libraries.choice import BACKENDS, able, fastest, row_of, run_by
 from autoprec.tuning.study.records import SearchResult
-from tests.simulated import SimulatedScript, named_backend
+from tests.simulated import SimulatedRunner, SimulatedScript, named_backend
 from tests.tuning.test_engine import engine, here, options, script, search  # noqa: F401
 
 ALL = ("native", "torchao", "transformer_engine")
@@ -152,6 +152,27 @@ def test_a_search_that_goes_on_takes_what_it_had_decided(installed: set[str], he
     result = made.run()
     assert len(by_backend(first)) == 1
     assert by_backend(again) == []
+    rows = load_policy(here / result.policy).evidence["backends"]
+    assert {row["backend"] for row in rows.values()} == {"torchao"}
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_script_that_ends_soon_has_further_processes_for_its_duel_of_backends(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process of it had two rounds, which tell nothing: six are an interval."""
+    whole = SimulatedRunner._duel
+
+    def ends_soon(self: SimulatedRunner, spec: DuelSpec) -> TrialResult:
+        result = whole(self, spec)
+        answer = result.answer
+        assert isinstance(answer, DuelRounds)
+        return replace(result, answer=replace(answer, rounds=answer.rounds[:2])) if spec.by_backend else result
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", ends_soon)
+    simulated, _, result = searched({"torchao": 0.5})
+    assert len(by_backend(simulated)) == 3
     rows = load_policy(here / result.policy).evidence["backends"]
     assert {row["backend"] for row in rows.values()} == {"torchao"}
 

@@ -270,6 +270,8 @@ def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
         (150, "keep", "fork", False),  # another model would take more than half of it
         (None, "keep", "fork", False),  # macOS does not say
         (300, "compile", "fork", False),
+        (300, "compile_whole", "fork", False),
+        (300, "eager", "fork", True),  # of a script that compiles nothing
         (300, "keep", "process", False),
     ],
 )
