@@ -31,8 +31,7 @@ from collections.abc import Iterable
 #: What stands between an error and its fix in its text.
 FIX = "\n  fix: "
 #: Bounds of the search for near misses: names in a file may be of any length and number.
-LONGEST_NAME = 200
-MOST_NAMES = 2000
+LONGEST_NAME, MOST_NAMES = 200, 2000
 
 
 #: Why nothing in a TorchScript model can be tuned, and what to do about it.

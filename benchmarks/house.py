@@ -1,7 +1,7 @@
 """How easily the code can be entered: files, rooms, arrows, what nothing reaches, what has no test, private words.
 
     python benchmarks/house.py               # the table
-    python benchmarks/house.py --list reached | untested | words | folders | arrows | circles
+    python benchmarks/house.py --list reached | untested | words | figures | twice | folders | arrows | circles
     python benchmarks/house.py --list rooms  # lines, lines of code of each room
     python benchmarks/house.py --suite       # also run and time `make test`
 
@@ -22,6 +22,7 @@ import sys
 import time
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,8 @@ GOALS: dict[str, tuple[int, int | None]] = {
     "definitions and modules that nothing reaches": (60, 0),
     "source files without a test of their own": (64, 15),
     "`is no / are no / was no`": (78, 0),
+    "figures without a reason": (72, 0),
+    "constants that two modules write down": (10, 0),
 }
 
 
@@ -270,6 +273,55 @@ def untested() -> list[str]:
     return [str(p.relative_to(PACKAGE)) for p, tests in wanted.items() if tests and not any(t.exists() for t in tests)]
 
 
+_CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]+")
+
+
+def constants(text: str) -> Iterator[tuple[ast.Assign | ast.AnnAssign, dict[str, ast.expr]]]:
+    """Yield each assignment of a module's text that makes constants, with their names and values."""
+    for node in ast.parse(text).body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        found: dict[str, ast.expr] = {}
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            for one, value in zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]:
+                names = [name.id for name in ast.walk(one) if isinstance(name, ast.Name)]
+                found |= {name: value for name in names if _CONSTANT.fullmatch(name)}
+        if found:
+            yield node, found
+
+
+def unexplained(text: str) -> list[str]:
+    """Return the constants of a module that hold a figure, beside 0 and 1, and have no comment above or beside them."""
+    lines, out = text.splitlines(), []
+    for node, found in constants(text):
+        looked_up = {id(n) for one in ast.walk(node) if isinstance(one, ast.Subscript) for n in ast.walk(one.slice)}
+        figures = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and id(n) not in looked_up)
+        if not any(type(figure) in (int, float) and figure not in (0, 1) for figure in figures):
+            continue
+        above = "".join(lines[: node.lineno - 1][-1:])
+        if not above.startswith("#") and not any("#" in line for line in lines[node.lineno - 1 : node.end_lineno]):
+            out.append(f"{node.lineno}: {', '.join(found)}")
+    return out
+
+
+def unexplained_figures() -> list[str]:
+    """Return every constant of the package whose figure nobody says a reason for."""
+    return [f"{p.relative_to(ROOT)}:{row}" for p in MODULES.values() for row in unexplained(p.read_text("utf-8"))]
+
+
+def written_twice() -> list[str]:
+    """Return constants that two modules both write down: one name, and one value of figures, words or types."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for path in (path for path in MODULES.values() if path.name != "standalone.py"):  # which is handed out, alone
+        for node, found in constants(path.read_text(encoding="utf-8")):
+            for name, value in found.items():
+                if not any(isinstance(one, (ast.Call, ast.Subscript)) for one in ast.walk(value)):
+                    key = name.strip("_"), ast.unparse(value)
+                    places.setdefault(key, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return [f"{name} = {value}: {', '.join(where)}" for (name, value), where in places.items() if len(where) > 1]
+
+
 def private_words() -> list[str]:
     """Return every place of code, docs and messages that says "is no" for "is not a"."""
     listed = subprocess.run(
@@ -398,6 +450,8 @@ def figures() -> dict[str, int]:
         "definitions and modules that nothing reaches": len(unreached()),
         "source files without a test of their own": len(untested()),
         "`is no / are no / was no`": len(private_words()),
+        "figures without a reason": len(unexplained_figures()),
+        "constants that two modules write down": len(written_twice()),
     }
 
 
@@ -410,6 +464,7 @@ def lines_beside() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     lists = {"reached": unreached, "untested": untested, "words": private_words}
+    lists |= {"figures": unexplained_figures, "twice": written_twice}
     parser.add_argument("--list", choices=[*lists, "folders", "arrows", "rooms", "circles"])
     parser.add_argument("--suite", action="store_true", help="run and time `make test` as well")
     asked = parser.parse_args()

@@ -5,7 +5,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from benchmarks.house import MODULES, circles, trees, untested
+from benchmarks.house import MODULES, circles, trees, unexplained_figures, untested, written_twice
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -203,6 +203,14 @@ UNTESTED = {
 def test_every_source_file_has_a_test_file_or_a_reason() -> None:
     """A reason must go as soon as there is a test."""
     assert untested() == sorted(UNTESTED)
+
+
+def test_every_figure_has_a_reason() -> None:
+    assert unexplained_figures() == []
+
+
+def test_a_constant_stands_in_one_place() -> None:
+    assert written_twice() == []
 
 
 def test_a_folder_is_seen_at_a_glance() -> None:

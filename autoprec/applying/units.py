@@ -24,6 +24,7 @@ _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 #: Raw parameters that look like tables or gains, not like GEMM weights.
 _NO_WEIGHT = re.compile(r"emb|pos|token|query_tokens|prompt|bias|norm|scale|gamma|beta|codebook|mask|A_log|lora_|table")
+#: The least side of a weight: 8 values are the shortest side of a tensor core's 16-bit product (PTX: m16n8k8).
 _SMALLEST = 8
 _COMPLEX = "a complex weight: not tunable, no policy changes what it runs in"
 

@@ -30,8 +30,8 @@ from autoprec.numerics.grouped import GROUP_SIZES
 from autoprec.numerics.operand import QuantizedOperand
 from autoprec.numerics.plan import GemmStep, multiply_emulated
 
-#: What rows and columns of a product are padded to.
-_MULTIPLE = 16
+#: What every side of an 8-bit product is padded to: cuBLAS takes multiples of 16 bytes.
+MULTIPLE = 16
 #: Before CUDA 12.9 row scales with full accumulation run in CUTLASS's kernel, which is slow at that. As in torchao, the
 #: product then has a tensor scale of 1, and a compiler fuses the scaling with what follows.
 _SLOW_ROWS = tuple(int(part) for part in (torch.version.cuda or "99.0").split(".")[:2]) < (12, 9)
@@ -72,7 +72,7 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
         return multiply_emulated(a, b, step, out_dtype)
     rows, columns, on_gpu = left.shape[0], right.shape[0], _is_cuda(left)
     if on_gpu:
-        left, right = _padded(left, _MULTIPLE), _padded(right, _MULTIPLE)
+        left, right = _padded(left, MULTIPLE), _padded(right, MULTIPLE)
     rowwise = "row" in (a.spec.scheme, b.spec.scheme)
     if rowwise:
         scale_a, scale_b = _vector(a.scale, left.shape[0]).unsqueeze(1), _vector(b.scale, right.shape[0]).unsqueeze(0)
@@ -223,7 +223,7 @@ def _block(operand: QuantizedOperand, axis: int) -> _Layout:
     matrix, scales = _matrix(operand, axis), _scales(operand, axis)
     if operand.spec.square:
         return matrix, [F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()], ("BlockWise128x128",)
-    matrix, scales = _outer_padded(matrix, scales, _MULTIPLE, 1.0)
+    matrix, scales = _outer_padded(matrix, scales, MULTIPLE, 1.0)
     return matrix, [scales.t().contiguous().t()], ("BlockWise1x128",)
 
 
@@ -239,7 +239,7 @@ def tiled(scales: Tensor) -> Tensor:
 
 
 def _mx(operand: QuantizedOperand, axis: int) -> _Layout:
-    matrix, scales = _outer_padded(_matrix(operand, axis), _scales(operand, axis), _MULTIPLE, 0)
+    matrix, scales = _outer_padded(_matrix(operand, axis), _scales(operand, axis), MULTIPLE, 0)
     return matrix, [tiled(scales.contiguous().view(torch.float8_e8m0fnu))], ("BlockWise1x32",)
 
 
@@ -248,9 +248,9 @@ def nvfp4_layout(operand: QuantizedOperand, axis: int) -> _Layout:
     matrix, scales = _matrix(operand, axis), _scales(operand, axis)
     if operand.spec.square:  # cuBLAS has one scale per 16 values of a row
         scales = scales.view(torch.uint8).repeat_interleave(GROUP_SIZES["nvfp4"], 0).view(torch.float8_e4m3fn)
-    matrix, scales = _outer_padded(matrix, scales.contiguous().view(torch.uint8), _MULTIPLE, 0)
-    if matrix.shape[1] % (2 * _MULTIPLE):  # an odd number of groups: 16 bytes of packed codes need two
-        matrix = F.pad(matrix.view(torch.uint8), (0, _MULTIPLE)).view(matrix.dtype)
+    matrix, scales = _outer_padded(matrix, scales.contiguous().view(torch.uint8), MULTIPLE, 0)
+    if matrix.shape[1] % (2 * MULTIPLE):  # an odd number of groups: 16 bytes of packed codes need two
+        matrix = F.pad(matrix.view(torch.uint8), (0, MULTIPLE)).view(matrix.dtype)
         scales = F.pad(scales, (0, 1))
     tensor: Any = operand.scale
     parts = [tiled(scales.contiguous().view(torch.float8_e4m3fn)), tensor.reshape(())]

@@ -7,9 +7,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
-
+#: 128 and the number of the signal, as a shell says it.
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -31,7 +31,7 @@ _FIX = "record a step of the script itself: autoprec estimate train.py"
 #: Builds a model without values for its Parameters.
 _OLDEST = 5
 #: Fewer blocks in a list are run one by one; and so are all where products are kept one by one.
-_FEWEST = 3
+_FEWEST_BLOCKS = 3
 #: Each block becomes an object per operator here, whatever it costs to record it; no model has a tenth of these.
 MOST_LAYERS = 10_000
 
@@ -232,7 +232,7 @@ def repeated_blocks(model: nn.Module) -> Blocks | None:
         inside = bool(path) and name.startswith(f"{path}.")
         if isinstance(module, nn.ModuleList) and len(module) > best and not inside:
             best, path = len(module), name
-    if best < _FEWEST:
+    if best < _FEWEST_BLOCKS:
         return None
     blocks = list(model.get_submodule(path).children())
     known: dict[Any, int] = {}

@@ -15,8 +15,9 @@ from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target, alignment, recipe_family
 from autoprec.precision.recipes import BUILTIN_RECIPES, Gemm, Recipe
 
-_TILE = 128
-_SPLIT_K = 2048
+#: Sides of the tile of a result that one unit of the device computes, and the K beyond which units share a tile.
+_TILE, _SPLIT_K = 128, 2048
+#: Bytes per value, where not 1: with a byte for the scale of 32 values (MXFP8), or of 16 (NVFP4: codes of 4 bits).
 _OPERAND_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0, "mxfp8": 1.03125, "nvfp4": 0.5625}
 #: The first GEMM that uses an operand reads it along one dimension, the second along the other.
 _USES: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -24,14 +24,14 @@ from autoprec.cost.rest import (
     scaled_newton_schulz,
     second_moments,
 )
-from autoprec.cost.saved import FP32_OPERATORS, NOT_LISTED, Setting, Walk, walked
+from autoprec.cost.saved import KEPT, NOT_LISTED, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy, Policy
+from autoprec.policy.space import WIDE_OPERATORS
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
 
-_KEEP = LayerPlan()
 #: What the cost of a rank that shares layers with others leaves out.
 EXCHANGES = (
     "; of what ranks exchange only the least is charged (two ranks at a link's full speed, no amaxes): gains are upper "
@@ -284,7 +284,7 @@ class CostModel:
         kept = {"attention": attention, "norm": norm, "softmax": softmax}
         fp32_operators = tuple(name for name, dtype in kept.items() if dtype == "fp32")
         for name in self._layers:
-            cost = self.layer_cost(name, plans.get(name, _KEEP), activations)
+            cost = self.layer_cost(name, plans.get(name, KEPT), activations)
             gemm += cost.gemm
             cast += cost.cast
             kernels += cost.kernels
@@ -315,7 +315,7 @@ class CostModel:
         *,
         activations: str = "keep",
         optimizer: OptimizerPolicy | None = None,
-        fp32_operators: Collection[str] = FP32_OPERATORS,
+        fp32_operators: Collection[str] = WIDE_OPERATORS,
     ) -> MemoryEstimate | None:
         """Return the modelled bytes of one step by purpose; None when the report counted no memory.
 
@@ -334,7 +334,7 @@ class CostModel:
         limit: float,
         *,
         activations: str = "keep",
-        fp32_operators: Collection[str] = FP32_OPERATORS,
+        fp32_operators: Collection[str] = WIDE_OPERATORS,
     ) -> int | None:
         """Return how many samples a step may have within a limit of bytes; None where batch or memory are unknown.
 
@@ -353,7 +353,7 @@ class CostModel:
         plans: Mapping[str, LayerPlan],
         activations: str,
         optimizer: OptimizerPolicy | None = None,
-        fp32_operators: Collection[str] = FP32_OPERATORS,
+        fp32_operators: Collection[str] = WIDE_OPERATORS,
     ) -> StepMemory | None:
         gpu, written = not self.target.is_cpu, self.report.source == "analytic"
         activations = "keep" if written else activations  # in 16 bits as it is: autocast changes no dtype there
@@ -371,7 +371,7 @@ class CostModel:
     def _memory_bytes(
         self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy, fp32_operators: tuple[str, ...]
     ) -> int:
-        key = (*(plans.get(name, _KEEP) for name in self._layers), activations, state, fp32_operators)
+        key = (*(plans.get(name, KEPT) for name in self._layers), activations, state, fp32_operators)
         found = self._memory.get(key)
         if found is None:
             modelled = self.memory(plans, activations=activations, optimizer=state, fp32_operators=fp32_operators)

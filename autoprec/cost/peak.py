@@ -16,13 +16,23 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-from autoprec.cost.saved import NARROW_STATES, Copy, Setting, Value, Walk, codes_bytes, forward, linear, walked
+from autoprec.cost.saved import (
+    FLOAT_BYTES,
+    KEPT,
+    NARROW_STATES,
+    Copy,
+    Setting,
+    Value,
+    Walk,
+    codes_bytes,
+    forward,
+    linear,
+    walked,
+)
 from autoprec.graph.report import GraphReport, Layer, Operator
-from autoprec.policy.schema import LayerPlan
 
-_FLOATS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
-_BYTES = _FLOATS | {"bool": 1.0, "uint8": 1.0, "int8": 1.0, "int16": 2.0, "int32": 4.0, "e4m3": 1.0, "e5m2": 1.0}
-_KEEP = LayerPlan()
+#: Bytes per value of every dtype that is not wider than 4 bytes, or is fp64.
+_BYTES = FLOAT_BYTES | {"bool": 1.0, "uint8": 1.0, "int8": 1.0, "int16": 2.0, "int32": 4.0, "e4m3": 1.0, "e5m2": 1.0}
 #: What lives in a step, as :class:`Peak` splits it.
 KINDS = ("saved", "weight_casts", "gradients", "backward")
 
@@ -258,8 +268,8 @@ def gradient(walk: Walk, lifetimes: Lifetimes, index: int, row: Operator) -> Val
     if lifetimes.base[index] != (index, 0) and row.sources and (made := walk.made.get(row.sources[0])) is not None:
         return made
     layer, width = walk.layer(row), script
-    if row.out_dtypes[0] in _FLOATS and (index, 0) not in lifetimes.lasting and walk.low and "_rnn" not in row.op:
-        reads = [read.value.width for read in walk.reads(row) if read.value is not None and read.dtype in _FLOATS]
+    if row.out_dtypes[0] in FLOAT_BYTES and (index, 0) not in lifetimes.lasting and walk.low and "_rnn" not in row.op:
+        reads = [read.value.width for read in walk.reads(row) if read.value is not None and read.dtype in FLOAT_BYTES]
         width = max(reads, default=script)
         if layer is not None and row.role == "dgrad":
             width = walk.inputs.get(layer.name, script)
@@ -272,7 +282,7 @@ def _live(walk: Walk, lifetimes: Lifetimes, events: _Events, index: int, slot: i
     """Add one result of an operator, from where it is made to where it is released."""
     row, place, kind = lifetimes.report.operators[index], (index, slot), "backward"
     made = walk.made.get(index)
-    width = None if made is None or row.out_dtypes[slot] not in _FLOATS else made.width
+    width = None if made is None or row.out_dtypes[slot] not in FLOAT_BYTES else made.width
     if row.out_dtypes[slot] == "uint8" and walk.narrowed(row):
         width = NARROW_STATES
     if place not in lifetimes.direct and place not in lifetimes.unpacked and row.out_shapes[slot] == row.out_shapes[0]:
@@ -297,7 +307,7 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> tuple[flo
     Those that grow with the batch, and those that have the size of the weight.
     """
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
-    plan = walk.plans.get(layer.name, _KEEP)
+    plan = walk.plans.get(layer.name, KEPT)
     made = walk.made[index].width
     result = prod(row.out_shapes[0] or (1,))
     inputs, weights, outputs = gemm.m * gemm.k, gemm.k * gemm.n, gemm.m * gemm.n
@@ -307,7 +317,7 @@ def _workspace(walk: Walk, index: int, row: Operator, layer: Layer) -> tuple[flo
     recipe = {"fprop": plan.fprop, "dgrad": plan.dgrad, "wgrad": plan.wgrad}[role]
     kept = any(copy.at == index and not copy.cast for copy in walk.copies[-2:])
     if recipe is None or not recipe.scaled:
-        low = walk.low if recipe is None else _FLOATS.get(recipe.format, 4.0)
+        low = walk.low if recipe is None else FLOAT_BYTES.get(recipe.format, 4.0)
         if not low or low >= 4.0:
             return 0.0, 0.0
         read = outputs if role != "fprop" else 0 if kept else inputs

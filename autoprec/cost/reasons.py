@@ -15,10 +15,8 @@ from typing import Any
 from autoprec.cost.kernels import LayerCost
 from autoprec.cost.model import CostModel
 from autoprec.precision.hardware import cpu_bf16_units
-from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import AS_WRITTEN, BUILTIN_RECIPES
 
-#: What the run without a policy is called, where nobody says otherwise.
-AS_WRITTEN = "the script as written"
 #: Choices whose modelled times differ by less are the same precision under two names.
 SAME_PRECISION = 0.01
 #: A GEMM of full size gains 30 % or more from 8 bits; one that gains less than half of that is held back by its size.

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoprec.cost.rates import Rates
+from autoprec.cost.saved import FLOAT_BYTES
 from autoprec.cost.scale import CostScale, in_block, short_dtype
 from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
 from autoprec.policy.schema import OptimizerPolicy
@@ -35,14 +36,17 @@ _CATEGORY = {
     "output": "pointwise",
 }
 _ALONE = {"attention": "product", "softmax": "softmax_alone"}
-_BYTES = {"fp64": 8.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
-#: Share of traffic and of kernels that is left when pointwise chains and norms are fused by a compiler.
+#: Bytes per value where not 4.
+_BYTES = FLOAT_BYTES | {"e4m3": 1.0, "e5m2": 1.0}
+#: Share of traffic, and below of kernels, that is left when a compiler fuses pointwise chains and norms.
 _FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "product": 0.9, "other": 0.8}
+#: Of kernels.
 _FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "product": 1.0, "other": 0.6}
 #: Bytes per value of what is stored, scales included: those of ``optim/codecs.py`` (a test compares them).
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "bf16_stochastic": 2.0, "bf16_kahan": 4.0, "e4m3_master": 3.0}
-_EXP_AVG_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.03125, "e4m3_tensor": 1.0}
+#: Of gradients and first moments: e4m3 has an fp32 scale for each block of 128.
 GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.03125, "e4m3_tensor": 1.0}
+#: Of second moments: int8_block has an fp32 scale for each block of 256.
 _EXP_AVG_SQ_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "fp16_tensor": 2.0, "int8_block": 1.015625}
 
 
@@ -167,7 +171,7 @@ def optimizer_bytes(policy: OptimizerPolicy, second: float = 1.0) -> tuple[float
 
     ``second``: share of the parameters that have a second moment, see :func:`second_moments`.
     """
-    stored = _WEIGHT_BYTES[policy.weights] + _EXP_AVG_BYTES[policy.exp_avg]
+    stored = _WEIGHT_BYTES[policy.weights] + GRADIENT_BYTES[policy.exp_avg]
     stored += second * _EXP_AVG_SQ_BYTES[policy.exp_avg_sq]
     return stored, 2.0 * stored + GRADIENT_BYTES[policy.gradients]
 
@@ -185,7 +189,7 @@ def beside_bytes(policy: OptimizerPolicy, second: float = 1.0, *, moments: bool 
     weights = 0.0 if policy.weights == "fp32" else _WEIGHT_BYTES[policy.weights]
     if not moments:
         return weights
-    first, other = min(2.0, _EXP_AVG_BYTES[policy.exp_avg]), min(2.0, _EXP_AVG_SQ_BYTES[policy.exp_avg_sq])
+    first, other = min(2.0, GRADIENT_BYTES[policy.exp_avg]), min(2.0, _EXP_AVG_SQ_BYTES[policy.exp_avg_sq])
     return weights + first - 2.0 + second * (other - 2.0)
 
 

@@ -15,18 +15,19 @@ from math import prod
 
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport, Layer, Operator
+from autoprec.graph.trace import SCRIPT
 from autoprec.policy.schema import LayerPlan
+from autoprec.policy.space import WIDE_OPERATORS
 from autoprec.precision.recipes import Recipe
 
-_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
+#: Bytes per value of the floating-point dtypes that a script computes in.
+FLOAT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
 _SAVES_OUTPUT = (
     "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "_softmax", "_log_softmax", "_safe_softmax", "mkldnn_rnn_layer"
 )  # fmt: skip
 _SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", "cos", "hardswish")
 _SAVES_BOTH = ("mul", "div")
 _NORMS = ("layer_norm", "batch_norm", "group_norm")
-#: What a policy keeps in float32 under autocast unless it says otherwise.
-FP32_OPERATORS = ("norm", "softmax")
 #: Results that stay wide under autocast whatever a policy says: its float32 list on a GPU, and on a CPU.
 _WIDE_ON_GPU = ("norm", "softmax", "loss", "embedding", "transcendental", "reduction", "router", "pow")
 _WIDE_ON_CPU = ("loss", "embedding", "router")
@@ -35,14 +36,13 @@ _WITH_NORMS = ("transcendental", "reduction", "pow")
 _PRODUCTS = ("attention", "gemm", "conv")
 #: Products that autocast leaves in the dtype of their operands.
 _NOT_AUTOCAST = ("_grouped_mm", "_scaled_grouped_mm")
-_KEEP = LayerPlan()
+#: The plan of a layer that runs as the script wrote it.
+KEPT = LayerPlan()
 #: Formats whose product (``_scaled_mm_v2``) is not among the operators whose results selective checkpointing keeps
 #: (``torch._functorch.partitioners.get_default_op_list``), so that it runs again. torchtitan's NVFP4 is such.
 NOT_LISTED = ("nvfp4",)
 #: What oneDNN keeps of an LSTM's states in 16 bits, over what it keeps in 32: sums stay wide (2026-11-27, torch 2.13).
 NARROW_STATES = 0.705
-#: How the recorder names what runs outside every module.
-_SCRIPT = "<script>"
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Setting:
     plans: Mapping[str, LayerPlan] = field(default_factory=dict)
     activations: str = "keep"
     gpu: bool = False
-    fp32_operators: Collection[str] = FP32_OPERATORS
+    fp32_operators: Collection[str] = WIDE_OPERATORS
     shared: bool = False
 
 
@@ -134,7 +134,7 @@ class Walk:
     def __init__(self, report: GraphReport, setting: Setting) -> None:
         rows, kept = report.operators, setting.fp32_operators
         self.setting, self.plans, self.gpu = setting, setting.plans, setting.gpu
-        self.low = _BYTES.get(setting.activations, 0.0)
+        self.low = FLOAT_BYTES.get(setting.activations, 0.0)
         self.made: dict[int, Value] = {}
         self.values: list[Value] = []
         self.copies: list[Copy] = []
@@ -170,12 +170,12 @@ class Walk:
         if "mkldnn_rnn_layer" not in operator.op:
             return 0.0
         layer = self.layers.get(operator.module)
-        recipe = None if layer is None else self.plans.get(layer.name, _KEEP).fprop
-        return self.low or _BYTES[operator.dtypes[0]] if recipe is None else _BYTES.get(recipe.format, 4.0)
+        recipe = None if layer is None else self.plans.get(layer.name, KEPT).fprop
+        return self.low or FLOAT_BYTES[operator.dtypes[0]] if recipe is None else FLOAT_BYTES.get(recipe.format, 4.0)
 
     def narrowed(self, operator: Operator) -> bool:
         """Say whether such a kernel computes in fewer bits than in the script."""
-        return 0.0 < self.recurrent(operator) < _BYTES.get(operator.dtypes[0], 4.0)
+        return 0.0 < self.recurrent(operator) < FLOAT_BYTES.get(operator.dtypes[0], 4.0)
 
     def copy(self, size: float, read: _Read | None = None, weight: str = "", *, cast: bool = False) -> None:
         """Note a converted copy that is kept for the backward pass.
@@ -259,27 +259,27 @@ def linear(walk: Walk, operator: Operator, layer: Layer) -> None:
     read = next((r for r in reads if r.size == input_size and r.value is not None), _Read(None, input_size, ""))
     # a weight computed in the step, such as the sum of a stack, is saved like an activation
     made = next((r for r in reads if r is not read and r.value is not None and r.size == weight_size), None)
-    plan = walk.plans.get(layer.name, _KEEP)
+    plan = walk.plans.get(layer.name, KEPT)
     script = short_dtype(layer.dtype)
     kept = script if walk.setting.activations == "keep" else walk.setting.activations
     roles = layer.roles()
-    walk.inputs[layer.name] = _BYTES.get(script, 4.0) if read.value is None else read.value.width
+    walk.inputs[layer.name] = FLOAT_BYTES.get(script, 4.0) if read.value is None else read.value.width
     if plan.scaled:
         if made is not None and made.value is not None:
             made.value.asked = True
         _planned(walk, plan, read, gemm.m, weight_size, layer)
         return
-    width = _BYTES.get(kept if plan.fprop is None else plan.fprop.format, 4.0)
+    width = FLOAT_BYTES.get(kept if plan.fprop is None else plan.fprop.format, 4.0)
     if "wgrad" in roles:
         if read.value is not None:
             walk.save(read, width, layer.weight)
-        elif width != _BYTES.get(script, 4.0):  # of the batch, which counts as nobody's otherwise
+        elif width != FLOAT_BYTES.get(script, 4.0):  # of the batch, which counts as nobody's otherwise
             walk.copy(input_size * width, None, layer.weight)
     # a convolution's backward keeps its weight even where its input needs no gradient
     keeps_weight = "dgrad" in roles or layer.kind == "conv"
     if made is not None:
         walk.save(made, width)
-    elif keeps_weight and width < _BYTES.get(script, 4.0) and layer.weight not in walk.cast_weights:
+    elif keeps_weight and width < FLOAT_BYTES.get(script, 4.0) and layer.weight not in walk.cast_weights:
         walk.cast_weights.add(layer.weight)
         walk.copy(weight_size * width, None, layer.weight, cast=True)
 
@@ -328,7 +328,7 @@ def operand_width(walk: Walk, operator: Operator, name: str, value: Value) -> fl
 
 def _other(walk: Walk, operator: Operator, name: str) -> None:
     """Note what an operator that belongs to no layer saves of its inputs."""
-    reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
+    reads = [read for read in walk.reads(operator) if read.dtype in FLOAT_BYTES]
     if operator.cls in _PRODUCTS:  # both operands, or q, k and v; a mask comes after them
         for read in reads[:3] if name.startswith("_scaled_dot_product") else reads:
             if read.value is not None:
@@ -345,7 +345,7 @@ def _other(walk: Walk, operator: Operator, name: str) -> None:
     elif name in _SAVES_INPUT or (name in _SAVES_BOTH and len(reads) > 1):
         for read in reads:
             # outside the model, whose output a policy returns in fp32
-            if operator.module == _SCRIPT or not walk.fp32_operators.isdisjoint({operator.cls, name} & {"norm", "pow"}):
+            if operator.module == SCRIPT or not walk.fp32_operators.isdisjoint({operator.cls, name} & {"norm", "pow"}):
                 walk.save_wide(read)
             elif read.value is not None:
                 read.value.keep()
@@ -360,15 +360,15 @@ def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Laye
     if "attention" in walk.fp32_operators and operator.attends:
         return max(4.0, script)
     if (layer is not None or operator.cls in _PRODUCTS) and name not in _NOT_AUTOCAST:
-        recipe = None if layer is None else walk.plans.get(layer.name, _KEEP).fprop
+        recipe = None if layer is None else walk.plans.get(layer.name, KEPT).fprop
         return 4.0 if recipe is not None and recipe.wide_output else walk.low
     if name == "_to_copy":  # the script asks for this dtype
         return script
-    reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
+    reads = [read for read in walk.reads(operator) if read.dtype in FLOAT_BYTES]
     if operator.cls == "norm" and "norm" not in walk.fp32_operators and reads and reads[0].value is not None:
         return reads[0].value.width
     if (
-        operator.module == _SCRIPT
+        operator.module == SCRIPT
         or not walk.fp32_operators.isdisjoint((operator.cls, name))
         or name == "_log_softmax"  # of a loss
         or not any(read.value is not None for read in reads)
@@ -377,7 +377,7 @@ def _width(walk: Walk, operator: Operator, script: float, name: str, layer: Laye
     # a parameter or buffer as wide as the script made it widens the result, single numbers do not
     bias = name == "add" and operator.module in walk.layer_modules
     widths = [
-        read.value.width if read.value is not None else _BYTES[read.dtype]
+        read.value.width if read.value is not None else FLOAT_BYTES[read.dtype]
         for read in reads
         if read.value is not None or (read.size > 1 and not bias)
     ]
@@ -395,10 +395,10 @@ def _result(walk: Walk, index: int, operator: Operator, layer: Layer | None, nam
                 source.keep()
         return
     for slot, (dtype, saved) in enumerate(zip(operator.out_dtypes, operator.out_saved or (0,), strict=False)):
-        script = _BYTES.get(dtype)
+        script = FLOAT_BYTES.get(dtype)
         if slot == 0 and script is not None:
             size = script * prod(operator.out_shapes[0] or (1,))
-            plan = _KEEP if layer is None else walk.plans.get(layer.name, _KEEP)
+            plan = KEPT if layer is None else walk.plans.get(layer.name, KEPT)
             if operator.module in walk.again and plan.fprop is not None and plan.fprop.format in NOT_LISTED:
                 saved = 0
             value = Value(script, _width(walk, operator, script, name, layer), float(saved) if walk.counted else size)

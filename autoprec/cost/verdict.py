@@ -15,13 +15,13 @@ from typing import Any
 
 from autoprec.cost.estimate import StepEstimate, ratio_bounds
 from autoprec.cost.model import CostModel
-from autoprec.cost.reasons import AS_WRITTEN, Rival, blocked_reason, layer_reason, model_reason, time_shares
+from autoprec.cost.reasons import Rival, blocked_reason, layer_reason, model_reason, time_shares
+from autoprec.cost.saved import KEPT
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import FITS, Target
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
+from autoprec.precision.recipes import AS_WRITTEN, BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import memory_text, speed_text
 
-_KEEP_PLAN = LayerPlan()
 _BF16 = LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
 
 Choices = Mapping[str, Mapping[str, LayerPlan]]
@@ -105,13 +105,13 @@ def _allowed(model: CostModel, name: str, plan: LayerPlan) -> tuple[bool, str]:
 
 def _row(model: CostModel, name: str, baseline: str, choices: Choices, activations: str) -> dict[str, Any]:
     layer, cpu = model.layer(name), model.target.is_cpu
-    plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
-    standing = model.layer_cost(name, plain if _allowed(model, name, plain)[0] else _KEEP_PLAN, activations)
+    plain = choices.get(baseline, {}).get(name, KEPT)
+    standing = model.layer_cost(name, plain if _allowed(model, name, plain)[0] else KEPT, activations)
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
     rivals: list[Rival] = []
     for choice, plans in choices.items():
-        plan = plans.get(name, _KEEP_PLAN)
+        plan = plans.get(name, KEPT)
         ok, why = _allowed(model, name, plan)
         cost = model.layer_cost(name, plan, activations) if ok else None
         if cost is None or not math.isfinite(cost.seconds):
@@ -151,7 +151,7 @@ def _row(model: CostModel, name: str, baseline: str, choices: Choices, activatio
 
 def _fastest(rows: list[dict[str, Any]], choices: Choices) -> dict[str, LayerPlan]:
     """Return the plan of each layer under the choice that is best for it."""
-    return {row["name"]: choices[row["best"]].get(row["name"], _KEEP_PLAN) for row in rows}
+    return {row["name"]: choices[row["best"]].get(row["name"], KEPT) for row in rows}
 
 
 def _speedup(base: StepEstimate, other: StepEstimate) -> float:
@@ -167,8 +167,8 @@ def _best_uniform(
     for choice, plans in choices.items():
         feasible = {}
         for name in names:
-            plan = plans.get(name, _KEEP_PLAN)
-            feasible[name] = plan if _allowed(model, name, plan)[0] else fallback.get(name, _KEEP_PLAN)
+            plan = plans.get(name, KEPT)
+            feasible[name] = plan if _allowed(model, name, plan)[0] else fallback.get(name, KEPT)
         gained = _speedup(base, model.estimate(feasible, activations=activations))
         if gained > best[1]:
             best = (choice, gained)

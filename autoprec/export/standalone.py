@@ -32,10 +32,11 @@ EMBEDDING_GRADIENT = 1.0  # share of their gradient that the tables of embedding
 # --- the mechanics ----------------------------------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# dtype, and the largest value it holds (OFP8 1.0)
 FP8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 AXES = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}  # which axis of each operand is summed over
-BLOCK = 128
+BLOCK = 128  # values along an axis that share a scale, as in DeepSeek-V3
 
 
 def _scale(amax: Tensor, limit: float, recipe: dict[str, Any]) -> Tensor:

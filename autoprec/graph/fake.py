@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import (
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 
-_NONZERO_SHARE = 8
-_TURNS = 16
+#: Without values: one in so many elements of a mask is true, and one in so many conditions false (of `while not done`).
+_NONZERO_SHARE, _TURNS = 8, 16
 _ASKED = itertools.count()
 
 

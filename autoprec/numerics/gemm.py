@@ -27,6 +27,7 @@ CHUNK = 32
 ACCUMULATOR_BITS = 13
 #: Products of two codes that int32 can hold the sum of: 2**31 / 2**14.
 LONGEST_SUM = 1 << 17
+#: The bits of fp32 (23 of the fraction) that it keeps.
 _MASK = -(1 << (23 - ACCUMULATOR_BITS))
 
 

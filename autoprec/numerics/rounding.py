@@ -26,8 +26,11 @@ STORAGE: dict[str, torch.dtype] = {
     "e2m1": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+#: Floating-point dtypes of 16 bits, in which sums and updates lose what fp32 keeps.
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _E4M3_BIAS = 2.0**120  # bias 127 of bf16 and float32 minus bias 7 of e4m3
 _FP32_FROM_E4M3 = 0x87F00000 - (1 << 32)  # sign, four bits of exponent, three of mantissa
+#: Half a unit of TF32's ten bits of the fraction in fp32's 23, and the bits that TF32 keeps.
 _TF32_HALF, _TF32_MASK = 1 << 12, -(1 << 13)
 
 

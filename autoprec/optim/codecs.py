@@ -26,6 +26,7 @@ from torch import Tensor
 from autoprec.numerics.rounding import decode
 
 _SMALLEST_AMAX = 1e-32  # below it max / amax overflows FP32; such a block is stored as zeros
+#: The largest value of a format, and its smallest above 0 (OFP8 1.0, IEEE 754).
 _FLOAT_LIMITS = {torch.float8_e4m3fn: (448.0, 2.0**-9), torch.float16: (65504.0, 2.0**-24)}
 
 

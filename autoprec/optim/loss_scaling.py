@@ -36,6 +36,7 @@ from autoprec.support.living import living
 
 #: Attributes that every module has.
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
+#: Where the scale stops: a loss is never divided, and 2**32 times a usual gradient is still finite in fp32.
 _SMALLEST, _LARGEST = 1.0, 2.0**32
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.errors import AutoPrecWarning
+from autoprec.numerics.rounding import SIXTEEN_BIT
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.holders import tables_among
 from autoprec.optim.tensor import StoredTensor, decoded
@@ -24,7 +25,6 @@ from autoprec.policy import OptimizerPolicy
 
 #: The entry of an optimizer's checkpoint that holds the exact value of a weight.
 EXACT = "weight_exact"
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def _obstacle(parameter: Tensor) -> str:
@@ -98,7 +98,7 @@ class StoredWeights:
             if not parameter.is_floating_point():
                 continue
             obstacle, matrix = _obstacle(parameter), parameter.dim() >= 2 and id(parameter) not in embeddings
-            if made.codec is not None and (matrix or parameter.dtype in _NARROW):
+            if made.codec is not None and (matrix or parameter.dtype in SIXTEEN_BIT):
                 made._add(parameter, obstacle, (exact or {}).get(id(parameter)))
             if not matrix:
                 continue

@@ -29,12 +29,13 @@ from autoprec.support.files import read_document
 from autoprec.support.validation import Frozen, explain, validated
 
 SCHEMA = "autoprec.space/1"
+#: As large as a policy may be.
 MAX_SPACE_BYTES = 1024 * 1024
 #: Values of recipe parameters in one space; each is tried on its recipe when the space is read.
 MOST_PARAMETER_VALUES = 1000
 #: Former names of shipped spaces.
 _RENAMED = {"cpu-bf16": "cpu"}
-#: Classes of operators that a search may keep in FP32 where the rest runs in 16 bits.
+#: Classes of operators that a policy keeps in FP32 under autocast unless it says otherwise: a search may vary them.
 WIDE_OPERATORS = ("norm", "softmax")
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
 LayerFlag = Literal["first", "head", "tied", "router"]

@@ -25,6 +25,8 @@ class NumberFormat:
     torch_name: str
 
 
+#: Bits, bits of the fraction, exponent of the smallest normal value, largest value: of IEEE 754 (fp32, fp16), OFP8 1.0
+#: (e4m3, e5m2) and OCP Microscaling Formats 1.0 (e2m1); bf16 and tf32 have fp32's exponents.
 FORMATS: dict[str, NumberFormat] = {
     f.name: f
     for f in (

@@ -33,6 +33,8 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 }
 #: The reserved recipe name for "as the script wrote it".
 KEEP = "keep"
+#: What a run without a policy is called, where nobody says otherwise.
+AS_WRITTEN = "the script as written"
 
 Eight = Literal["e4m3", "e5m2"]
 Sums = Literal["full", "fast"]

@@ -13,8 +13,7 @@ from autoprec.tuning.study.rows import number
 _COLOURS = ((232, 243, 238), (250, 226, 166), (235, 140, 110))
 #: Where harmless ends, where the search's own limit lies, where training always suffers: first as a share of the
 #: mini-batch gradient noise (docs/concepts.md), then as a plain relative error, where the noise is not known.
-_SHARES = (0.01, 0.12, 1.0)
-_ERRORS = (0.001, 0.03, 0.3)
+_SHARES, _ERRORS = (0.01, 0.12, 1.0), (0.001, 0.03, 0.3)
 
 
 def heat_colour(place: float) -> str:

@@ -30,7 +30,9 @@ import yaml
 from autoprec.errors import MOST_NAMES, AutoPrecError, FileError, NoSpaceError, StudyError, nearest
 from autoprec.support.safe_yaml import MAX_DEPTH, parse_yaml
 
+#: No document that a person writes is as long; those that may be (a recorded step) say their own limit.
 MAX_BYTES = 4 * 1024 * 1024
+#: What SQLite and other readers of JSON take as an integer.
 MAX_INTEGER = 2**63
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+#: Documents of ours nest less than ten deep; Python's own stack ends a parser near a thousand.
 MAX_DEPTH = 32
 #: Values in one document; the largest policy of a thousand layers has under 10,000.
 MAX_VALUES = 100_000

@@ -30,8 +30,10 @@ COLUMNS = {
     "tags.`autoprec.status`": 115,
 }
 _NAME = "attributes.`Run Name`"
+#: Where variants were asked for, and its width.
 _VARIANT_COLUMN = {f"params.`{VARIANT}`": 110}
 _PREFIX = "mlflow.sharedViewState."
+#: Characters that every version of MLflow takes as a tag (its limit was 5,000, and is 8,000).
 _LONGEST_TAG = 5000
 #: Axes of the parallel coordinates that say what layers run: with more, MLflow's labels overlap.
 MOST_PARAMS = 5

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+#: Of linux/prctl.h.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: The file of a private folder that its owner keeps locked, and how long the owner may take to lock it.
 _LOCK, _BEING_MADE_S = "lock", 60.0
 #: The file of a private folder that lists the temporary directories which the script made, one a line.

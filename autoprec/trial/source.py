@@ -15,6 +15,7 @@ from pathlib import Path
 from autoprec.trial.command import ScriptCommand
 
 _CONFIGURATION = frozenset((".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"))
+#: Files of a script that are digested, and bytes of each: more are an installed library, or data.
 _MOST_FILES, _MOST_BYTES = 1000, 4 << 20
 
 

@@ -14,12 +14,11 @@ from types import MappingProxyType
 
 from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
 from autoprec.cost.estimate import ratio_bounds
-from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
 from autoprec.policy.space import SearchSpace, default_space, load_space, space_names
 from autoprec.precision.hardware import Target, limit_bytes
-from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
+from autoprec.precision.recipes import AS_WRITTEN, BUILTIN_RECIPES, KEEP
 from autoprec.support.files import canonical_json
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments

@@ -157,7 +157,7 @@ def test_of_a_model_in_sixteen_bits_exact_weights_lie_beside_it(stored, moments,
 def test_bytes_of_stored_values_are_those_of_their_codecs():
     tables = {
         "weights": rest._WEIGHT_BYTES,
-        "exp_avg": rest._EXP_AVG_BYTES,
+        "exp_avg": rest.GRADIENT_BYTES,
         "exp_avg_sq": rest._EXP_AVG_SQ_BYTES,
         "gradients": rest.GRADIENT_BYTES,
     }

@@ -26,11 +26,8 @@ from autoprec.backends import Backend
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed.steps import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES, NATIVE
-from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
+from autoprec.numerics.rounding import SIXTEEN_BIT, cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy
-
-_LOW = (torch.bfloat16, torch.float16)
-
 
 #: Names of the functions of torch, Tensor, torch.nn.functional and torch.linalg, by operator class: the float32 list of
 #: CUDA autocast (ATen/autocast_mode.h), and losses composed of it.
@@ -118,7 +115,7 @@ def _is_weight(value: Tensor) -> bool:
 
 def _wide(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _LOW else value
+        return value.float() if value.dtype in SIXTEEN_BIT else value
     if isinstance(value, (tuple, list)):
         return type(value)(_wide(item) for item in value)
     return value
@@ -134,7 +131,7 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
 
 def _low_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
     for value in args:
-        if isinstance(value, Tensor) and value.dtype in _LOW:
+        if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
             return value.dtype
     return None
 
@@ -236,7 +233,7 @@ class OperatorMode(TorchFunctionMode):
         autocast = self.autocast or torch.is_autocast_enabled(self.device)
         wide = [_wide(value) for value in args]
         kwargs = {key: _wide(value) for key, value in kwargs.items()}
-        if kwargs.get("dtype") in _LOW:
+        if kwargs.get("dtype") in SIXTEEN_BIT:
             kwargs["dtype"] = torch.float32
         with torch.autocast(self.device, enabled=False):
             out = func(*wide, **kwargs)
@@ -247,7 +244,7 @@ class OperatorMode(TorchFunctionMode):
         # outside autocast the script's own layers expect the dtype that torch would return: the first operand's of a
         # norm, whose weights may be wider, else the widest
         dtypes = [value.dtype for value in given if isinstance(value, Tensor) and value.is_floating_point()]
-        narrow = dtypes[0] in _LOW and (kind == "norm" or all(dtype in _LOW for dtype in dtypes))
+        narrow = dtypes[0] in SIXTEEN_BIT and (kind == "norm" or all(dtype in SIXTEEN_BIT for dtype in dtypes))
         return _narrow(out, low) if narrow and not autocast else out
 
     def _note(self, kind: str, what: str) -> None:
@@ -363,7 +360,7 @@ class RootExecution:
     @property
     def low_precision(self) -> bool:
         """Whether the model holds bfloat16 or float16 parameters now."""
-        return any(p is not None and p.dtype in _LOW for held in self.held for p in held.values())
+        return any(p is not None and p.dtype in SIXTEEN_BIT for held in self.held for p in held.values())
 
     def needed(self, device: str, given: Any = ()) -> bool:
         """Say whether anything of low precision can reach the operators at all; ``given``: the forward's inputs."""
@@ -452,7 +449,7 @@ class RootExecution:
 def holds_low(value: Any) -> bool:
     """Say whether a nest of containers holds a tensor of 16 bits."""
     if isinstance(value, Tensor):
-        return value.dtype in _LOW
+        return value.dtype in SIXTEEN_BIT
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return any(holds_low(item) for item in (items or _fields(value)))
 
@@ -466,7 +463,7 @@ def _fields(value: Any) -> list[Any]:
 def widen(value: Any) -> Any:
     """Return nested containers with low-precision tensors cast to float32; other objects are returned as they are."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _LOW else value
+        return value.float() if value.dtype in SIXTEEN_BIT else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(widen(item) for item in value))
     if isinstance(value, (tuple, list)):

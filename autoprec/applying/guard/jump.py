@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median, median_low
 
+#: How many last losses are looked at; where all figures are from says the head of this file.
 SCALES = (4, 8, 16)
 #: Losses that must have been seen before the last ones: fewer say too little about what is usual.
 LEAST_PAST = 40

@@ -24,6 +24,7 @@ from autoprec.support.files import cache_folder
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("int8.c", "product.c"))
 # no -ffast-math: results are torch's, bit for bit
 _OPTIONS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+#: Seconds after which a compiler of two short files hangs.
 _TIMEOUT_S = 60.0
 
 
@@ -35,6 +36,7 @@ class Rule(ctypes.Structure):
 
 _POINTER, _SIZE, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _MATRIX = (_POINTER, _SIZE, _SIZE, _SIZE)
+#: Arguments of the library's functions, in the order of their declarations in C.
 _ARGUMENTS = {
     "whole": (*_MATRIX, Rule, _POINTER, _POINTER, _THREADS),
     "lines": (*_MATRIX, Rule, Rule, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _THREADS),

@@ -31,8 +31,8 @@ from autoprec.backends.scaled_mm import tiled
 from autoprec.numerics.operand import Spec
 from autoprec.numerics.quantize import quantize
 
-_GROUP = 32
-_TILE = (128, 4)
+#: Values that share a scale (OCP Microscaling Formats 1.0), and rows and columns of cuBLAS's tile of scales.
+_GROUP, _TILE = 32, (128, 4)
 
 
 def padded_ends(ends: Tensor, multiple: int, *, least: int = 1) -> Tensor:

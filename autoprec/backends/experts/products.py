@@ -39,6 +39,7 @@ from autoprec.backends.experts.mx import (
     padded_rows,
     padded_width,
 )
+from autoprec.backends.scaled_mm import MULTIPLE
 from autoprec.numerics.execution import only_once
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import Spec
@@ -51,11 +52,10 @@ from autoprec.precision.formats import FORMATS
 from autoprec.precision.hardware import grouped_refusal
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
-#: What the sum over an expert's tokens is padded to, and the least it may be.
-_MULTIPLE = 16
-#: scheme of operands -> a recipe with it, and what its contraction dimensions must be a multiple of
+#: scheme of operands -> a recipe with it
 _OF_SCHEME = {"row": BUILTIN_RECIPES["fp8_rowwise"], "mx": BUILTIN_RECIPES["mxfp8"]}
-_SIDES = {"row": _MULTIPLE, "mx": 32}
+#: scheme of operands -> what its contraction dimensions must be a multiple of; of MXFP8 values that share a scale
+_SIDES = {"row": MULTIPLE, "mx": 32}
 #: The libraries that bring MXFP8's grouped kernel into torch: MSLK, and FBGEMM before torch 2.11.
 _HAS_MX = ("USE_MSLK", "USE_FBGEMM_GENAI")
 
@@ -79,7 +79,7 @@ def _columns(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
         Codes ``[columns, T]``, inverse scales float32 ``[E, columns]``, and where the groups end in ``T``, int32.
     """
     count, rows = ends.shape[0], x.shape[0]
-    padded, width = padded_ends(ends, _MULTIPLE), padded_width(rows, count, _MULTIPLE)
+    padded, width = padded_ends(ends, MULTIPLE), padded_width(rows, count, MULTIPLE)
     at = torch.arange(rows, dtype=torch.int32, device=x.device)
     index = torch.searchsorted(ends, at, right=True).unsqueeze(1).expand(rows, x.shape[1])
     # bits of magnitudes: as integers NaN is the largest, so that a maximum carries it; a last cell is for no group

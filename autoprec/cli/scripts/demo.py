@@ -24,6 +24,7 @@ POLICY = "demo-policy.yaml"
 REHEARSAL = "--target h100 --cost-scale width=8,depth=4,tokens=32"
 #: The same size on a GPU that holds it: 48 heads of 64, 32 sequences of 512 bytes. The script's own is too small there.
 AS_REHEARSED = ("--width", "3072", "--depth", "12", "--heads", "48", "--batch", "32", "--context", "512")
+#: Bytes of a GPU that holds it: one of 80 GB has a little less for programs.
 _HOLDS_IT = 70 << 30
 
 

@@ -14,10 +14,10 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.policies.published import bound
 from autoprec.cli.recording import SIZE, is_description, is_saved_step, step_of
 from autoprec.cli.script import script_command
-from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.errors import UsageError
 from autoprec.policy import resolve
 from autoprec.precision.hardware import limit_bytes
+from autoprec.precision.recipes import AS_WRITTEN
 from autoprec.support.units import memory_text
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.checks import check_names

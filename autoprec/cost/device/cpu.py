@@ -29,6 +29,7 @@ UNCALIBRATED = "modelled, uncalibrated (no product could be timed on this CPU)"
 _COMPUTED_IN = {"fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp16": "bf16", "tf32": "fp32", "fp64": "fp32"}
 #: Sizes M, K, N of a timed product, seconds that its calls may take, and the most calls.
 _SIZE, _FOR_S, _MOST_CALLS = (512, 1024, 1024), 0.25, 12
+#: Seconds for all of it, the start of a process with PyTorch included, which takes tens of them on a busy machine.
 _PATIENCE_S = 120.0
 #: Bytes per second of one thread, in memory; rates.yaml has the shares that kernels reach.
 BANDWIDTH = 10e9

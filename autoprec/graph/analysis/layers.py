@@ -17,6 +17,7 @@ from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
 from autoprec.graph.trace import SCRIPT, Call, Trace
 
+#: In what order the products of one layer are told.
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "recompute": 3}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autoprec.trial.protocol import OUT_OF_TIME, TrialResult
 
+#: Lines of a script's output in a message: a traceback of a few frames, and what it says, on one screen.
 TAIL_LINES = 25
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from autoprec.support.redact import Redactor
 from autoprec.trial.processes import end_group, marked_processes, remove_shared_memory, shared_memory_of, sweep
 
-_TAIL_BYTES = 32_768
-_LOG_BYTES = 4 * 1024 * 1024
+#: What is kept of a process's output in memory and in its log: a script may print without end.
+_TAIL_BYTES, _LOG_BYTES = 32_768, 4 * 1024 * 1024
 
 
 class ProcessTree(ABC):

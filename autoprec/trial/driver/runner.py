@@ -44,7 +44,7 @@ from autoprec.trial.protocol import (
 )
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
-_RETRIES, _MAX_LOST = 2, 3
+RETRIES, _MAX_LOST = 2, 3
 #: How many models a script may train for a few steps each before the one that it is about.
 _MAX_PASSED_OVER = 5
 
@@ -283,7 +283,7 @@ class TrialRunner(Runner):
         result = None
         try:
             self.start()
-            for _ in range(1 + _RETRIES):
+            for _ in range(1 + RETRIES):
                 with contextlib.suppress(_HostLostError):
                     result = self._in_process(spec, progress)
                     break
@@ -294,7 +294,7 @@ class TrialRunner(Runner):
                 raise failures.no_space(self._private or self.run_dir, str(error)) from error
             return TrialResult("crashed", f"the trial could not be started: {error}")
         if result is None:
-            result = self._host_lost(f" {1 + _RETRIES} times while this trial ran; see {self._log}")
+            result = self._host_lost(f" {1 + RETRIES} times while this trial ran; see {self._log}")
         if not result.ok and "No space left on device" in result.reason + result.tail:
             raise failures.no_space(self._private or self.run_dir, result.reason)
         return result

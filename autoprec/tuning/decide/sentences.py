@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoprec.precision.recipes import AS_WRITTEN
 from autoprec.support.plain import Document
 from autoprec.support.units import memory_text, speed_text
 from autoprec.tuning.study.run import LEAST_NOISE, noise_text, over_what
 
 #: A gain over the best preset below this is too small to matter to anybody.
 ENOUGH = 0.005
-#: What gains are over where nothing else is the reference.
-AS_WRITTEN = "the script as written"
 #: Codes of reasons that name a gain over the reference, which their data names where it is not the script.
 GAINS = frozenset(("adopted", "no_gain", "faster_not_taken", "only_blocks"))
 _BEST = {

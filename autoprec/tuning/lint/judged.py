@@ -21,6 +21,7 @@ _ARRIVES, _STAYS = 0.5, 0.25
 _SUM, _SUM_SEEN, _LOSS, _LOSS_SEEN, _GRADIENT = 0.01, 0.003, 0.005, 0.001, 0.02
 #: What one or two roundings to bfloat16 cost the gradient behind a loss that is itself computed in FP32.
 _ROUNDED = 0.005
+#: Relative errors from which on a norm or softmax by hand, and a sum without one, is an error and not a warning.
 _HAND, _REDUCTION = 0.05, 0.5
 #: Share of tokens that go elsewhere.
 _ROUTED, _ROUTED_SEEN, _FEWEST_TOKENS = 0.05, 0.0, 16
@@ -139,6 +140,7 @@ def _kept_module(figures: Mapping[str, Any]) -> str:
     return "error" if figures["to"] == "fp16" or figures["asked"].endswith("_strict") else "note"
 
 
+#: How bad each observation is: of a figure, an error from the first share on and a warning from the second.
 _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "updates-lost": _updates,
     "rate-below-half-ulp": _rate,

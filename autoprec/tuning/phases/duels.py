@@ -49,7 +49,7 @@ _ROUGH, _MOST_AGAIN = 0.04, 3
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
-_PROCESSES, _STEPS, _WARMUP = 4, 6, 2
+_PROCESSES, STEPS_APART, WARMUP_APART = 4, 6, 2
 #: Contenders have processes of their own where one needs less than this share of the memory that is free.
 _OF_FREE_MEMORY = 0.5
 #: Policies of one duel: each holds its compiled graphs, or a model.
@@ -180,9 +180,9 @@ class Duels:
         apart = [run for run in wanted if run not in together]
         times = {run.name: times_of(known, run.name) for run in together}
         times |= {run.name: self._apart(run, within, by_block=by_block) for run in apart}
-        tags, took = (BY_BLOCK,) if by_block else (), time.monotonic() - began[1]
+        tags, seconds = (BY_BLOCK,) if by_block else (), time.monotonic() - began[1]
         timed = [run for run in wanted if len(times[run.name]) >= FEWEST]
-        found = [self._store(run, times[run.name], tags, began[0], took) for run in timed]
+        found = [self._store(run, times[run.name], tags, began[0], seconds) for run in timed]
         short = [run.name for run in together if len(times[run.name]) < FEWEST]
         if short and not failure and self._setup.options.budget_s is not None:
             self._state.cut("the time budget ended a duel before it had an interval")
@@ -290,7 +290,7 @@ class Duels:
         options, start_s = self._setup.options, self._runner.work.start_s
         step_s = self._run_s() / (options.steps + options.warmup)
         each_s = 0.0 if self._setup.host.compiled else start_s
-        return start_s + (count + 1) * FEWEST * (each_s + max(step_s, _SHORT_BLOCK_S) + _WARMUP * step_s)
+        return start_s + (count + 1) * FEWEST * (each_s + max(step_s, _SHORT_BLOCK_S) + WARMUP_APART * step_s)
 
     def _run_s(self) -> float:
         """Return the seconds of a run of the reference, without what it compiles."""
@@ -316,7 +316,10 @@ class Duels:
             contest = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
             if len(found) % 2:
                 contest.reverse()
-            specs = [self._runner.train_spec(*one, steps=_STEPS, warmup=_WARMUP, by_block=by_block) for one in contest]
+            specs = [
+                self._runner.train_spec(*one, steps=STEPS_APART, warmup=WARMUP_APART, by_block=by_block)
+                for one in contest
+            ]
             results = [self._runner.on_host(spec) for spec in specs]
             if not all(result.ok for result in results):
                 break

@@ -31,7 +31,7 @@ MENDED = "the script, mended"
 #: Code of a fault -> the parameter of the study that mends it, and its value.
 _MENDS = {"updates-lost": ("weights", "bf16_kahan"), "moment-16bit": ("exp_avg_sq", "fp16_scaled")}
 #: Steps from which on losses that are one number mean that nothing is learnt.
-_FEWEST = 3
+_FEWEST_LOSSES = 3
 
 
 def faults(graph: GraphReport, command: ScriptCommand) -> list[Finding]:
@@ -53,7 +53,7 @@ def faults(graph: GraphReport, command: ScriptCommand) -> list[Finding]:
 
 def is_still(losses: Sequence[float]) -> bool:
     """Say whether a run's losses are one number, step after step."""
-    return len(losses) >= _FEWEST and len(set(losses)) == 1
+    return len(losses) >= _FEWEST_LOSSES and len(set(losses)) == 1
 
 
 def sound_in_fp32(found: Sequence[Finding], setup: Setup, judged: Callable[[], Sequence[Finding]]) -> bool:

@@ -27,6 +27,7 @@ from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrainSpec
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
+from autoprec.tuning.phases.duels import STEPS_APART, WARMUP_APART
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 
 #: Share of a time budget that variants may take before the search.
@@ -37,8 +38,8 @@ _CLOSE = 1.03
 NEAR = 1.1
 #: The script without further arguments, as a value of the parameter ``variant``; the status of one left out for time.
 AS_GIVEN, NOT_TRIED = "as given", "not tried"
-#: Steps of a run of those that are timed in turns, and how many such rounds there are at most.
-_STEPS, _WARMUP, _ROUNDS = 6, 2, 2 * FEWEST
+#: How many rounds of runs in turns there are at most.
+_ROUNDS = 2 * FEWEST
 #: Half the width of a speed-up's interval that ends the rounds.
 _PRECISE = 0.03
 #: Seconds of its own without a step after which a variant hangs.
@@ -192,7 +193,7 @@ def _time_script(row: Row, spec: TrainSpec, given: _Ran, other: _Ran, best: Row,
     if left() <= 0:
         row["reason"] = f"{over} in one run: the time budget left no time for more"
         return
-    short = replace(spec, steps=_STEPS, warmup=_WARMUP)
+    short = replace(spec, steps=STEPS_APART, warmup=WARMUP_APART)
     ratios: list[float] = []
     while len(ratios) < _ROUNDS:
         ms = [0.0, 0.0]

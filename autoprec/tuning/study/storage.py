@@ -25,6 +25,7 @@ R = TypeVar("R")
 
 #: A database server that restarts, fails over or is upgraded is back within minutes: so long a search waits for it.
 PATIENCE_S = 300.0
+#: The first pause before it is asked again, which doubles up to the longest: a server that starts is not crowded.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 #: Without these a connection to a host that is gone waits for many minutes (libpq's names).
 _LIBPQ = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}

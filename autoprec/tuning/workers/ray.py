@@ -22,11 +22,10 @@ from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.execute import command_from_json, command_to_json
+from autoprec.trial.driver.runner import RETRIES
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.workers.head import Head
 
-#: How often a trial is run again after its worker or node was lost.
-RETRIES = 2
 #: How long a worker may wait for room in the cluster: a node that died may be replaced, or may not.
 ROOM_S = 60.0
 

@@ -41,11 +41,13 @@ from autoprec.numerics.quantize import dequantize, operand_values
 from autoprec.numerics.rounding import STORAGE
 from autoprec.precision.formats import FORMATS
 
+#: The constant of the probabilistic bound of a sum's rounding (Higham and Mary, SIAM J. Sci. Comput. 41, 2019).
 _LAMBDA = 8.0
 #: Rows of a result that are compared at once, so that no copy in float64 is larger than this many values.
 _VALUES = 1 << 24
 #: Rows over which errors against the product without any rounding are taken.
 _SAMPLED = 64
+#: Products of 16-bit values that a tensor core's instruction sums before it rounds to fp32 (PTX: k16).
 _TENSOR_CORE = 16
 
 

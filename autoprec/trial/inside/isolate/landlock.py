@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from autoprec.trial.processes import call_libc
 
 _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
-_VERSION_FLAG = 1
-_PATH_BENEATH = 1
-_NO_NEW_PRIVILEGES = 38
+#: LANDLOCK_CREATE_RULESET_VERSION, LANDLOCK_RULE_PATH_BENEATH (linux/landlock.h), PR_SET_NO_NEW_PRIVS (linux/prctl.h).
+_VERSION_FLAG, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
 #: LANDLOCK_ACCESS_FS_*: write_file, remove_dir, remove_file, make_char ... make_sym (all of ABI 1 that writes).
 _ABI_1 = 1 << 1 | sum(1 << bit for bit in range(4, 13))
 _REFER, _TRUNCATE = 1 << 13, 1 << 14  # ABI 2: rename to another directory; ABI 3: truncate

@@ -24,10 +24,12 @@ from pathlib import Path
 from autoprec.trial.inside.isolate.overlay import remove_tree
 from autoprec.trial.processes import call_libc
 
+#: CLONE_* (linux/sched.h), MS_* and MNT_DETACH (sys/mount.h), mount_setattr's number and flags (linux/mount.h), and
+#: CAP_SYS_ADMIN (linux/capability.h).
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
-_BIND, _REC, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
-_MOUNT_SETATTR, _AT_FDCWD, _RDONLY = 442, -100, 1
-_CAP_SYS_ADMIN = 21
+_BIND, _REC, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2  # MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH
+_MOUNT_SETATTR, _AT_FDCWD, _RDONLY = 442, -100, 1  # MOUNT_ATTR_RDONLY
+_CAP_SYS_ADMIN = 21  # its bit in /proc/self/status
 
 
 class _Attributes(ctypes.Structure):

@@ -57,6 +57,7 @@ PATHS: tuple[tuple[str, str, int, str, str], ...] = (
 )
 #: A trial may save this much; a checkpoint at every step would fill the disk, and nobody loads all of them again.
 MAX_SAVED_BYTES = 8 << 30
+#: What is left to the others that use the disk, whatever a trial would save.
 MIN_FREE_BYTES = 2 << 30
 
 #: How often something was asked for and not done, by name, in this process.

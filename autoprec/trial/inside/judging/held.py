@@ -17,8 +17,9 @@ from autoprec.applying.units import clean_name
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.census import Held
 from autoprec.graph.trace import dtype_name
+from autoprec.numerics.rounding import SIXTEEN_BIT
 from autoprec.optim.optimizer import runtime_of
-from autoprec.trial.inside.judging.shadow import LOW, ShadowRecorder, half_ulp, sampled
+from autoprec.trial.inside.judging.shadow import ShadowRecorder, half_ulp, sampled
 
 #: Elements of one tensor that are compared before and after an update.
 _SAMPLE = 1 << 16
@@ -216,7 +217,7 @@ def moments(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dtype in LOW and value.numel() > 1:
+                if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT and value.numel() > 1:
                     found.setdefault((str(name), value.dtype, _decay(group, str(name))), []).append(value)
     for (name, dtype, beta), values in found.items():
         if not 0.0 < beta < 1.0:
@@ -243,7 +244,7 @@ def lost_epsilon(optimizer: Optimizer) -> tuple[float, str]:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for value in (parameter, *(one for one in state.values() if isinstance(one, Tensor) and one.numel() > 1)):
-                if value.dtype in LOW and float(torch.tensor(eps, dtype=value.dtype)) == 0.0:
+                if value.dtype in SIXTEEN_BIT and float(torch.tensor(eps, dtype=value.dtype)) == 0.0:
                     return eps, dtype_name(value.dtype)
     return 0.0, ""
 

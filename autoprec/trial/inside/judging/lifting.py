@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from autoprec.graph.places import caller
 from autoprec.graph.trace import dtype_name
+from autoprec.numerics.rounding import SIXTEEN_BIT
 from autoprec.numerics.sharded import world_size
 from autoprec.trial.inside.isolate.answering import Unanswered
-from autoprec.trial.inside.judging.shadow import LOW, ShadowRecorder
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
@@ -50,7 +51,7 @@ class Lifting(ShadowRecorder):  # type: ignore[no-untyped-call]
         model: nn.Module,
         lines: frozenset[str] | None,
         line: Callable[[], str],
-        low: tuple[torch.dtype, ...] = LOW,
+        low: tuple[torch.dtype, ...] = SIXTEEN_BIT,
         wide: torch.dtype = torch.float32,
         *,
         looks: bool = False,
@@ -163,7 +164,7 @@ class Lift(Events):
         self._played(nullcontext())
         self._gradients.store({}, self._grads())
         noise = self._change(nullcontext())
-        low: tuple[torch.dtype, ...] = LOW
+        low: tuple[torch.dtype, ...] = SIXTEEN_BIT
         wide = torch.float32
         whole = self._lifting(None, low, wide, looks=True)
         self._played(whole)

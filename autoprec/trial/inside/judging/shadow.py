@@ -24,8 +24,8 @@ from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.places import caller
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.trace import bare_name, dtype_name
+from autoprec.numerics.rounding import SIXTEEN_BIT
 
-LOW = (torch.bfloat16, torch.float16)
 #: Classes of operators that end a twin: their products are exact in 16-bit operands, or they draw, or nobody knows.
 _ENDS = frozenset({"gemm", "conv", "attention", "random", "collective", "opaque", "scalar", "router"})
 #: Operators that make or reinterpret memory, of which a twin says nothing.
@@ -132,7 +132,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.outside: set[int] = {value.storage for value in self.trace.values}
         self._rules = builtin_rules()
         self.failures = 0
-        self.low: tuple[torch.dtype, ...] = LOW
+        self.low: tuple[torch.dtype, ...] = SIXTEEN_BIT
         self.wide = torch.float32
         self.recurrent: dict[str, tuple[str, str, str]] = {}
 

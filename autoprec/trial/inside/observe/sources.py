@@ -14,6 +14,7 @@ from autoprec.graph.places import caller
 from autoprec.graph.trace import dtype_name
 
 _LOW = (torch.bfloat16, torch.float16)
+#: Casts that are remembered: one of every Parameter of a large model; more say nothing new of a script.
 _MOST = 1000
 
 

@@ -41,8 +41,9 @@ class StoppingThreshold(NamedTuple):
     patience: float
 
 
-#: Where times are modelled, and so are exact; and where they are measured: a percent is lost in their noise.
+#: Where times are modelled, and so are exact.
 MODELLED = StoppingThreshold(0.00005, 0.005, 0.002, 0.0005, math.inf)
+#: Where they are measured a percent is lost in their noise, and what ten runs have not brought is in doubt.
 TIMED = StoppingThreshold(0.0005, 0.01, 0.005, 0.01, 10.0)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.

@@ -31,12 +31,15 @@ Vector = npt.NDArray[np.float64]
 #: and of one entry, for a policy that consists of nothing else. All but the level count once or several times: how
 #: wrong a table is the study shows, and a gap at the noise floor is not a sign of seed noise (test_ranking.py).
 _LEVEL, _PARAMETER, _CHOICE, _ENTRY = 1.5, 0.25, 0.06, 0.25
+#: How many times as wrong as that a study's table may be, with weights: usually it is right, and rarely useless.
 _MISFITS = {1.0: 0.8, 4.0: 0.15, 12.0: 0.05}
 #: The standard deviation of ln(D) over seeds: 0.31 to 0.5 on nine small models, 0.11 on one whose runs are long. Its
 #: prior is lognormal around the first, as wide as the others below and above it; the posterior is taken over a grid.
 _SPREAD, _BELOW, _ABOVE = 0.36, 0.7, 0.4
+#: The grid: every misfit with eight spreads, from a fifth of the prior's middle to four times it.
 _MISFIT, _SPREADS = (axis.ravel() for axis in np.meshgrid(list(_MISFITS), np.geomspace(0.08, 1.5, 8)))
 _OFF = np.log(_SPREADS / _SPREAD)
+#: A normal distribution's exponent of what the spread is off in its logarithm, and the weight of the misfit.
 _LOG_PRIOR = np.log([_MISFITS[m] for m in _MISFIT]) - 0.5 * (_OFF / np.where(_OFF < 0, _BELOW, _ABOVE)) ** 2
 #: Shares of the seeds' variance: what all runs under one seed have in common, and what those with the same errors have.
 _SEED, _OVERLAP = 0.1, 0.4

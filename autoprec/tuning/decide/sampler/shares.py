@@ -29,6 +29,7 @@ from autoprec.tuning.decide.sampler.prior import features_of
 
 #: Laws that are drawn: the ends of an interval are then known to a tenth of its width.
 DRAWS = 500
+#: Percentiles: a 95 % interval.
 _ENDS = (2.5, 97.5)
 #: Decisions that are told one by one; the others are one row.
 MOST_DECISIONS = 20
