@@ -11,7 +11,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
@@ -193,7 +193,8 @@ class SimulatedRunner(Runner):
         graph = self.script.graph
         names = tuple(layer.name for layer in graph.tunable)
         compiled = bool(self.script.compile_s)
-        return HostInfo("fork", dict(graph.model), names, ("AdamW",), self.script.device, compiled=compiled)
+        made = HostInfo("fork", dict(graph.model), names, ("AdamW",), self.script.device)
+        return replace(made, compiled=compiled, blocks=_blocks(graph))
 
     def run(self, spec: TrialSpec) -> TrialResult:
         """Answer one spec."""

@@ -16,6 +16,7 @@ import logging
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -32,6 +33,8 @@ Execution = Literal["keep", "compile", "compile_whole", "eager"]
 
 #: So many kinds of blocks Dynamo compiles by default, each in two versions (training, evaluation).
 _FEW_KINDS = 4
+#: What holds repeated blocks.
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: What compiles a function in the way in which a script compiled its model.
 _Compiles = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -67,23 +70,43 @@ class _Limits(logging.Filter):
 _LIMITS = _Limits()
 #: By model; none of it keeps a model alive.
 _DONE: weakref.WeakKeyDictionary[nn.Module, _Done] = weakref.WeakKeyDictionary()
+#: Models that a function calls which the script compiles.
+_AROUND: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_compiled(root: nn.Module) -> bool:
     """Return True when the script itself compiles the model or a part of it.
 
-    Looks at ``module.compile()``, at compiled submodules, and at ``torch.compile(model)`` held anywhere.
+    Looks at ``module.compile()``, at compiled submodules, forwards and classes, at ``torch.compile(model)`` held
+    anywhere, and at what :func:`note_compiled` was told. What ``disable=True`` or ``torch.compiler.disable`` made runs
+    as eager code.
     """
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in root.modules()):
+    if root in _AROUND:
         return True
+    modules = list(root.modules())
+    calls = ("_compiled_call_impl", "_call_impl", "forward")
+    if any(_compiles(getattr(module, name, None)) for module in modules for name in calls):
+        return True
+    inside = {id(module) for module in modules}
+    return any(id(x) in inside or id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in _wrappers())
+
+
+def note_compiled(root: nn.Module) -> None:
+    """Note that a function which the script compiles calls the model, as a compiled loss or training step does."""
+    _AROUND.add(root)
+
+
+def _compiles(call: Any) -> bool:
+    """Say whether a function is one that ``torch.compile`` returned, and which compiles what it calls."""
+    return hasattr(call, "_torchdynamo_orig_callable") and not getattr(call, "_torchdynamo_disable", False)
+
+
+def _wrappers() -> Iterator[Any]:
+    """Yield what ``torch.compile(model)`` returned, for any model that is alive."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        return False
-    wrapper = frames.OptimizedModule
-    if any(isinstance(module, wrapper) for module in root.modules()):
-        return True
-    inside = {id(module) for module in root.modules()}
-    return any(id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in living(wrapper))
+    for wrapper in living(frames.OptimizedModule) if frames is not None else ():
+        if wrapper.dynamo_ctx.callback:  # else it is there to keep a model from being compiled
+            yield wrapper
 
 
 def set_execution(root: nn.Module, wanted: Execution) -> None:
@@ -100,10 +123,13 @@ def set_execution(root: nn.Module, wanted: Execution) -> None:
         torch.compiler.set_stance("force_eager")
         _DONE[root] = _Done("eager", *before)
         return
-    blocks = _repeated_blocks(root) if wanted == "compile" else []
+    blocks = repeated_blocks(root) if wanted == "compile" else []
     if is_compiled(root):
         wholes = _taken_apart(root, blocks)
-        _DONE[root] = _Done("blocks" if wholes else "script", *before, len(blocks) if wholes else 0, tuple(wholes))
+        if wholes:
+            _DONE[root] = _Done("blocks", *before, len(blocks), tuple(wholes))
+        else:
+            _DONE[root] = _Done("script", 0, before[1])  # it may have compiled the model before
         return
     for module, call in _callers(blocks or [root]):
         module.__dict__["_compiled_call_impl"] = torch.compile(call)
@@ -187,8 +213,7 @@ def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, _Compiles]]:
     ``model.compile()`` in the closure of the function that it installs.
     """
     inside = {id(module) for module in root.modules()}
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    for wrapper in living(frames.OptimizedModule) if frames is not None else ():
+    for wrapper in _wrappers():
         if any(id(module) in inside for module in wrapper._orig_mod.modules()):
             yield wrapper, wrapper.dynamo_ctx
     for module in root.modules():
@@ -214,19 +239,42 @@ def cache_graphs() -> None:
     }
 
 
-def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the children of the outermost lists of modules of one class; layers by themselves are not worth it."""
-    found: dict[int, nn.Module] = {}
+def repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    """Return what is compiled by itself: the modules that a list of modules holds several of, by their class.
+
+    A list may hold other modules beside them (a ``Sequential`` that is the whole model), and blocks of more than one
+    class. Its own layers are not worth it, and neither is a list inside a block looked at.
+    """
+    return [block for kind in _kinds_of_blocks(root) for block in kind]
+
+
+def most_alike(root: nn.Module) -> int:
+    """Return how many blocks of a model can share what is compiled for one of them; at least 1."""
+    return max(map(len, _kinds_of_blocks(root)), default=1)
+
+
+def _kinds_of_blocks(root: nn.Module) -> list[list[nn.Module]]:
+    """Return the repeated blocks by class and shapes of Parameters."""
+    found: dict[Any, list[nn.Module]] = {}
     inside: set[int] = set()
     for module in root.modules():
-        children = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
-        alike = len(children) > 1 and len({type(child) for child in children}) == 1
-        if id(module) in inside or not alike or not any(True for _ in children[0].children()):
+        if id(module) in inside or not isinstance(module, _LISTS):
             continue
-        for child in children:
-            found[id(child)] = child
-            inside.update(map(id, child.modules()))
+        children = list(module.children())
+        classes = [_class_of(child) for child in children]
+        several = Counter(classes)
+        for child, cls in zip(children, classes, strict=True):
+            if several[cls] > 1 and any(True for _ in child.children()):
+                shapes = tuple(parameter.shape for parameter in child.parameters())
+                found.setdefault((cls, shapes), []).append(child)
+                inside.update(map(id, child.modules()))
     return list(found.values())
+
+
+def _class_of(module: nn.Module) -> Any:
+    """Return a module's class; of a list, which may hold anything, with the classes of what it holds."""
+    children = module.children() if isinstance(module, _LISTS) else ()
+    return type(module), *map(_class_of, children)
 
 
 def _callers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:

@@ -429,7 +429,8 @@ class HostInfo:
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
     ``compiled``: the script compiles its model, or a part of it, itself; ``gpus``: how many its first process uses;
     ``passed_over``: models that are trained for a few steps before this one; ``device_bytes``: of its GPU in all;
-    ``scripted``: the model, or a part of it, is TorchScript.
+    ``scripted``: the model, or a part of it, is TorchScript; ``blocks``: how many of its repeated blocks can share what
+    is compiled for one.
     """
 
     launch: str
@@ -445,6 +446,7 @@ class HostInfo:
     passed_over: int = 0
     device_bytes: int = 0
     scripted: bool = False
+    blocks: int = 1
 
     def to_json(self) -> Document:
         """Return the JSON form."""

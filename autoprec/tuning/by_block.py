@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from autoprec.trial.protocol import OUT_OF_TIME, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
-from autoprec.tuning.schedule import FEWEST_BLOCKS, QUANTISED_COMPILE, repeated_blocks
+from autoprec.tuning.schedule import FEWEST_BLOCKS, QUANTISED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, Run
@@ -84,7 +84,7 @@ class ByBlock:
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_s)
         self._state.seconds.compile_s, self._state.seconds.step_s = compile_s, step_s
         least = _LEAST_COMPILE_S if self._setup.target.is_cpu else _LEAST_QUANTISED_S
-        few = repeated_blocks(self._setup.host.layers) < FEWEST_BLOCKS
+        few = self._setup.host.blocks < FEWEST_BLOCKS
         return self._allowed and not few and compile_s >= least
 
     def begin(self, blocks: TrialResult) -> bool:
@@ -132,6 +132,6 @@ def _why_whole(blocks: TrialResult) -> str:
     if not blocks.ok:
         return f"one of its blocks instead was tried, and failed ({blocks.reason or blocks.status})"
     return (
-        "none of what the script compiles holds a ModuleList or Sequential of blocks of one class alone, and only "
-        "such blocks are compiled by themselves"
+        "none of what the script compiles holds a ModuleList, ModuleDict or Sequential with several blocks of one "
+        "class, and only such blocks are compiled by themselves"
     )

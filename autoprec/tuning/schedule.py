@@ -7,9 +7,6 @@ nothing left is worth a run, and what it does where that never happens.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoprec.support.units import counted
@@ -187,13 +184,6 @@ def schedule(
         duels_s=duels_s,
         closing_s=closing_s,
     )
-
-
-def repeated_blocks(layers: Iterable[str]) -> int:
-    """Return how many blocks the largest list of modules has, by the names of its layers (``h.0.mlp``); at least 1."""
-    names = {match[0] for layer in layers if (match := re.match(r"(?:.*?\.)??\d+(?=\.)", layer))}
-    lists = Counter(name.rpartition(".")[0] for name in names)
-    return max(lists.values(), default=1)
 
 
 def _time(seconds: float) -> str:

@@ -25,7 +25,7 @@ from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import VARIANT, Params, Problem
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import FEWEST_BLOCKS, repeated_blocks
+from autoprec.tuning.schedule import FEWEST_BLOCKS
 from autoprec.tuning.target import resolve_target
 
 #: Name of a variant -> (step time, memory) of the script under it, over those under the first.
@@ -120,7 +120,7 @@ class Setup:
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)
-        if target.is_cpu and space.name in space_names() and repeated_blocks(host.layers) < FEWEST_BLOCKS:
+        if target.is_cpu and space.name in space_names() and host.blocks < FEWEST_BLOCKS:
             space = space.model_copy(update={"execution": (KEEP,)})  # compiling all of a model takes too long to try
         if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
             space = space.without_bf16_activations()

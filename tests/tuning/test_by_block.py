@@ -19,7 +19,6 @@ from autoprec.tuning.study.run import BY_BLOCK, DUEL
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import H100, here, options, search  # noqa: F401
 
-LAYERS = tuple(f"h.{k}.mlp" for k in range(12))
 REFERENCE, TRIAL = TrainSpec(), TrainSpec(policy={"default": "bf16"}, by_block=True)
 
 
@@ -50,13 +49,13 @@ class Script:
 def made(
     script: Script,
     *,
-    layers: tuple[str, ...] = LAYERS,
+    alike: int = 12,
     compiled: bool = True,
     measured: bool = True,
     is_cpu: bool = False,
     allowed: bool = True,
 ) -> ByBlock:
-    host, target = SimpleNamespace(compiled=compiled, layers=layers), SimpleNamespace(is_cpu=is_cpu)
+    host, target = SimpleNamespace(compiled=compiled, blocks=alike), SimpleNamespace(is_cpu=is_cpu)
     setup: Any = SimpleNamespace(host=host, target=target, measured=measured)
     state: Any = SimpleNamespace(seconds=Seconds(), notes=[])
     state.note = state.notes.append
@@ -101,7 +100,7 @@ def test_times_and_memory_are_those_of_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "script"),
     [
-        ({"layers": ("h.0.mlp", "h.1.mlp")}, Script()),
+        ({"alike": 2}, Script()),
         ({"is_cpu": True}, Script(compile_s=9.0)),
         ({}, Script(compile_s=1.5)),
         ({}, Script(blocks=1)),
@@ -122,7 +121,7 @@ def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
     assert not runs.active
     tried = script.blocks == 1
     assert len(runs._state.notes) == tried
-    assert not tried or "blocks of one class alone" in runs._state.notes[0]
+    assert not tried or "several blocks of one class" in runs._state.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
         (TrialResult("out_of_time", "a step takes 2 s"), "(a step takes 2 s)", "does not work"),
         (TrialResult("crashed", "KeyError: 'x'"), "was tried, and failed (KeyError: 'x')", "time left"),
         (TrialResult("oom"), "failed (oom)", "time left"),
-        (TrialResult("ok", blocks=0), "ModuleList or Sequential of blocks of one class", "failed"),
+        (TrialResult("ok", blocks=0), "Sequential with several blocks of one class", "failed"),
     ],
 )
 def test_why_runs_compile_the_whole_model_is_the_true_reason(result: TrialResult, says: str, never: str) -> None:

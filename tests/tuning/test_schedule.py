@@ -12,7 +12,6 @@ from autoprec.tuning.schedule import (
     QUANTISED_COMPILE,
     Pace,
     describe,
-    repeated_blocks,
     schedule,
 )
 
@@ -72,9 +71,6 @@ def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does(
     assert "4 trials 2 min, 3 runs under further paired seeds 46 s, compiling the whole model 6 min" in describe(
         usual, found
     )
-    assert repeated_blocks(["wte", "h.0.mlp.0", "h.0.mlp.1", "h.1.attn", "h.2.attn", "head"]) == 3
-    assert repeated_blocks(["0.up", "1.up"]) == 2
-    assert repeated_blocks(["0", "1", "head"]) == repeated_blocks([]) == 1
 
 
 def test_runs_side_by_side_share_the_time() -> None:

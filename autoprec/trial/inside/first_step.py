@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.applying.compiling import compiled_graphs, note_compiled
 from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids
 
@@ -43,6 +44,7 @@ class FirstStep(Events):
         self.pass_over = self.forwards = self._unowned = self._passed = 0
         self.found: Found | None = None
         self._registered: Found | None = None
+        self._eager = False  # a step of what the script compiles runs as eager code, so that its forward is seen
         #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
         self._passed_over: dict[int, torch.Tensor] = {}
 
@@ -75,6 +77,9 @@ class FirstStep(Events):
         self._hooks.unwatch()
         self._hooks.events = Events()
         self.found = found
+        if self._eager:
+            torch.compiler.set_stance("default")
+            note_compiled(found.root)
         self._arrived(found, module, args, kwargs)
 
     # ---------------------------------------------------------------- events
@@ -126,6 +131,10 @@ class FirstStep(Events):
         found = discover(optimizers)
         if found is None:
             self._count_unowned()
+        elif not self._eager and compiled_graphs() and torch._dynamo.eval_frame._stance.stance == "default":
+            # nobody sees the calls that Dynamo goes through: in a step of eager code they are seen
+            self._eager = True
+            torch.compiler.set_stance("force_eager")
         elif not self._pass_over(found):
             found.notes.append("the model's forward is not called through the module: the first step finds the model")
             self._hooks.unseen = found.root

@@ -123,7 +123,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s: seconds until the first training step.
         obstacle: why nothing is forked; empty for nothing.
     """
-    from autoprec.applying.compiling import is_compiled
+    from autoprec.applying.compiling import is_compiled, most_alike
     from autoprec.applying.units import tunable_units
     from autoprec.graph.analysis.modules import ModelNames
 
@@ -152,6 +152,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s=setup_s,
         notes=tuple(notes),
         compiled=is_compiled(root),
+        blocks=most_alike(root),
         scripted=any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()),
         gpus=gpus_used(found),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,

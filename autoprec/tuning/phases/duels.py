@@ -32,7 +32,7 @@ from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.libraries.choice import BACKENDS
 from autoprec.tuning.paired import OVERRUN, PairedRunner
-from autoprec.tuning.schedule import CACHED_COMPILE, repeated_blocks
+from autoprec.tuning.schedule import CACHED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
@@ -305,7 +305,7 @@ class Duels:
         """
         compile_s = self._state.seconds.compile_s or 0.0
         if by_block:
-            return CACHED_COMPILE * (count + 1) * compile_s / repeated_blocks(self._setup.host.layers)
+            return CACHED_COMPILE * (count + 1) * compile_s / self._setup.host.blocks
         return (2 * CACHED_COMPILE + count - 1) * compile_s
 
     def _apart(self, run: Run, within_s: float, *, by_block: bool) -> list[tuple[float, float]]:

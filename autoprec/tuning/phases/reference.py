@@ -13,7 +13,7 @@ from autoprec.tuning.decide.noise import uninformative
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
-from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, repeated_blocks, schedule
+from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import MODELLED, Metric, Run, reference_name
@@ -131,7 +131,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
     step_s = training_s / steps if seconds.step_s is None else seconds.step_s
     step_s = state.reference.step_ms / 1e3 if setup.measured else step_s
     compile_s = seconds.compile_s or 0.0 if setup.measured else max(0.0, training_s - steps * step_s)
-    blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
+    blocks = setup.host.blocks if runner.by_block.active else 1
     pace = Pace(work.start_s, step_s, compile_s, blocks)
 
     def counted(*, usual: bool) -> Schedule:

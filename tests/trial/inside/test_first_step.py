@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec.applying.compiling import is_compiled
 from autoprec.trial.inside.first_step import _MOST_UNOWNED, FirstStep
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
@@ -65,3 +67,66 @@ def test_a_model_is_passed_over_and_its_optimizers_with_it() -> None:
     hooks.optimizers = optimizers
     first._on_training_call(models[1], (), {})
     assert [found.root for found in got] == [models[1]]
+
+
+def _step(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    """Return a training step of which a part is compiled that has the model's call in it, or has not."""
+    compiled = torch.compile(backend="eager")
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def whole(model: nn.Module, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    if how == "the training step":
+        run = compiled(whole)
+        return lambda x: run(model, x)
+    names = {"a loss that is given the model": loss_of, "a loss around it": lambda _model, x: loss_of(model, x)}
+    given = compiled(names[how]) if how in names else loss_of
+    of_output = compiled(lambda out: out.square().mean())
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (of_output(model(x)) if how == "a loss of its output" else given(model, x)).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's, of what it goes through
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("the training step", 2),
+        ("a loss that is given the model", 2),
+        ("a loss around it", 2),
+        ("a loss of its output", 1),
+        ("nothing", 1),
+    ],
+)
+def test_a_model_that_a_compiled_function_calls_is_found_in_a_step_of_eager_code(how: str, seen: int) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    hooks, got = Hooks(), list[tuple[int, Found, nn.Module]]()
+    hooks.install()
+    steps = 0
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first = FirstStep(hooks, lambda found, module, *_: got.append((steps, found, module)), lambda _: None)
+        first.watch()
+        step = _step(how, model, optimizer)
+        for steps in range(1, 4):  # noqa: B007 - read where it is found
+            step(torch.randn(3, 4))
+        stance = torch._dynamo.eval_frame._stance.stance
+    finally:
+        hooks.remove()
+        torch.compiler.set_stance("default")
+    (at, found, called), *rest = got
+    assert (at, found.root, called, rest, stance) == (seen, model, model, [], "default")
+    assert not found.notes
+    assert is_compiled(model) is (seen == 2)

@@ -183,6 +183,7 @@ class Hooks:
         after = register_optimizer_step_post_hook(self._after_step)
         self._undo += [before.remove, after.remove]
 
+    @_disable_dynamo  # a script may compile its whole training step, and Dynamo would trace all that a watcher does
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -204,6 +205,7 @@ class Hooks:
             return args, {**kwargs, "closure": counted}
         return (args[0], counted, *args[2:]), kwargs
 
+    @_disable_dynamo
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._steps += 1
         self.events.after_step(optimizer)
@@ -211,6 +213,7 @@ class Hooks:
             self.announce(self.unseen)
 
     # ---------------------------------------------------------------- backward
+    @_disable_dynamo
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._depth:  # reentrant checkpointing calls backward inside backward
             return original(tensors, *args, **kwargs)
@@ -226,6 +229,7 @@ class Hooks:
             self.events.after_backward(roots)
         return out
 
+    @_disable_dynamo
     def _backward_of(self, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Tell the end of ``tensor.backward()`` outside of it: torch function modes are not on their stack inside."""
         if self._in_method:

@@ -1,0 +1,160 @@
+"""What a script compiles in ways of its own, and which modules of a model are its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.applying import compiling
+from autoprec.applying.compiling import is_compiled, note_compiled
+from tests.applying.test_compiling import _Block, _Odd, _Odds, _policy, _ran, _Stack, policies
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # torch 2.13 itself looks at it
+]
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def _odds(*widths: int) -> list[nn.Module]:
+    return [_Odd(width) for width in widths]
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "a list of them": (_Stack, 3, 3),
+    "one Sequential with layers around them": (lambda: nn.Sequential(nn.Linear(4, 16), *_odds(8, 8, 8)), 3, 3),
+    "a Sequential of a Sequential and a head": (
+        lambda: nn.Sequential(nn.Sequential(*_odds(8, 8)), nn.Sequential(nn.Linear(16, 4), nn.ReLU())),
+        2,
+        2,
+    ),
+    "a dictionary": (lambda: nn.ModuleDict({str(k): _Odd(8) for k in range(5)}), 5, 5),
+    "two classes in turn": (lambda: nn.ModuleList([_Odd(8), _Block(), _Odd(8), _Block(), _Odd(8)]), 5, 3),
+    "one that is alone in its class": (lambda: nn.ModuleList([*_odds(8, 8), _Block()]), 2, 2),
+    "blocks whose sizes differ": (lambda: nn.ModuleList(_odds(8, 9, 9)), 3, 2),
+    "stages of blocks": (lambda: nn.ModuleList(nn.Sequential(*_odds(8, 8)) for _ in range(2)), 2, 2),
+    "stages of different lengths": (
+        lambda: nn.ModuleList([nn.Sequential(*_odds(8, 8)), nn.Sequential(*_odds(8, 8, 8))]),
+        5,
+        5,
+    ),
+    "an encoder and a decoder": (lambda: nn.ModuleDict({"a": nn.ModuleList(_odds(8, 8)), "b": _Stack()}), 5, 3),
+    "one block in all places": (lambda: nn.ModuleList([_Odd(8)] * 6), 0, 1),
+    "layers alone": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 0, 1),
+    "a layer": (lambda: nn.Linear(4, 4), 0, 1),
+}
+
+
+@pytest.mark.parametrize(("make", "blocks", "alike"), BLOCKS.values(), ids=BLOCKS)
+def test_which_modules_are_blocks_and_how_many_share_what_is_compiled(
+    make: Callable[[], nn.Module], blocks: int, alike: int
+) -> None:
+    model = make()
+    assert len(compiling.repeated_blocks(model)) == blocks
+    assert compiling.most_alike(model) == alike
+
+
+@policies
+@pytest.mark.parametrize("by", ["the policy", "the script"])
+@pytest.mark.parametrize("kind", ["in one Sequential", "of two classes"])
+def test_blocks_beside_other_modules_are_compiled_by_block(kind: str, by: str, more: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    many = [_Odd(8), _Odd(8), _Block(), _Block()]
+    model = (
+        nn.Sequential(nn.Linear(16, 16), *many[:2], nn.LayerNorm(16)) if kind == "in one Sequential" else _Odds(*many)
+    )
+    call = torch.compile(model, backend="eager") if by == "the script" else None
+    row = _ran(model, _policy("compile", **more), [torch.randn(4, 16)], call)
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+    assert compiling.compiled_blocks(model) == len(compiling.repeated_blocks(model)) > 1
+
+
+class _Forward(_Stack):
+    @torch.compile(backend="eager")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def _class() -> nn.Module:
+    @torch.compile(backend="eager")
+    class Whole(_Stack):
+        pass
+
+    return Whole()
+
+
+def _attribute() -> nn.Module:
+    model = _Stack()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def _part(call: Callable[[nn.Module], Any]) -> nn.Module:
+    model = _Stack()
+    model.blocks[0].forward = call(model.blocks[0].forward)
+    return model
+
+
+COMPILED: dict[str, tuple[Callable[[], Any], bool]] = {
+    "its forward": (_Forward, True),
+    "its class": (_class, True),
+    "the forward of one model": (_attribute, True),
+    "the forward of a part": (lambda: _part(torch.compile(backend="eager")), True),
+    "a part that is kept from it": (lambda: _part(torch.compiler.disable), False),
+    "disable=True": (lambda: torch.compile(_Stack(), backend="eager", disable=True), False),
+}
+
+
+@pytest.mark.parametrize(("make", "compiled"), COMPILED.values(), ids=COMPILED)
+def test_what_a_script_compiles_is_seen_and_kept(make: Callable[[], Any], compiled: bool) -> None:
+    model, x = make(), torch.randn(4, 16)
+    assert is_compiled(model) is compiled
+    expected, policy = model(x), _policy("compile")
+    policy.apply(model)
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    row = policy.audit(model).operators["execution"]
+    assert row["ok"], row
+    assert ("the script" in row["reason"]) is compiled
+    policy.remove(model)
+    assert is_compiled(model) is compiled
+
+
+def test_a_model_that_is_kept_from_being_compiled_is_not_compiled_in_the_same_way() -> None:
+    """Its blocks would be "compiled" by what keeps Dynamo out, and run as eager code without a word."""
+    model = _Stack()
+    call = torch.compiler.disable(model)
+    assert not is_compiled(model)
+    policy, before = _policy("compile"), compiling.compiled_graphs()
+    policy.apply(call)
+    call(torch.randn(4, 16)).sum().backward()
+    row = policy.audit(model).operators["execution"]
+    assert row["ok"] is (compiling.compiled_graphs() > before), row
+    in_place = _Stack()
+    in_place.compile(backend="eager", disable=True)
+    assert not is_compiled(in_place)
+
+
+def test_a_function_that_calls_the_model_is_no_part_of_it_and_has_to_be_told() -> None:
+    model, other = _Stack(), _Stack()
+    function = torch.compile(lambda x: model(x).sum(), backend="eager")
+    assert not is_compiled(model)
+    note_compiled(model)
+    assert is_compiled(model)
+    assert not is_compiled(other)
+    policy = _policy("compile")
+    policy.apply(model)
+    function(torch.randn(4, 16)).backward()
+    assert policy.audit(model).operators["execution"]["reason"] == "the script compiles it itself"
