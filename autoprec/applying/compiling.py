@@ -45,7 +45,7 @@ class _Done:
 
     Attributes:
         how: ``blocks`` or ``whole`` (compiled here), ``script`` (the script compiles it itself), or ``eager``.
-        graphs, limits: :func:`compiled_graphs` and versions beyond the limit until then.
+        graphs, limits, failures: :func:`compiled_graphs`, versions beyond the limit and failures until then.
         blocks: how many share what is compiled.
         wholes: what the script compiled as a whole and runs as eager code around its blocks, with what compiles it.
     """
@@ -53,21 +53,26 @@ class _Done:
     how: str
     graphs: int
     limits: int
+    failures: int
     blocks: int = 0
     wholes: tuple[tuple[weakref.ref[nn.Module], _Compiles], ...] = ()
 
 
-class _Limits(logging.Filter):
-    """Counts how often Dynamo refused to compile a further version of something, and ran it as eager code."""
+class _GivenUp(logging.Filter):
+    """Counts what Dynamo gave up and ran as eager code, with a warning alone.
 
-    hits = 0
+    That is a version of something beyond its limit, and, where a script suppresses errors, what a compiler failed on.
+    """
+
+    limits = failures = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        self.hits += "hit config." in str(record.msg)
+        self.limits += "hit config." in str(record.msg)
+        self.failures += str(record.msg).startswith("WON'T CONVERT")
         return True
 
 
-_LIMITS = _Limits()
+_GIVEN_UP = _GivenUp()
 #: By model; none of it keeps a model alive.
 _DONE: weakref.WeakKeyDictionary[nn.Module, _Done] = weakref.WeakKeyDictionary()
 #: Models that a function calls which the script compiles.
@@ -117,8 +122,8 @@ def set_execution(root: nn.Module, wanted: Execution) -> None:
     """
     if wanted == "keep":
         return
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_LIMITS)
-    before = (compiled_graphs(), _LIMITS.hits)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_GIVEN_UP)
+    before = (compiled_graphs(), _GIVEN_UP.limits, _GIVEN_UP.failures)
     if wanted == "eager":
         torch.compiler.set_stance("force_eager")
         _DONE[root] = _Done("eager", *before)
@@ -129,7 +134,7 @@ def set_execution(root: nn.Module, wanted: Execution) -> None:
         if wholes:
             _DONE[root] = _Done("blocks", *before, len(blocks), tuple(wholes))
         else:
-            _DONE[root] = _Done("script", 0, before[1])  # it may have compiled the model before
+            _DONE[root] = _Done("script", 0, *before[1:])  # it may have compiled the model before
         return
     for module, call in _callers(blocks or [root]):
         module.__dict__["_compiled_call_impl"] = torch.compile(call)
@@ -363,7 +368,10 @@ def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:
         return row | {"ok": wanted == "keep", "reason": "the policy is not applied"}
     if wanted == "eager":
         return row | {"executed": "eager", "ok": True, "reason": ""}
-    if _LIMITS.hits > done.limits:
+    if _GIVEN_UP.failures > done.failures:
+        reason = "a graph failed to compile, and torch._dynamo.config.suppress_errors let it run as eager code"
+        return row | {"executed": "eager", "ok": False, "reason": reason}
+    if _GIVEN_UP.limits > done.limits:
         reason = "past torch._dynamo.config.recompile_limit versions some of it ran as eager code: its blocks differ"
         return row | {"executed": "eager", "ok": False, "reason": reason}
     if compiled_graphs() > done.graphs:

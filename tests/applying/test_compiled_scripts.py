@@ -158,3 +158,25 @@ def test_a_function_that_calls_the_model_is_no_part_of_it_and_has_to_be_told() -
     policy.apply(model)
     function(torch.randn(4, 16)).backward()
     assert policy.audit(model).operators["execution"]["reason"] == "the script compiles it itself"
+
+
+@pytest.mark.parametrize("suppressed", [False, True])
+def test_what_no_compiler_could_compile_is_not_called_compiled(suppressed: bool) -> None:
+    """A script may tell Dynamo to go on as eager code where its compiler fails; nothing but a warning says so."""
+
+    def backend(*_graph: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    model = _Stack()
+    call = torch.compile(model, backend=backend)
+    policy = _policy("compile")
+    policy.apply(call)
+    with torch._dynamo.config.patch(suppress_errors=suppressed):
+        if suppressed:
+            call(torch.randn(4, 16)).sum().backward()
+            row = policy.audit(call).operators["execution"]
+            assert (row["executed"], row["ok"]) == ("eager", False)
+            assert "suppress_errors" in row["reason"]
+        else:
+            with pytest.raises(RuntimeError, match="no compiler here"):
+                call(torch.randn(4, 16))

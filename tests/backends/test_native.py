@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor import codecache, config, graph
+from torch._inductor import config, graph
+from torch._inductor.codegen.common import BackendFeature
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.runtime.hints import DeviceProperties
+from torch.utils._ordered_set import OrderedSet
 
 from autoprec.applying.policy import apply_policy
 from autoprec.backends.native import NativeBackend
@@ -91,9 +96,13 @@ def test_scaled_mm_computes_what_the_emulation_computes(name: str) -> None:
         assert (theirs - ours).norm() / theirs.norm() < 2.5e-3
 
 
+#: What decides on an H100 in how many kernels a reduction is done; a CPU does each in one.
+HOPPER = DeviceProperties("cpu", 0, 132, 90, major=9, max_threads_per_multi_processor=2048, warp_size=32)
+
+
 @dataclass
 class Counted:
-    """What the graphs of one compiled layer, forward and backward, launch and move.
+    """What the graphs of one compiled layer, forward and backward, launch and move on an H100.
 
     ``passes`` are kernels over a whole operand; ``kernels`` those and the ones that end a reduction or make a scale.
     """
@@ -104,24 +113,26 @@ class Counted:
 
 
 def counted(layer: nn.Module) -> Counted:
-    """Compile a layer ``[64, 256] -> [64, 512]`` in bfloat16 as far as its kernels; none is built, none runs."""
+    """Compile a layer ``[64, 256] -> [64, 512]`` in bfloat16 as far as its kernels; none is written, and none runs."""
     found = Counted()
-    lower = graph.GraphLowering.codegen
 
-    def codegen(self: Any, *args: Any) -> Any:
-        out = lower(self, *args)
+    def scheduled(self: Any) -> Any:
+        self.init_wrapper_code()
+        self._update_scheduler()
         for node in self.scheduler.nodes:
             moved = int(node.get_read_write_buffers_sizes())
             found.bytes += moved
             found.kernels += not node.is_extern()
             found.passes += not node.is_extern() and moved >= 64 * 256
-        return out
+        self.cache_key, self.cache_path, self.cache_linemap = "", "", []
+        play = torch.fx.Interpreter(self.orig_gm)
+        return SimpleNamespace(call=lambda inputs: list(play.run(*inputs)), __file__="", __name__="")
 
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True):
-        patch.setattr(graph.GraphLowering, "codegen", codegen)
-        nothing = lambda *_args, **_more: lambda: lambda *_inputs: None  # noqa: E731
-        patch.setattr(codecache.CppPythonBindingsCodeCache, "load_pybinding_async", nothing)
+        patch.setattr(graph.GraphLowering, "compile_to_module", scheduled)
+        patch.setattr(DeviceProperties, "create", lambda _device: HOPPER)
+        patch.setattr(CppScheduling, "backend_features", OrderedSet([BackendFeature.INPLACE_BUFFERS]))
         patch.setattr(rounding, "stores_values", lambda _device: False)  # as on a GPU
         x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
         out = torch.compile(layer)(x)
@@ -133,10 +144,10 @@ def counted(layer: nn.Module) -> Counted:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Dynamo's, and torchao's own
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_compiled_layer_makes_no_more_passes_and_moves_no_more_bytes_than_torchaos(recipe: str) -> None:
-    """Forward and backward, tensorwise 9 passes and 2.17 MB of both; by row 7 and 2.08 MB, torchao's 9 and 2.67 MB.
+    """Forward and backward, tensorwise 15 kernels, 9 of them passes, and 2.17 MB of both; by row fewer of all three.
 
     Of a whole tensor's amax the maxima of its rows are written and read, which is 1/256 of it here: the first of its
-    two reductions is fused with what makes the rows.
+    two reductions is fused with what makes the rows. torchao's is one reduction, which a GPU does in two kernels, too.
     """
     float8, layers = pytest.importorskip("torchao.float8"), pytest.importorskip("torchao.float8.float8_linear")
 
@@ -151,4 +162,4 @@ def test_a_compiled_layer_makes_no_more_passes_and_moves_no_more_bytes_than_torc
     assert other.passes > 0
     assert own.passes <= other.passes
     assert own.bytes <= other.bytes * (1 + 1 / 256)
-    assert own.kernels <= other.kernels + 3  # the end of the reduction of each operand
+    assert own.kernels <= other.kernels
