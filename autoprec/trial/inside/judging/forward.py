@@ -31,6 +31,8 @@ _REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
 _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach_lerp", "add_n")
 #: Operators at whose jumps a small difference of the input is a large one of the output: no digits are lost there.
 _JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
+#: Classes of operators that bring numbers somewhere, and compute nothing.
+_CARRIES = frozenset(("view", "cast", "allocation"))
 #: What a difference has to lose: that of a value and its mean loses some digits where the mean is large.
 _DIFFERENCE = 0.1
 
@@ -411,13 +413,14 @@ def _wide(step: Step) -> Iterator[Observation]:
         forward = [o for i, o in enumerate(step.report.operators) if o.phase == "forward" and i in step.trained]
         wide = [o for o in forward if any(map(is_wide, o.out_dtypes))]
         parts = [o for o in wide if any(shape not in ((), (1,)) for shape in o.out_shapes)]
-        if not parts:
-            continue
+        computing = [o for o in parts if o.cls not in _CARRIES]
+        if not computing:
+            continue  # numbers that come in wide and are cast before anything is computed
         first = next((o for o in parts if not any(map(is_wide, o.dtypes))), parts[0])
         flops = sum(o.flops for o in step.report.operators if any(map(is_wide, o.dtypes)))
         share = flops / step.report.total_flops if step.report.total_flops else 0.0
         yield observed(
-            "wide-part", first, count=len(parts), share=share, to=next(d for d in first.out_dtypes if is_wide(d))
+            "wide-part", first, count=len(computing), share=share, to=next(d for d in first.out_dtypes if is_wide(d))
         )
 
 

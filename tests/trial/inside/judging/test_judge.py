@@ -256,7 +256,7 @@ def test_only_a_backward_of_an_own_function_that_met_two_dtypes_is_broken_by_aut
 
 
 _WIDE = """
-import torch, torch.nn.functional as F
+import numpy, torch, torch.nn.functional as F
 from torch import nn
 torch.manual_seed(0)
 net = nn.Linear(64, 10)
@@ -283,6 +283,9 @@ for step in range(3):
         ("", "seen += loss.double().item()"),
         ("norm = logits.double().norm()", ""),
         ("wave = torch.fft.rfft(logits.detach()).abs()", ""),
+        ("logits = logits + torch.from_numpy(numpy.ones(10)).float()", ""),
+        ("logits = logits * torch.FloatTensor(numpy.ones((32, 1)))", ""),
+        ("logits = logits.masked_fill(torch.from_numpy(numpy.eye(32, 10)).byte() > 0, 0.5)", ""),
     ],
 )
 def test_what_the_loss_is_not_made_of_may_be_as_wide_as_it_likes(before: str, after: str) -> None:
