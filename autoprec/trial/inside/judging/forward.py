@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,8 @@ _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach
 _JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
 #: Classes of operators that bring numbers somewhere, and compute nothing.
 _CARRIES = frozenset(("view", "cast", "allocation"))
+#: Error of a loss that is said of itself: what is made of it is not said once more.
+_TOLD = 0.001
 #: What a difference has to lose: that of a value and its mean loses some digits where the mean is large.
 _DIFFERENCE = 0.1
 
@@ -88,13 +90,19 @@ class Step:
         trace = self.recorder.trace
         if not self.roots or min(self.roots) < 0:
             return set(range(len(trace.calls)))
+        writers: dict[int, list[Call]] = {}
+        for call in trace.calls:
+            for value in trace.outputs(call) if call.op.endswith("_") else ():
+                writers.setdefault(value.storage, []).append(call)
         found: set[int] = set()
         left = list(self.roots)
         while left:
-            made = trace.producer(left.pop())
-            if made is not None and made.index not in found:
-                found.add(made.index)
-                left += made.ins
+            index = left.pop()
+            made = trace.producer(index)
+            for call in (*writers.pop(trace.values[index].storage, ()), *((made,) if made is not None else ())):
+                if call.index not in found:
+                    found.add(call.index)
+                    left += call.ins
         return found
 
     def values(self, call: Call) -> list[Value]:
@@ -184,14 +192,21 @@ def _low_table(step: Step, call: Call) -> Value | None:
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
-def _losses(step: Step) -> Iterator[Observation]:
+def _loss_lines(step: Step) -> dict[str, list[tuple[Call, Operator, Measure]]]:
+    """Return what is computed of losses in 16 bits, by line."""
     lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
     for call, operator, measure in step.rows:
         is_loss = operator.cls == "loss" or call.name in _LOSSES or operator.pattern in ("cross_entropy", "logsumexp")
-        if call.phase == "forward" and is_loss and operator.cls in ("loss", "softmax") and measure.error > 0:
+        is_loss = is_loss and operator.cls in ("loss", "softmax")
+        if call.phase == "forward" and is_loss and measure.error > 0 and not _cancels(step, call):
             lines.setdefault(operator.where, []).append((call, operator, measure))
+    return lines
+
+
+def _losses(step: Step) -> Iterator[Observation]:
+    lines = _loss_lines(step)
     first = {where: max(several, key=lambda row: row[0].name in _LOSSES) for where, several in lines.items()}
-    before = {where: _line_above(step, row[0], first) for where, row in first.items()}
+    before = {where: _line_above(step, row[0], lines) for where, row in first.items()}
     for where, several in lines.items():
         if before[where]:
             continue  # a likelihood of log-probabilities that another line made: that one is named
@@ -211,12 +226,22 @@ def _losses(step: Step) -> Iterator[Observation]:
         )
 
 
-def _line_above(step: Step, call: Call, losses: dict[str, tuple[Call, Operator, Measure]]) -> str:
-    """Return the line of a loss that another loss is made of, through views and casts; empty where there is none."""
+def _cancels(step: Step, call: Call) -> bool:
+    """Say whether a value is that of a sum whose terms cancel, of which nothing is left to compare."""
+
+    def passes(above: Call) -> bool:
+        return step.report.operators[above.index].cls in ("view", "cast", "pointwise", "loss")
+
+    found = (step.measures.get(above.index) for i in call.ins for above in step.recorder.trace.above(i, passes))
+    return any(one is not None and one.figures.get("whole", 0.0) > 3 * one.error for one in found)
+
+
+def _line_above(step: Step, call: Call, losses: Collection[str]) -> str:
+    """Return the line of a loss that something is made of, up to the products; empty for none."""
     operators = step.report.operators
 
     def passes(above: Call) -> bool:
-        return operators[above.index].cls in ("view", "cast", "loss", "pointwise", "reduction")
+        return operators[above.index].cls not in ("gemm", "conv", "attention", "random", "collective", "opaque")
 
     mine = operators[call.index].where
     trace = step.recorder.trace
@@ -256,6 +281,8 @@ def _routers(step: Step) -> Iterator[Observation]:
     for call, operator, measure in step.rows:
         if "changed" not in measure.figures or operator.phase != "forward" or operator.where in told:
             continue
+        if not any(reader.index in step.trained for reader in step.recorder.trace.consumers().get(call.outs[-1], ())):
+            continue  # a prediction that is counted, a maximum whose place nobody asks for
         told.add(operator.where)
         gate = next(
             (c for c in step.recorder.trace.above(call.ins[0], lambda c: c.name not in ("mm", "addmm", "bmm"), depth=12)
@@ -294,8 +321,11 @@ def _patterns(step: Step) -> Iterator[Observation]:
 def _lines(step: Step) -> Iterator[Observation]:
     """Lines whose result has an error that what they were given had not: sums, cancellations."""
     lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
+    told = {where for where, rows in _loss_lines(step).items() if max(m.error for _, _, m in rows) >= _TOLD}
     for call, operator, measure in step.rows:
-        if call.phase in ("forward", "update") and operator.where and measure.error > 0 and not operator.pattern:
+        counts = call.phase == "forward" or (call.phase == "update" and bool(_low(operator)))
+        counts = counts and bool(operator.where) and measure.error > 0 and not operator.pattern
+        if counts and not _cancels(step, call):
             lines.setdefault(operator.where, []).append((call, operator, measure))
     for where, several in lines.items():
         call, operator, measure = max(several, key=lambda row: row[2].error)
@@ -309,14 +339,23 @@ def _lines(step: Step) -> Iterator[Observation]:
             or measure.error < least
             or measure.error < 3 * given
             or quiet
+            or (call.phase == "forward" and _line_above(step, call, told))
             or "distinct" in measure.figures
         ):
             continue
         adds = sum(c.name in _ADDS for c, _, _ in several)
         grows = any(value.grad for c, _, _ in several for value in step.recorder.trace.outputs(c))
-        code = "accumulator-16bit" if adds >= 3 and not grows and call.module == SCRIPT else "reduction-16bit"
+        plain = not any(c.name in ("sub", "rsub") for c, _, _ in several)  # a polynomial is not a running sum
+        runs = adds >= 3 and plain and not grows and call.module == SCRIPT
+        code = "accumulator-16bit" if runs else "reduction-16bit"
         yield observed(
-            code, operator, error=measure.error, gradient=step.behind.get(call.seq, 0.0), adds=adds, to=_low(operator)
+            code,
+            operator,
+            error=measure.error,
+            gradient=step.behind.get(call.seq, 0.0),
+            adds=adds,
+            to=_low(operator) or "rounded fp32",
+            trained=call.index in step.trained,
         )
 
 

@@ -36,6 +36,8 @@ _SAMPLE, _MOST, _MOST_EXPERTS = 1 << 18, 1 << 26, 512
 _PRUNED = 256
 #: Elements up to which a product in fp16 is multiplied once more, to see what became zero.
 _FLUSHED = 1 << 22
+#: Relative error of a sum from which on it may be that its terms cancel.
+_CANCELS = 0.01
 _CHOOSES = ("topk", "argmax", "max", "sort")
 _SCALED_EPS = ("add", "clamp_min", "clamp", "maximum")
 
@@ -323,6 +325,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             measure.error = max(measure.error, error)
             if not view and real.dtype in self.low:
                 measure.overflowed += int((~sampled(real).isfinite() & sampled(twin).isfinite()).sum())
+        if name in ("sum", "mean") and measure.error > _CANCELS and self._made:
+            measure.figures["whole"], measure.error = measure.error, self._of_terms(func, args, kwargs)
         if before:
             self._unchanged(measure, before)
         self._positions(measure, name)
@@ -333,6 +337,13 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if low and cls in ("gemm", "conv") and outs and outs[0].dtype is torch.float16:
             self._product_range(measure, func, args, kwargs, tensors, outs[0])
         self._decay(measure, name, args, outs)
+
+    def _of_terms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the error of a sum relative to that of its terms' sizes: terms that cancel leave little to compare."""
+        real, twin, *_ = self._made[-1]
+        terms = self.twin_of(args[0])
+        sizes = func((args[0].float() if terms is None else terms).abs(), *args[1:], **(kwargs | {"dtype": None}))
+        return float((real.double() - twin.double()).norm() / sizes.double().norm().clamp_min(1e-300))
 
     def _product_range(
         self, measure: Measure, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tensor
@@ -404,7 +415,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return
         seen, wanted = source.detach().float(), wide.detach().float()
         seen, wanted = seen.reshape(-1, seen.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
-        chosen = outs[-1].reshape(-1, outs[-1].shape[-1])[:, :count] if name != "argmax" else seen.argmax(-1, True)
+        one = name in ("argmax", "max")
+        chosen = seen.argmax(-1, True) if one else outs[-1].reshape(-1, outs[-1].shape[-1])[:, :count]
         if chosen.shape[0] != seen.shape[0]:
             return
         other = wanted.topk(count, dim=-1).indices

@@ -141,3 +141,21 @@ def test_one_loss_is_said_once_where_its_digits_go(
     found = [one for one in seen(Step(recorder, recorder.report())) if one.code == "loss-16bit"]
     assert [one.figures["classes"] for one in found] == classes
     assert all("nll" not in one.operator and one.where not in one.also for one in found)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda a, b: 16 * a - 2 * b - 8 * (a + b) + a + b - 6 * a + 9 * b,
+        lambda a, b: (a + 40) + (b + 40) + (a + b) - (a + b + 80),
+        lambda a, b: torch.rsub(a, b) + (a + 90) + (b + 90) + a - 180,
+    ],
+)
+def test_a_polynomial_is_not_a_running_sum(expression: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(BF16)
+    with ShadowRecorder(model) as recorder:
+        out = model(torch.randn(64, 8, dtype=BF16))
+        expression(out.detach(), out.detach().roll(1, 0)).sum()
+        out.sum().backward()
+    assert "accumulator-16bit" not in {one.code for one in seen(Step(recorder, recorder.report()))}

@@ -297,3 +297,108 @@ def test_what_the_loss_is_not_made_of_may_be_as_wide_as_it_likes(before: str, af
 def test_what_the_loss_is_made_of_is_said_to_be_wide(before: str) -> None:
     found = found_in_text(_WIDE.replace("BEFORE", before).replace("AFTER", ""))
     assert [one.code for one in found] == ["wide-part"]
+
+
+_ROUTED = """
+import torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.parts = nn.Linear(64, 10), nn.ModuleList(nn.Linear(64, 10) for _ in range(10))
+    def forward(self, x):
+        scores = self.gate(x)
+        USE
+net = Net().bfloat16()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, y = torch.randn(4096, 64).bfloat16(), torch.randint(0, 10, (4096,))
+    logits = net(x).float()
+    right = (logits.argmax(-1) == y).sum()
+    loss = F.cross_entropy(logits, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "self.right = scores.max(1, keepdim=True)[1].eq(1).sum(); return scores",
+        "self.seen = scores.topk(5, 1)[1].t(); return scores",
+        "self.seen = scores.detach().argmax(1); return scores",
+        "return scores - scores.max(-1, keepdim=True).values",
+        "return scores + scores.topk(3).values.sum(-1, keepdim=True)",
+        "return scores * scores.sort(-1).values",
+    ],
+)
+def test_a_prediction_that_is_counted_routes_nothing(use: str) -> None:
+    assert "router-16bit" not in {one.code for one in found_in_text(_ROUTED.replace("USE", use))}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "share, chosen = scores.softmax(-1).topk(2); return scores.gather(1, chosen) @ x[:2, :10] * share.sum()",
+        "chosen = scores.argmax(-1); return torch.stack([p(x) for p in self.parts], 1)[torch.arange(len(x)), chosen]",
+        "chosen = scores.argmax(-1); out = torch.zeros_like(scores)\n"
+        "        for at, part in enumerate(self.parts): out[chosen == at] = part(x[chosen == at])\n"
+        "        return out",
+        "chosen = scores.topk(1).indices[:, 0]; out = torch.zeros_like(scores)\n"
+        "        for at, part in enumerate(self.parts):\n"
+        "            rows = (chosen == at).nonzero()[:, 0]; out.index_add_(0, rows, part(x[rows]))\n"
+        "        return out",
+        "chosen = scores.max(-1)[1]; return scores * F.one_hot(chosen, 10).to(scores.dtype)",
+    ],
+)
+def test_what_chooses_rows_for_the_loss_is_a_router(use: str) -> None:
+    assert "router-16bit" in {one.code for one in found_in_text(_ROUTED.replace("USE", use))}
+
+
+_DIFFERS = """
+import torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+policy, value = nn.Linear(64, 8), nn.Linear(64, 1)
+net = nn.ModuleList([policy, value]).bfloat16()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+x, taken, gained = torch.randn(256, 64).bfloat16(), torch.randint(0, 8, (256,)), torch.randn(256)
+gained = gained - gained.mean()
+old = None
+for step in range(3):
+    made = F.log_softmax(policy(x), -1)
+    now = made.gather(1, taken[:, None])[:, 0]
+    old = now.detach().float().mul(1.001).bfloat16()
+    LINE
+    loss = -(gained * ratio).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ratio = (now - old).exp()",
+        "ratio = (now.float() - old.float()).exp(); seen = ((ratio - 1) - (now - old)).mean()",
+        "ratio = (now - old).exp(); seen = (old - now).mean().item()",
+        "ratio = (now - old).exp().clamp(0.8, 1.2)",
+        "ratio = torch.exp(now - old).float()",
+    ],
+)
+def test_what_is_made_of_rounded_log_probabilities_is_said_of_them_alone(line: str) -> None:
+    found = [one for one in found_in_text(_DIFFERS.replace("LINE", line)) if one.code != "updates-lost"]
+    assert {one.code for one in found} <= {"loss-16bit"}
+    assert len(found) == 1
+    assert found[0].seen is not None
+    assert "log_softmax" in found[0].seen.operator
+
+
+@pytest.mark.parametrize("more", ["", ".float()"])
+def test_a_sum_whose_terms_cancel_is_held_against_its_terms(more: str) -> None:
+    line = f"ratio = now{more}; spread = (ratio - ratio.mean()) / ratio.std(); ratio = spread.mean() + spread"
+    found = found_in_text(_DIFFERS.replace("LINE", line))
+    assert "error" not in {one.severity for one in found if one.code == "reduction-16bit"}
