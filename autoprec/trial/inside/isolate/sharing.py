@@ -18,7 +18,7 @@ import stat
 import sys
 import termios
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoprec.trial.inside.isolate.overlay import Overlay, real
@@ -37,6 +37,7 @@ class OpenFile:
         number: the descriptor.
         path: the path as the script knows it; empty where that is not the file any more (it was removed, or replaced).
         same_as: a lower descriptor that is a duplicate (``dup``): both move together; -1 where there is none.
+        identity: device and inode of the file.
     """
 
     number: int
@@ -44,6 +45,7 @@ class OpenFile:
     path: str
     inheritable: bool
     same_as: int
+    identity: tuple[int, int]
 
     @property
     def written(self) -> bool:
@@ -74,7 +76,8 @@ def open_files(overlay: Overlay) -> list[OpenFile]:
         same = next((other for other in alike if _moves_with(number, other)), -1)
         alike.append(number)
         mine = place is not None and _is_at(place, found)
-        files.append(OpenFile(number, flags, path if mine else "", os.get_inheritable(number), same))
+        shown, inheritable = path if mine else "", os.get_inheritable(number)
+        files.append(OpenFile(number, flags, shown, inheritable, same, (found.st_dev, found.st_ino)))
     return files
 
 
@@ -103,20 +106,36 @@ def _moves_with(number: int, other: int) -> bool:
 def reopen(files: Iterable[OpenFile], overlay: Overlay) -> None:
     """Give this process, a fork with a new layer, descriptions of its own for the files that its parent had open.
 
-    Call it before the parent, or another fork, moves a position. A file that is written becomes this layer's copy.
+    Call it before the parent, or another fork, moves a position. A file that is written becomes this layer's copy. One
+    that was closed since it was listed, as the garbage collector does at any time, is left alone.
     """
+    files = list(_still_open(files))
     for file in sorted(files, key=lambda file: not file.written):  # then a reader of the same file opens the copy
         if file.same_as >= 0:
             continue
         descriptor = _opened(file, overlay)
         if descriptor is None:
             continue
-        os.lseek(descriptor, os.lseek(file.number, 0, os.SEEK_CUR), os.SEEK_SET)
-        os.dup2(descriptor, file.number, file.inheritable)
+        if descriptor != file.number:  # it is where the file was closed just now
+            os.lseek(descriptor, os.lseek(file.number, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(descriptor, file.number, file.inheritable)
         os.close(descriptor)
     for file in files:
         if file.same_as >= 0:
             os.dup2(file.same_as, file.number, file.inheritable)
+
+
+def _still_open(files: Iterable[OpenFile]) -> Iterator[OpenFile]:
+    """Yield what is still open; the first duplicate that is stands for one that is not."""
+    first: dict[int, int] = {}
+    for file in files:
+        try:
+            found = os.fstat(file.number)
+        except OSError:
+            continue
+        if (found.st_dev, found.st_ino) == file.identity:
+            same = first.setdefault(file.same_as if file.same_as >= 0 else file.number, file.number)
+            yield replace(file, same_as=same if same != file.number else -1)
 
 
 def _opened(file: OpenFile, overlay: Overlay) -> int | None:

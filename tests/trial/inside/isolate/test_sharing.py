@@ -180,3 +180,39 @@ def test_duplicates_still_move_together_and_others_do_not(tmp_path: Path) -> Non
     child = Forked(body, cwd=tmp_path)
     assert child.communicate() == ""
     assert child.returncode == 0
+
+
+@pytest.mark.parametrize("inheritable", [False, True])
+@pytest.mark.parametrize(
+    ("closed", "opened"),
+    [("first", ""), ("second", ""), ("other", ""), ("first second other", ""), ("other", "late"), ("first", "late")],
+)
+def test_what_is_closed_after_it_was_listed_is_left_alone(
+    closed: str, opened: str, inheritable: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "data").write_text("0123456789")
+    (tmp_path / "late").write_text("abcdefghij")
+    overlay = Overlay(str(tmp_path / "layer"), [str(tmp_path)], [])
+
+    def body() -> None:
+        first = os.open("data", os.O_RDONLY)
+        held = {"first": first, "second": os.dup(first), "other": os.open("data", os.O_RDONLY)}
+        for number in held.values():
+            os.set_inheritable(number, inheritable)
+        files = sharing.open_files(overlay)
+        for name in closed.split():
+            os.close(held.pop(name))
+        late = os.open(opened, os.O_RDONLY) if opened else -1  # takes the number of what was closed
+        if os.fork() == 0:
+            sharing.reopen(files, overlay)
+            assert all(os.read(held[name], 2) == b"01" for name in ("other", "second") if name in held)
+            if "first" in held and "second" in held:
+                assert os.read(held["first"], 2) == b"23"
+            assert late < 0 or os.read(late, 2) == b"ab"
+            os._exit(0)
+        assert os.wait()[1] == 0
+        assert all(os.lseek(number, 0, os.SEEK_CUR) == 0 for number in held.values())
+
+    child = Forked(body, cwd=tmp_path)
+    assert child.communicate() == ""
+    assert child.returncode == 0
