@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
 import sys
 import weakref
@@ -378,8 +379,17 @@ def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:
         whole = "the model has no repeated blocks: it is compiled as a whole" if wanted == "compile" else ""
         reason = {"script": "the script compiles it itself", "whole": whole}.get(done.how, "")
         return row | {"executed": wanted, "ok": True, "reason": reason}
-    reason = "torch.compile has compiled no graph: is the model called by its name, model(x)?"
-    return row | {"executed": "eager", "ok": False, "reason": reason}
+    return row | {"executed": "eager", "ok": False, "reason": f"torch.compile has compiled no graph: {_why_not()}"}
+
+
+def _why_not() -> str:
+    """Return why a process that called ``torch.compile`` has compiled nothing."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if "1" in (os.environ.get("TORCH_COMPILE_DISABLE"), os.environ.get("TORCHDYNAMO_DISABLE")):
+        return "the environment turns it off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
+    if frames is not None and frames._stance.stance != "default":
+        return f"the script has called torch.compiler.set_stance('{frames._stance.stance}')"
+    return "is the model called by its name, model(x)?"
 
 
 def compiled_graphs() -> int:

@@ -47,7 +47,7 @@ _MISNAMED = {
 #: What torchao's Float8LinearConfig says beside how layers are quantised.
 _BESIDE_AO = {
     "pad_inner_dim": "it lets sizes that are not multiples of 16 run, and a backend here says which it can run",
-    "enable_fsdp_float8_all_gather": "weights are gathered as they are",
+    "enable_fsdp_float8_all_gather": "weights are gathered as they are; in FP8 by the module of `export --to torchao`",
 }
 
 

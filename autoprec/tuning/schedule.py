@@ -22,6 +22,8 @@ CONTENDERS = 2
 #: Trials and further seeds after which searches ended by themselves, 1 to 5 and 1 or 2 (2026-11-23_search_cost.md), and
 #: trials of those that time steps, 7 to 14 (2026-11-28_by_hand.md): they try what their tables may be wrong about.
 USUAL_TRIALS, USUAL_SEEDS, TIMED_TRIALS = 4, 2, 10
+#: Duels that a search usually has, each of them one start of the script: of what was tried, and of what decides.
+DUELS = 2
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form: row-wise FP8, each block more of one
@@ -157,7 +159,7 @@ def schedule(
         host_s: the same for each further paired seed, where its script is started from a copy; None: ``setup_s``.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
-        duels_s: seconds for duels; 0 where steps are not timed.
+        duels_s: seconds of duels themselves, without their starts; 0 where steps are not timed.
         closing_s: seconds for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
@@ -181,7 +183,7 @@ def schedule(
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),
-        duels_s=duels_s,
+        duels_s=duels_s and duels_s + DUELS * reference.start_s,
         closing_s=closing_s,
     )
 

@@ -14,7 +14,6 @@ import platform
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -67,11 +66,9 @@ class Job:
         words = ["torchrun", "--nproc-per-node", "2", "train.py", str(port), str(seed), how]
         self.runner = TrialRunner(ScriptCommand.parse(words, cwd=folder), run_dir=folder / "run")
 
-    def run(self, spec: TrialSpec) -> tuple[TrialResult, float]:
-        """Return what a trial answered, and its seconds."""
-        began = time.monotonic()
-        result = self.runner.run(replace(spec, timeout_s=PATIENCE_S))
-        return result, time.monotonic() - began
+    def run(self, spec: TrialSpec) -> TrialResult:
+        """Return what a trial answered."""
+        return self.runner.run(replace(spec, timeout_s=PATIENCE_S))
 
 
 def _right(result: TrialResult, expected: tuple[float, ...]) -> str:
@@ -84,13 +81,13 @@ def port(folder: Path, fixed: int, times: int) -> list[str]:
     """Run two jobs of one fixed port at once; each has the losses that it has alone."""
     jobs = [Job(folder / f"port{seed}", fixed, seed=seed) for seed in (0, 1)]
     spec = TrainSpec(steps=4, warmup=1)
-    alone = [job.run(spec)[0] for job in jobs]
+    alone = [job.run(spec) for job in jobs]
     if not all(one.ok for one in alone):
         return [f"alone: {one.status} {one.reason} {one.tail}" for one in alone]
     wrong: list[str] = []
     with ThreadPoolExecutor(2) as pool:
         for _ in range(times):
-            found = list(pool.map(lambda job: job.run(spec)[0], jobs))
+            found = list(pool.map(lambda job: job.run(spec), jobs))
             said = [_right(one, other.losses) for one, other in zip(found, alone, strict=True)]
             wrong.append("; ".join(filter(None, said)))
     return wrong
@@ -100,7 +97,7 @@ def late(folder: Path, fixed: int, times: int) -> list[str]:
     """Give a job less time than its steps take when one rank begins to lag behind; both leave together."""
     job = Job(folder / "late", fixed, how="late")
     spec = TrainSpec(steps=200, warmup=1, within_s=15.0)
-    found = [job.run(spec)[0] for _ in range(times)]
+    found = [job.run(spec) for _ in range(times)]
     return ["" if one.status == OUT_OF_TIME else f"{one.status}: {one.reason}" for one in found]
 
 
@@ -111,7 +108,7 @@ def recompiles(folder: Path, fixed: int, times: int) -> list[str]:
     spec = DuelSpec(probes=probes, within_s=2.0, precision=10.0)
     wrong = []
     for _ in range(times):
-        result, _ = job.run(spec)
+        result = job.run(spec)
         rounds = len(result.answer.rounds) if result.ok else 0
         wrong.append("" if rounds >= FEWEST else f"{result.status}: {result.reason} ({rounds} rounds)")
     return wrong
@@ -135,18 +132,14 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         fixed = free.getsockname()[1]
     lines = [f"{datetime.date.today()}, {platform.machine()}, two ranks each", ""]
-    lines += ["| part | right answers | seconds each | wrong |", "|---|---|---|---|"]
+    lines += ["| part | right answers | wrong |", "|---|---|---|"]
     print("\n".join(lines), flush=True)
     for name in asked.parts or PARTS:
         title, run = PARTS[name]
         with tempfile.TemporaryDirectory() as folder, warm_scripts():
-            began = time.monotonic()
             wrong = run(Path(folder), fixed, asked.times)
-            took = time.monotonic() - began
         right = sum(not one for one in wrong)
-        lines.append(
-            f"| {title} | {right} of {len(wrong)} | {took / len(wrong):.0f} | {'; '.join(filter(None, wrong))} |"
-        )
+        lines.append(f"| {title} | {right} of {len(wrong)} | {'; '.join(filter(None, wrong))} |")
         print(lines[-1], flush=True)
     if asked.out:
         asked.out.write_text("\n".join(lines) + "\n")

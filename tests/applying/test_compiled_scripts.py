@@ -180,3 +180,19 @@ def test_what_no_compiler_could_compile_is_not_called_compiled(suppressed: bool)
         else:
             with pytest.raises(RuntimeError, match="no compiler here"):
                 call(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("how", ["TORCHDYNAMO_DISABLE", "force_eager", "forward"])
+def test_where_nothing_is_compiled_the_audit_says_why(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **more: plain(call, **{"backend": "eager", **more}))
+    if how == "force_eager":
+        torch.compiler.set_stance(how)
+    elif how != "forward":
+        monkeypatch.setenv(how, "1")
+    model, policy = _Stack(), _policy("compile_whole")
+    policy.apply(model)
+    (model.forward if how == "forward" else model)(torch.randn(4, 16)).sum().backward()
+    row = policy.audit(model).operators["execution"]
+    assert (row["executed"], row["ok"]) == ("eager", False)
+    assert (how if how != "forward" else "model(x)?") in row["reason"]

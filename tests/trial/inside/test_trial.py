@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,3 +183,21 @@ def test_a_trial_that_ends_well_notes_what_autoprec_warned_of(tmp_path: Path, mo
     assert ended[0].audit is not None
     assert [note for note in ended[0].audit["notes"] if "fused" in note] == ["fused FP8 casts do not run here"]
     assert "something" not in str(ended[0].audit["notes"])
+
+
+@pytest.mark.parametrize(("graphs", "ends"), [([0, 1, 1], True), ([0, 0, 2], False)], ids=["first step", "second step"])
+def test_a_step_in_which_something_compiles_is_not_how_long_steps_take(
+    graphs: list[int], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a compiled function calls the model, the first step is eager code and the second one compiles."""
+    ended = list[TrialResult]()
+    made = made_trial(tmp_path, ended, monkeypatch)
+    made.hooks.remove()
+    clock, late = iter((1.0, 9.0, 9.1)), list[str]()
+    made._asked = 0.0
+    monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(made, "finish", lambda status, _reason: late.append(status))
+    spec = TrainSpec(steps=20, warmup=0, within_s=60.0)
+    for steps in (1, 2, 3):
+        made._look_at_the_time(spec, SimpleNamespace(steps=steps, total=20, graphs=graphs[: steps + 1]))
+    assert late == ["out_of_time"] * ends
