@@ -79,7 +79,8 @@ class FirstStep(Events):
         self.found = found
         if self._eager:
             torch.compiler.set_stance("default")
-            note_compiled(found.root)
+            if self._hooks.unseen is None:
+                note_compiled(found.root)
         self._arrived(found, module, args, kwargs)
 
     # ---------------------------------------------------------------- events
@@ -123,7 +124,10 @@ class FirstStep(Events):
 
     def _without_forward(self) -> None:
         """A step was taken and no training forward seen (``model.forward(x)``, a functional call): stop after it."""
-        if not self._hooks.backwards or self._registered is not None:
+        if not self._hooks.backwards:
+            return
+        if self._registered is not None:
+            self._uncover()
             return
         optimizers = self.optimizers()
         if not optimizers or self._searched_in_vain():
@@ -131,14 +135,22 @@ class FirstStep(Events):
         found = discover(optimizers)
         if found is None:
             self._count_unowned()
-        elif not self._eager and compiled_graphs() and torch._dynamo.eval_frame._stance.stance == "default":
-            # nobody sees the calls that Dynamo goes through: in a step of eager code they are seen
-            self._eager = True
-            torch.compiler.set_stance("force_eager")
-        elif not self._pass_over(found):
+        elif not self._uncover() and not self._pass_over(found):
             found.notes.append("the model's forward is not called through the module: the first step finds the model")
             self._hooks.unseen = found.root
             self._stop(found, found.root, (), {})
+
+    def _uncover(self) -> bool:
+        """Let the next step run as eager code if anything was compiled: what Dynamo goes through calls no module.
+
+        Returns:
+            False where it was already done, or nothing was compiled.
+        """
+        if self._eager or not compiled_graphs() or torch._dynamo.eval_frame._stance.stance != "default":
+            return False
+        self._eager = True
+        torch.compiler.set_stance("force_eager")
+        return True
 
     def _without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A backward ran without an optimizer: the next training forward is the place to stop."""

@@ -98,16 +98,21 @@ def _step(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Calla
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo's, of what it goes through
 @pytest.mark.parametrize(
-    ("how", "seen"),
+    ("how", "registered", "seen"),
     [
-        ("the training step", 2),
-        ("a loss that is given the model", 2),
-        ("a loss around it", 2),
-        ("a loss of its output", 1),
-        ("nothing", 1),
+        ("the training step", False, 2),
+        ("the training step", True, 2),
+        ("a loss that is given the model", False, 2),
+        ("a loss around it", False, 2),
+        ("a loss around it", True, 2),
+        ("a loss of its output", False, 1),
+        ("a loss of its output", True, 1),
+        ("nothing", False, 1),
     ],
 )
-def test_a_model_that_a_compiled_function_calls_is_found_in_a_step_of_eager_code(how: str, seen: int) -> None:
+def test_a_model_that_a_compiled_function_calls_is_found_in_a_step_of_eager_code(
+    how: str, registered: bool, seen: int
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -119,6 +124,8 @@ def test_a_model_that_a_compiled_function_calls_is_found_in_a_step_of_eager_code
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         first = FirstStep(hooks, lambda found, module, *_: got.append((steps, found, module)), lambda _: None)
         first.watch()
+        if registered:
+            first.register(Found([model], [optimizer], list(model.parameters())))
         step = _step(how, model, optimizer)
         for steps in range(1, 4):  # noqa: B007 - read where it is found
             step(torch.randn(3, 4))
