@@ -100,6 +100,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         model: the model as the script calls it; wrappers (DDP, compile, FSDP) are looked through.
         optimizers: their state is counted in ``memory``; state that does not exist yet is predicted.
 
+    Attributes:
+        paused: operators are not recorded.
+
     Tensors are not kept alive and nothing is written into the model: recording changes no bit of the step.
     """
 
@@ -116,6 +119,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages = StorageTable()
         self._saved = SavedTensors(self._storages)
         self._known: dict[tuple[Any, ...], int] = {}
+        self.paused = False
         self._last_task = -1
         self._plain: set[int] = set()  # graph tasks whose operators run without gradients
         self._after_backward = False
@@ -235,6 +239,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         if any(map(_is_wrapper, types)):
             return NotImplemented  # the subclass takes it apart; its inner operators come back here
         namespace = getattr(func, "namespace", "")
@@ -400,7 +406,7 @@ def muon_operators(
             holder = nn.ParameterList([shadow])
             try:
                 with StepRecorder(holder) as recorder:
-                    step_of_twin(optimizer, group, shadow)
+                    step_of_twin(optimizer, [(group, [shadow])])
             except Exception:  # someone else's optimizer may need anything at all
                 return ()
             recorded[key] = recorder.report().operators

@@ -8,7 +8,7 @@ import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.first_step import FirstStep
 from autoprec.trial.inside.judging.judge import Judge
+from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import Finding, findings
@@ -81,7 +82,7 @@ def corpus() -> list[Fault]:
     return [Fault.of(path) for path in sorted(FAULTY.glob("*.py"))]
 
 
-class _JudgedError(BaseException):
+class _EndError(BaseException):
     """Ends the script."""
 
 
@@ -130,38 +131,59 @@ def judged(
     Raises:
         RuntimeError: it takes no step that can be seen.
     """
-    hooks, out, judges = Hooks(), list[GraphReport](), list[Judge]()
+    out, judges = list[GraphReport](), list[Judge]()
 
-    def done(report: GraphReport) -> None:
-        out.append(report)
-        raise _JudgedError
+    def arrived(found: Found, hooks: Hooks, end: Callable[[], None]) -> None:
+        def done(report: GraphReport) -> None:
+            out.append(report)
+            end()
 
-    def arrived(found: Any, *_: Any) -> None:
         apply_document(policy, found, "auto", run_steps=1)
         judges.append(Judge(found, hooks, done))
         judges[0].start(running=False)
 
-    script = script.resolve()
-    with _its_own(script, arguments, within):
-        hooks.install()
-        try:
-            FirstStep(hooks, arrived, lambda _: None).watch()
-            try:
-                runpy.run_path(str(script), run_name="__main__")
-            except _JudgedError:
-                pass
-            except Exception as error:
-                with contextlib.suppress(_JudgedError):
-                    if not judges or not judges[0].failed(error):
-                        raise
-            if not out and judges:
-                with contextlib.suppress(_JudgedError):
-                    judges[0].end()
-        finally:
-            hooks.remove()
+    try:
+        stopped_at_first_step(script, arguments, arrived, lambda: bool(judges) and judges[0].end(), within=within)
+    except Exception as error:
+        with contextlib.suppress(_EndError):
+            if not judges or not judges[0].failed(error):
+                raise
     if not out:
         raise RuntimeError("no training step was seen")
     return GraphReport.from_json(out[0].to_json())
+
+
+def stopped_at_first_step(
+    script: Path,
+    arguments: Sequence[str],
+    arrived: Callable[[Found, Hooks, Callable[[], None]], None],
+    ended: Callable[[], object] = lambda: None,
+    *,
+    within: Path | None = None,
+) -> None:
+    """Run a script in this process under hooks.
+
+    Args:
+        script: to be run.
+        arguments: of its command line.
+        arrived: called inside the first training forward, with what is trained, the hooks, and what ends the script.
+        ended: called where the script comes to its end.
+        within: the folder it runs in; an empty one without.
+    """
+    hooks, script = Hooks(), script.resolve()
+
+    def end() -> None:
+        raise _EndError
+
+    with _its_own(script, arguments, within):
+        hooks.install()
+        try:
+            FirstStep(hooks, lambda found, *_: arrived(found, hooks, end), lambda _: None).watch()
+            with contextlib.suppress(_EndError):
+                runpy.run_path(str(script), run_name="__main__")
+                ended()
+        finally:
+            hooks.remove()
 
 
 def found_in(script: Path, arguments: Sequence[str] = (), policy: dict[str, Any] | None = None) -> list[Finding]:

@@ -75,7 +75,7 @@ def _print_lines(lifted: TrialResult, here: str) -> None:
     if not isinstance(answer, LiftedLines):
         echo(f"note: no line was lifted: {lifted.reason or lifted.status}", err=True)
         return
-    told = [row for row in answer.rows if (row["gradient"] or 0.0) > max(_LEAST, 10 * (answer.noise or 0.0))]
+    least = max(_LEAST, 2 * (answer.noise or 0.0))
     rows = [
         (
             row["where"].removeprefix(f"{here}/"),
@@ -83,13 +83,21 @@ def _print_lines(lifted: TrialResult, here: str) -> None:
             row["module"],
             ", ".join(row["dtypes"]),
             f"{row['error']:.2%}",
-            f"{row['gradient']:.3%}",
+            *map(_change, (row["gradient"], row["update"])),
         )
-        for row in told
+        for row in answer.rows
+        if (row["gradient"] or row["update"] or 0.0) > least
     ]
-    heads = ("line", "operator", "module", "dtypes", "its error", f"gradient, lifted to {answer.wide}")
+    heads = ("line", "operator", "module", "dtypes", "its error", f"gradient, lifted to {answer.wide}", "update")
     if rows:
         stdout_console().print(plain_table(heads, rows))
-    every = f"{answer.every:.3%}" if answer.every is not None else "is not finite"
-    left = f"; {answer.left} lines of smaller errors were not lifted alone" if answer.left else ""
-    echo(f"all lines lifted to {answer.wide} at once: the gradient changes by {every}{left}")
+    update = f", what reaches the weights by {_change(answer.every_update)}" if answer.every_update is not None else ""
+    every = f"{_change(answer.every)}{update}" if answer.every is not None else "is not finite"
+    left = f"; {counted(answer.left, 'line')} not lifted alone" if answer.left else ""
+    alike = f"; {counted(answer.alike, 'line')} the same when lifted" if answer.alike else ""
+    noise = f" (a few last bits change it by {_change(answer.noise)})" if answer.noise is not None else ""
+    echo(f"all lines lifted to {answer.wide} at once: the gradient changes by {every}{noise}{left}{alike}")
+
+
+def _change(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3%}"

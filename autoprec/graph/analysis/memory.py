@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +29,26 @@ def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
                 yield value
 
 
-def step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadow: torch.nn.Parameter) -> int:
-    """Run one step of a copy of the optimizer on a stand-in for a group's parameters; return the bytes of its state.
+def step_of_twin(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.nn.Parameter]]],
+    state: Mapping[torch.nn.Parameter, dict[str, Any]] | None = None,
+) -> int:
+    """Run one step of a copy of the optimizer on stand-ins for its parameters; return the bytes of its state.
 
     Args:
         optimizer: whose copy makes the step; it is not changed.
-        group: the parameter group whose settings hold.
-        shadow: the stand-in, with a gradient of its shape.
+        groups: parameter groups whose settings hold, with the stand-ins of each, which have gradients of their shapes.
+        state: of the stand-ins before the step, which writes into it; none by default.
     """
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.state = defaultdict(dict)
-    rest = {key: copy.copy(value) for key, value in group.items() if key != "params"}
-    twin.param_groups = [{**rest, "params": [shadow], "foreach": False, "fused": False}]
+    twin.state = defaultdict(dict, state or {})
+    twin.param_groups = [
+        {key: copy.copy(value) for key, value in group.items() if key != "params"}
+        | {"params": list(shadows), "foreach": False, "fused": False}
+        for group, shadows in groups
+    ]
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(twin)  # unwrapped: the script's step hooks must not see this
     return _bytes(_state_tensors(twin.state))
@@ -67,11 +74,11 @@ def _predicted(optimizer: torch.optim.Optimizer) -> int:
         shapes = Counter((on_this_rank(p).shape, p.dtype) for p in group["params"] if p.requires_grad)
         for (shape, dtype), count in shapes.items():
             try:
-                size = step_of_twin(optimizer, group, stand_in(shape, dtype))
+                size = step_of_twin(optimizer, [(group, [stand_in(shape, dtype)])])
             except RuntimeError:  # NotImplementedError is one of them
                 if shape.numel() > _MOST_VALUES:
                     raise
-                size = step_of_twin(optimizer, group, stand_in(shape, dtype, "cpu"))
+                size = step_of_twin(optimizer, [(group, [stand_in(shape, dtype, "cpu")])])
             total += count * size
     return total
 

@@ -390,9 +390,9 @@ def _accumulators(step: Step) -> Iterator[Observation]:
 
 def _statistics(step: Step) -> Iterator[Observation]:
     told: set[str] = set()
-    for call, operator, measure in step.rows:
+    storages = {v.storage for v in step.recorder.trace.values if v.origin == "buffer" and v.dtype in LOW}
+    for call, operator, measure in step.rows if storages else ():
         kept = [v for v in step.values(call) if v.origin == "buffer" and v.dtype in LOW]
-        storages = {v.storage for v in step.recorder.trace.values if v.origin == "buffer" and v.dtype in LOW}
         into = [v for v in step.values(call)[:1] if v.storage in storages]
         if operator.phase != "forward" or measure.unchanged is None or not (kept or into) or operator.where in told:
             continue

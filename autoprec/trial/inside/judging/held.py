@@ -19,10 +19,10 @@ from autoprec.graph.census import Held
 from autoprec.graph.trace import dtype_name
 from autoprec.numerics.rounding import SIXTEEN_BIT
 from autoprec.optim.optimizer import runtime_of
-from autoprec.trial.inside.judging.shadow import ShadowRecorder, half_ulp, sampled
+from autoprec.trial.inside.judging.samples import SAMPLE, half_ulp, sampled
+from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from autoprec.trial.inside.judging.stepping import is_elementwise, next_step
 
-#: Elements of one tensor that are compared before and after an update.
-_SAMPLE = 1 << 16
 #: State of torch's optimizers that has the shape of a weight; what else has it may be a compensation, or a master copy.
 _KNOWN_STATE = frozenset(
     (
@@ -110,22 +110,33 @@ class Weights:
                     ):
                         continue
                     grad = (
-                        None if p.grad is None or p.grad.layout is not torch.strided else sampled(p.grad, _SAMPLE) != 0
+                        None if p.grad is None or p.grad.layout is not torch.strided else sampled(p.grad, SAMPLE) != 0
                     )
                     if grad is not None:
                         before, stored = self._exact(at, p)
                         self._held.append(_Weight(p, before, grad, index, at, stored))
 
+    def foresee(self, optimizer: Optimizer) -> bool:
+        """Note what an optimizer's step would make of 16-bit weights in FP32; say whether that is known.
+
+        Its gradients are there, and its step is next. What a step hook of the script changes is not foreseen.
+        """
+        if not is_elementwise(optimizer) or optimizer._optimizer_step_pre_hooks or runtime_of(optimizer) is not None:
+            return False
+        meant = next_step(optimizer, lambda p: p.grad if p.dtype in SIXTEEN_BIT else None, SAMPLE, wide=torch.float32)
+        self._meant |= meant or {}
+        return meant is not None
+
     def _observe(self, parameter: Tensor, weight: Tensor, _second: Tensor | None) -> None:
         """Keep what a policy's own update makes of a weight, before it is stored."""
-        self._meant[id(parameter)] = sampled(weight, _SAMPLE).clone()
+        self._meant[id(parameter)] = sampled(weight, SAMPLE).clone()
 
     def _exact(self, optimizer: int, parameter: Tensor) -> tuple[Tensor, bool]:
         """Return a sample of a weight's exact value, and whether that is kept beside the parameter."""
         runtime = runtime_of(self.optimizers[optimizer])
         beside = runtime is not None and runtime.weights.beside_of(parameter) is not None
         value = runtime.weights.read(parameter) if runtime is not None and beside else parameter
-        return sampled(value, _SAMPLE).clone(), beside
+        return sampled(value, SAMPLE).clone(), beside
 
     @property
     def rate(self) -> float:
@@ -154,7 +165,7 @@ class Weights:
             after, _ = self._exact(at, one.parameter)
             meant, twin = self._meant.get(id(one.parameter)), recorder.twin_of(one.parameter)
             if meant is None and twin is not None:
-                meant = sampled(twin, _SAMPLE)
+                meant = sampled(twin, SAMPLE)
             before = one.before.double()
             half = half_ulp(one.before)
             step = after.double() - before
@@ -222,7 +233,7 @@ def moments(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     for (name, dtype, beta), values in found.items():
         if not 0.0 < beta < 1.0:
             continue
-        flat = torch.cat([sampled(value, _SAMPLE) for value in values])
+        flat = torch.cat([sampled(value, SAMPLE) for value in values])
         flat = flat[(flat != 0) & flat.isfinite()]
         kept = float(((flat.float() * beta).to(dtype) == flat).float().mean()) if flat.numel() else 0.0
         yield {"name": name, "dtype": dtype_name(dtype), "beta": beta, "kept": kept, "tensors": len(values)}

@@ -129,9 +129,10 @@ class Judge(Events):
             self._finish()
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
-        if self._update is not None:
-            self._stepping.append((len(self._update.trace.calls), 1 << 60))
         if optimizer is not self._found.optimizers[0]:
+            if self._update is not None:
+                self._stepping.append((len(self._update.trace.calls), 1 << 60))
+                self._foresee(optimizer, self._update)
             return
         self._end_step()
         if self._update is None:
@@ -143,6 +144,17 @@ class Judge(Events):
             self._update = ShadowRecorder(self._found.root, optimizers=())
             self._update.__enter__()
             self._stepping, self._stepped = [(0, 1 << 60)], set()
+        else:
+            self._stepping.append((len(self._update.trace.calls), 1 << 60))
+        self._foresee(optimizer, self._update)
+
+    def _foresee(self, optimizer: Optimizer, recorder: ShadowRecorder) -> None:
+        """Look at an optimizer's step on samples, and leave its operators alone where that shows all."""
+        recorder.paused = True
+        try:
+            recorder.paused = self._weights.foresee(optimizer)
+        except Exception:  # it is looked at as it runs
+            recorder.paused = False
 
     def skipped_step(self, optimizer: Optimizer) -> None:
         if optimizer is self._found.optimizers[0]:
@@ -154,6 +166,7 @@ class Judge(Events):
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._update is not None:
+            self._update.paused = False
             self._stepped.add(id(optimizer))
         if self._update is not None and self._stepping:
             self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)

@@ -25,13 +25,14 @@ from autoprec.graph.places import caller
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.trace import bare_name, dtype_name
 from autoprec.numerics.rounding import SIXTEEN_BIT
+from autoprec.trial.inside.judging.samples import relative_error, sampled
 
 #: Classes of operators that end a twin: their products are exact in 16-bit operands, or they draw, or nobody knows.
 _ENDS = frozenset({"gemm", "conv", "attention", "random", "collective", "opaque", "scalar", "router"})
 #: Operators that make or reinterpret memory, of which a twin says nothing.
 _PLAIN = ("empty", "zeros", "ones", "new_", "full", "set", "resize", "view_dtype", "lift", "zero", "_sparse", "fill")
-#: Elements at which an error is looked at, most of a tensor with a twin, and outputs of a product that may be scores.
-_SAMPLE, _MOST, _MOST_EXPERTS = 1 << 18, 1 << 26, 512
+#: Most elements of tensors that have twins, and outputs of a product that may be scores.
+_MOST, _MOST_EXPERTS = 1 << 26, 512
 #: Calls after which twins of tensors that are gone are dropped.
 _PRUNED = 256
 #: Elements up to which a product in fp16 is multiplied once more, to see what became zero.
@@ -92,21 +93,6 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
         made = [_mapped(change, one) for one in value]
         return made if isinstance(value, list) else tuple(made)
     return change(value)
-
-
-def sampled(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return up to ``most`` elements of a tensor of any shape, evenly spread, as one of shape ``[count]``."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // most))] if flat.numel() else flat
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return ``|found - wanted| / |wanted|`` of tensors of one shape, over what is finite in both; 0 for nothing."""
-    a, b = sampled(found).double(), sampled(wanted).double()
-    both = a.isfinite() & b.isfinite()
-    a, b = a[both], b[both]
-    size = float(b.norm())
-    return float((a - b).norm()) / size if size else 0.0
 
 
 class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
@@ -183,7 +169,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         low = any(t.dtype in self.low for t in floats) or asked in self.low
         twinned = any(self.value_of(t) in self._twins or self.value_of(t) in self._scores for t in floats)
         looked = name in ("sin", "cos")
-        if not name or not (low or twinned or looked) or sum(t.numel() for t in floats) > _MOST:
+        exact = not twinned and ((name == "_to_copy" and asked not in self.low) or getattr(func, "is_view", False))
+        if not name or not (low or twinned or looked) or exact or sum(t.numel() for t in floats) > _MOST:
             if twinned:
                 self._forget(self._arguments(func, args, kwargs))
             return super()._run(func, args, kwargs)
@@ -304,16 +291,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         measure = self._measure or Measure()
         tensors = _tensors(args, kwargs)
         measure.before = max((self._errors.get(self.value_of(t), 0.0) for t in tensors), default=0.0)
-        outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
-        wides = [t for t in (wide if isinstance(wide, (list, tuple)) else (wide,)) if isinstance(t, Tensor)]
-        if wide is not None and len(outs) == len(wides):
-            for real, twin in zip(outs, wides, strict=True):
-                if (
-                    real.is_floating_point()
-                    and twin.shape == real.shape
-                    and all(real is not one for one, *_ in self._made)
-                ):
-                    self._made.append((real, twin, self._twins, 0.0))
+        outs = self._pair(out, wide)
         if isinstance(scores, Tensor) and outs and scores.shape == outs[0].shape:
             self._made.append((outs[0], scores, self._scores, 0.0))
         view = getattr(func, "is_view", False)
@@ -323,8 +301,9 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             error = measure.before if view else relative_error(real, twin)
             self._made[index] = (real, twin, table, error)
             measure.error = max(measure.error, error)
-            if not view and real.dtype in self.low:
-                measure.overflowed += int((~sampled(real).isfinite() & sampled(twin).isfinite()).sum())
+            # bfloat16 has the range of FP32
+            if not view and real.dtype is torch.float16 and not bool(real.isfinite().all()):
+                measure.overflowed += int((~real.isfinite() & twin.isfinite()).sum())
         if name in ("sum", "mean") and measure.error > _CANCELS and self._made:
             measure.figures["whole"], measure.error = measure.error, self._of_terms(func, args, kwargs)
         if before:
@@ -344,6 +323,19 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         terms = self.twin_of(args[0])
         sizes = func((args[0].float() if terms is None else terms).abs(), *args[1:], **(kwargs | {"dtype": None}))
         return float((real.double() - twin.double()).norm() / sizes.double().norm().clamp_min(1e-300))
+
+    def _pair(self, out: Any, wide: Any) -> list[Tensor]:
+        """Make what an operator gave from twins the twins of what it gave; return the latter."""
+        outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
+        wides = [t for t in (wide if isinstance(wide, (list, tuple)) else (wide,)) if isinstance(t, Tensor)]
+        written = {id(one) for one, *_ in self._made}
+        if wide is not None and len(outs) == len(wides):
+            self._made += (
+                (real, twin, self._twins, 0.0)
+                for real, twin in zip(outs, wides, strict=True)
+                if real.is_floating_point() and twin.shape == real.shape and id(real) not in written
+            )
+        return outs
 
     def _product_range(
         self, measure: Measure, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tensor
@@ -490,10 +482,3 @@ class _Autocast:
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_enabled(self._device, self._was)
-
-
-def half_ulp(tensor: Tensor) -> Tensor:
-    """Return half a unit in the last place of each element, float64 of the same shape: what is smaller is lost."""
-    info = torch.finfo(tensor.dtype)
-    size = tensor.detach().abs().double().clamp_min(info.tiny)
-    return torch.exp2(torch.floor(torch.log2(size))) * info.eps / 2

@@ -11,6 +11,7 @@ import torch
 
 from autoprec.graph.report import GraphReport
 from autoprec.graph.trace import dtype_name
+from autoprec.trial.inside.judging import shadow
 from autoprec.trial.inside.judging.judge import Judge, broken_backward
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
@@ -109,6 +110,13 @@ def test_stored_weights_of_a_policy_cure_lost_updates_and_are_seen_to(optimizer:
     assert "updates-lost" in {one.code for one in found_in_text(text) if one.severity == "error"}
     policy = {"schema": "autoprec.policy/1", "optimizer": {"weights": "bf16_kahan", **state}}
     assert found_in_text(text, policy) == []
+
+
+@pytest.mark.parametrize("more", ["", ", foreach=True", ", fused=True", ", amsgrad=True"])
+def test_lost_updates_are_seen_however_large_the_weights_are(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "_MOST", 64)  # elements of an operator beyond which there are no twins
+    text = LOW.format(optimizer=f"torch.optim.AdamW(net.parameters(), lr=1e-5{more})")
+    assert "updates-lost" in {one.code for one in found_in_text(text) if one.severity == "error"}
 
 
 def test_what_arrives_at_stored_weights_is_measured(tmp_path: Path) -> None:
