@@ -130,9 +130,7 @@ class Lifting(ShadowRecorder):  # type: ignore[no-untyped-call]
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
         return None  # which experts are chosen is not looked at
 
-    def _compare(  # type: ignore[override]
-        self, func: Any, _name: str, _cls: str, args: Any, _kwargs: Any, out: Any, wide: Any, *_: Any
-    ) -> None:
+    def _compare(self, func: Any, _name: str, _cls: str, args: Any, _kwargs: Any, out: Any, wide: Any, *_: Any) -> None:
         """Take the twins of what was given, and put them in its place where the line is lifted."""
         self._pair(out, wide)
         made = [(real, twin) for real, twin, table, _ in self._made if table is self._twins]
