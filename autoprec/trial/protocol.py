@@ -311,6 +311,11 @@ class GemmFindings:
     not_compared: tuple[str, ...] = ()
 
 
+def least_change(noise: float | None) -> float:
+    """Return the relative change of a gradient below which lifting lines says nothing: twice what a few bits change."""
+    return max(1e-5, 2.0 * (noise or 0.0))
+
+
 @dataclass(frozen=True, slots=True)
 class LiftedLines:
     """The answer to a :class:`LiftSpec`.

@@ -12,15 +12,13 @@ from autoprec.cli.recording import record, running
 from autoprec.errors import AuditError
 from autoprec.report.findings import TEXTS, counts, sound
 from autoprec.support.units import counted
-from autoprec.trial.protocol import LiftedLines, LiftSpec, TrialResult
+from autoprec.trial.protocol import LiftedLines, LiftSpec, TrialResult, least_change
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import findings
 from autoprec.tuning.lint.source import settings_of
 
 #: Seconds in which lines are lifted one at a time.
 _WITHIN_S = 40.0
-#: Relative change of the gradient below which a line is not told of.
-_LEAST = 1e-5
 
 
 def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
@@ -75,7 +73,7 @@ def _print_lines(lifted: TrialResult, here: str) -> None:
     if not isinstance(answer, LiftedLines):
         echo(f"note: no line was lifted: {lifted.reason or lifted.status}", err=True)
         return
-    least = max(_LEAST, 2 * (answer.noise or 0.0))
+    least = least_change(answer.noise)
     rows = [
         (
             row["where"].removeprefix(f"{here}/"),

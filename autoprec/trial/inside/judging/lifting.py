@@ -39,10 +39,8 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks, parameters_of
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part
 from autoprec.trial.inside.sensitivity.gradients import relative_error as error_of_squares
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, eager, random_state, set_random_state
-from autoprec.trial.protocol import LiftedLines, LiftSpec
+from autoprec.trial.protocol import LiftedLines, LiftSpec, least_change
 
-#: Change of the gradient below which no line is lifted alone: in itself, and times what a few last bits change.
-_LEAST, _TIMES_NOISE = 1e-5, 2.0
 #: One of so many elements of the first result has another last bit.
 _NUDGED = 257
 #: What of one rounding a line has to change of its results to be lifted alone.
@@ -254,7 +252,7 @@ class Lift(Events):
             self._played(look)
         noise, _ = self._change(_Nudge(low))
         every, every_update = self._change(self._lifting(None, low, wide))
-        least, rounding = max(_LEAST, _TIMES_NOISE * (noise or 0.0)), torch.finfo(low[0]).eps * _OF_A_ROUNDING
+        least, rounding = least_change(noise), torch.finfo(low[0]).eps * _OF_A_ROUNDING
         other = sorted((row for row in look.seen.items() if row[1].changes > rounding), key=lambda row: -row[1].error)
         played = 0
         for where, seen in other if every is None or every > least else ():
