@@ -22,6 +22,7 @@ from hypothesis import settings
 
 from tests import heap
 from tests.schedule import Recorder, longest_first
+from tests.stores import ask_less
 
 # A busy machine is not a reason to fail, and the same commit gives the same verdict.
 settings.register_profile("autoprec", deadline=None, derandomize=True)
@@ -120,6 +121,8 @@ def pytest_collection_finish() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
+    if "optuna" in sys.modules:
+        ask_less()
     gc.collect()
     heap.set_aside()
 

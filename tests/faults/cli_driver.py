@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a process of its own: it finds the tests
 
 from autoprec.cli import cli
+from autoprec.cost.device.cpu import UNCALIBRATED, UNMEASURED
 from autoprec.tracking.listener import TrackingListener
 from autoprec.tuning import engine
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
@@ -43,6 +44,7 @@ def main() -> None:
         graph=simulated_graph(2, width=4096, tokens=16384), device="NVIDIA H100 80GB HBM3", delay_s=float(sys.argv[1])
     )
     engine.runner_factory = lambda *_: lambda seed, _folder: SimulatedRunner(script, seed)
+    engine.cpu_rates = lambda: (UNMEASURED, UNCALIBRATED)  # it would time products in a process with PyTorch
     for name in ("started", "trial", "attach", "close"):
         setattr(TrackingListener, name, timed(getattr(TrackingListener, name)))
     try:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.storages._rdb.models import TrialModel
+from optuna.storages._rdb.storage import RDBStorage
 
 from autoprec.errors import AutoPrecError, StudyError
 from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
+from tests.stores import WHOLE
 
 SPACE = {f"layer:{i}": optuna.distributions.CategoricalDistribution(("keep", "bf16")) for i in range(4)}
 OBJECTIVES = ("step_time_ms", "divergence")
@@ -156,6 +159,37 @@ def test_each_trial_is_one_transaction(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as after:
         assert after.execute("select count(*) from trials").fetchone() == (1,)
         assert after.execute("select count(*) from trial_params").fetchone() == (len(SPACE),)
+
+
+def test_what_tests_store_with_fewer_statements_is_what_optuna_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(folder: Path) -> dict[str, list[tuple[object, ...]]]:
+        folder.mkdir()
+        target = store(folder)
+        target.start(optuna.samplers.RandomSampler(seed=0), SPACE, [("all bf16", dict.fromkeys(SPACE, "bf16"))])
+        run(target, 3)
+        target.add(record(target.next_number(), {"layer:0": "keep"}, "crashed", kind="finalist"))
+        target.close()
+        columns = {
+            "trials": "number, study_id, state",
+            "trial_params": "trial_id, param_name, param_value, distribution_json",
+            "trial_values": "trial_id, objective, value, value_type",
+            "trial_user_attributes": "trial_id, key, value_json",
+            "trial_system_attributes": "trial_id, key, value_json",
+        }
+        with contextlib.closing(sqlite3.connect(folder / "study.db")) as database:
+            return {name: sorted(database.execute(f"select {what} from {name}")) for name, what in columns.items()}
+
+    less = stored(tmp_path / "less")
+    assert WHOLE, "tests/conftest.py has them ask less"
+    monkeypatch.setattr(TrialModel, "find_or_raise_by_id", WHOLE["find"])
+    monkeypatch.setattr(RDBStorage, "_set_trial_param_without_commit", WHOLE["set_param"])
+    monkeypatch.setattr(RDBStorage, "_set_trial_attr_without_commit", WHOLE["set_attr"])
+    assert stored(tmp_path / "whole") == less
+    assert len(less["trials"]) == 4
+    assert len(less["trial_params"]) >= 3 * len(SPACE)
+    assert less["trial_user_attributes"]
 
 
 def test_optuna_sees_every_parameter_of_a_large_study(tmp_path: Path) -> None:
