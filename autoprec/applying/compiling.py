@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autoprec.backends.casts import leave_to_torch
 from autoprec.policy import LayerPlan
@@ -89,17 +90,22 @@ def is_compiled(root: nn.Module) -> bool:
     """
     if root in _AROUND:
         return True
-    modules = list(root.modules())
+    modules = [*root.modules(), *_around(root)]
     calls = ("_compiled_call_impl", "_call_impl", "forward")
     if any(_compiles(getattr(module, name, None)) for module in modules for name in calls):
         return True
     inside = {id(module) for module in modules}
-    return any(id(x) in inside or id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in _wrappers())
+    return any(not inside.isdisjoint(map(id, wrapper.modules())) for wrapper in _wrappers())
 
 
 def note_compiled(root: nn.Module) -> None:
     """Note that a function which the script compiles calls the model, as a compiled loss or training step does."""
     _AROUND.add(root)
+
+
+def _around(root: nn.Module) -> list[nn.Module]:
+    """Return the DistributedDataParallel wrappers around a model: scripts compile them, too."""
+    return [wrapper for wrapper in living(DistributedDataParallel) if any(part is root for part in wrapper.modules())]
 
 
 def _compiles(call: Any) -> bool:
@@ -222,7 +228,7 @@ def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, _Compiles]]:
     for wrapper in _wrappers():
         if any(id(module) in inside for module in wrapper._orig_mod.modules()):
             yield wrapper, wrapper.dynamo_ctx
-    for module in root.modules():
+    for module in (*root.modules(), *_around(root)):
         call: Any = module.__dict__.get("_compiled_call_impl")
         names = call.__code__.co_freevars if isinstance(call, FunctionType) else ()
         if "self" in names:

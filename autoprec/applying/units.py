@@ -74,7 +74,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         if "OptimizedModule" in names:
             inner = model._modules.get("_orig_mod")
         elif names & set(_WRAPPERS):
-            inner = model._modules.get("module") or model._modules.get("_fsdp_wrapped_module")
+            # asked whether it is true, a module says how long it is
+            inner = model._modules.get("module", model._modules.get("_fsdp_wrapped_module"))
         elif "CheckpointWrapper" in names:
             inner = model._modules.get("_checkpoint_wrapped_module")
         if not isinstance(inner, nn.Module):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autoprec.applying import compiling
 from autoprec.applying.compiling import is_compiled, note_compiled
-from tests.applying.test_compiling import _Block, _Odd, _Odds, _policy, _ran, _Stack, policies
+from tests.applying.test_compiling import BF16, _Block, _Odd, _Odds, _policy, _ran, _Stack, policies
+from tests.warm import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -196,3 +202,39 @@ def test_where_nothing_is_compiled_the_audit_says_why(how: str, monkeypatch: pyt
     row = policy.audit(model).operators["execution"]
     assert (row["executed"], row["ok"]) == ("eager", False)
     assert (how if how != "forward" else "model(x)?") in row["reason"]
+
+
+def _of_a_rank(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found, x = {}, torch.randn(4, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for how in ("eager", "around it", "in place", "inside it"):
+        torch.manual_seed(0)
+        model = _Stack()
+        call: Any = torch.compile(model, backend="eager") if how == "inside it" else model
+        call = DistributedDataParallel(call)
+        call = torch.compile(call, backend="eager") if how == "around it" else call
+        if how == "in place":
+            call.compile(backend="eager")
+        assert is_compiled(model) is (how != "eager")
+        policy = _policy("keep" if how == "eager" else "compile", **BF16)
+        policy.apply(call)
+        out = call(x)
+        out.sum().backward()
+        row = policy.audit(call).operators.get("execution", {"ok": True, "executed": "keep"})
+        grads = [p.grad for p in model.parameters()]
+        found[how] = (compiling.compiled_blocks(model), row["ok"], row["executed"], out.detach(), grads)
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+def test_blocks_inside_of_ddp_are_compiled_whatever_the_script_compiled_around_it(tmp_path: Path) -> None:
+    ended = run_ranks(lambda _rank: _of_a_rank(tmp_path), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        *_, expected, grads = found.pop("eager")
+        for how, (blocks, ok, executed, out, own) in found.items():
+            assert (blocks, ok, executed) == (3, True, "compile"), how
+            assert torch.equal(out, expected)
+            assert all(torch.equal(a, b) for a, b in zip(own, grads, strict=True)), how
