@@ -64,12 +64,18 @@ class _GivenUp(logging.Filter):
     """Counts what Dynamo gave up and ran as eager code, with a warning alone.
 
     That is a version of something beyond its limit, and, where a script suppresses errors, what a compiler failed on.
+
+    Attributes:
+        last: the function of which a version was last refused, with its file and line.
     """
 
     limits = failures = 0
+    last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        self.limits += "hit config." in str(record.msg)
+        if "hit config." in str(record.msg):
+            self.limits += 1
+            self.last = str(record.args[2]) if isinstance(record.args, tuple) and len(record.args) > 2 else "a function"
         self.failures += str(record.msg).startswith("WON'T CONVERT")
         return True
 
@@ -379,7 +385,7 @@ def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:
         reason = "a graph failed to compile, and torch._dynamo.config.suppress_errors let it run as eager code"
         return row | {"executed": "eager", "ok": False, "reason": reason}
     if _GIVEN_UP.limits > done.limits:
-        reason = "past torch._dynamo.config.recompile_limit versions some of it ran as eager code: its blocks differ"
+        reason = f"past torch._dynamo.config.recompile_limit versions of {_GIVEN_UP.last} it ran as eager code"
         return row | {"executed": "eager", "ok": False, "reason": reason}
     if compiled_graphs() > done.graphs:
         whole = "the model has no repeated blocks: it is compiled as a whole" if wanted == "compile" else ""

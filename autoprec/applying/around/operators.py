@@ -68,9 +68,14 @@ def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
 FLOAT32_FUNCTIONS = _table()
 
 
-#: What ``x ** 2``, ``2 ** x`` and ``2 / x`` are looked up as: Dynamo does not find these methods, which torch wraps,
-#: among the keys of a dictionary, and its guards do.
-_WRAPPED: dict[str, Callable[..., Any]] = {"pow": torch.pow, "__rpow__": torch.pow, "__rdiv__": torch.reciprocal}
+#: What ``x ** 2``, ``2 ** x``, ``2 / x`` and ``x.norm()`` are looked up as: Dynamo does not find these methods, which
+#: torch writes in Python, among the keys of a dictionary, and its guards do.
+_WRAPPED: dict[str, Callable[..., Any]] = {
+    "pow": torch.pow,
+    "__rpow__": torch.pow,
+    "__rdiv__": torch.reciprocal,
+    "norm": torch.norm,
+}
 
 #: What updates running statistics, which a model in 16 bits keeps in 16 bits.
 _RUNNING = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
@@ -201,6 +206,8 @@ class OperatorMode(TorchFunctionMode):
         emulated = self.lstm if func is torch.lstm else self.emulated
         if emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
             return self._emulate(func, args, kwargs, emulated)
+        if func is Tensor.unflatten:  # its body calls super(), which Dynamo traces in a method's call alone
+            return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _emulate(

@@ -435,3 +435,24 @@ def test_powers_and_quotients_written_with_signs_are_float32_inside_a_compiled_m
     out = torch.compile(model, backend="eager")(x)
     assert out.dtype is torch.float32
     assert torch.equal(out, model(x))
+
+
+#: Methods that torch writes in Python, and others whose way through a mode is their own.
+WRITTEN_IN_PYTHON = {
+    "unflatten": lambda h: h.unflatten(-1, (2, 4)).transpose(1, 2).flatten(1),
+    "split": lambda h: torch.cat(h.split(2, -1), -1),
+    "norm": lambda h: h / h.norm(dim=-1, keepdim=True),
+    "stft": lambda h: torch.stft(h.float().flatten(), 4, window=torch.ones(4), return_complex=True).abs(),
+    "signs": lambda h: 1 - 2 ** (1 / (h.abs() + 1)),
+    "iteration": lambda h: sum(row for row in h),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN_IN_PYTHON)
+def test_a_compiled_model_stays_one_graph_under_float32_operators(written) -> None:
+    torch._dynamo.reset()
+    function = WRITTEN_IN_PYTHON[written]
+    model, x = Probe(lambda h: F.softmax(function(F.layer_norm(h, (8,))), 0)), torch.randn(4, 8)
+    Policy(activations="bf16").apply(model)
+    out = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert torch.equal(out, model(x))
