@@ -20,11 +20,10 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, Run
 
-#: Fewer seconds to compile the script as written are not worth a further run of the reference.
-_LEAST_COMPILE_S = 10.0
-#: The same where policies quantise: they compile several times as long, and an earlier search may have left what the
-#: script compiles in torch's cache, but not what they do.
-_LEAST_QUANTISED_S = 2.0
+#: Fewer seconds to compile the script as written are not worth a further run of the reference. More are, on any device:
+#: policies that quantise compile several times as long, and an earlier run of the script may have left what it compiles
+#: in torch's cache, but not what policies do.
+_LEAST_COMPILE_S = 2.0
 
 
 def is_whole(record: Run) -> bool:
@@ -83,9 +82,8 @@ class ByBlock:
         step_s = step_time(whole.step_ms, whole.warmup) / 1e3
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_s)
         self._state.seconds.compile_s, self._state.seconds.step_s = compile_s, step_s
-        least = _LEAST_COMPILE_S if self._setup.target.is_cpu else _LEAST_QUANTISED_S
         few = self._setup.host.blocks < FEWEST_BLOCKS
-        return self._allowed and not few and compile_s >= least
+        return self._allowed and not few and compile_s >= _LEAST_COMPILE_S
 
     def begin(self, blocks: TrialResult) -> bool:
         """Compile blocks from here on, if the reference could be run so; else say why all runs compile as the script.

@@ -101,14 +101,12 @@ def test_times_and_memory_are_those_of_the_whole_model() -> None:
     ("changes", "script"),
     [
         ({"alike": 2}, Script()),
-        ({"is_cpu": True}, Script(compile_s=9.0)),
         ({}, Script(compile_s=1.5)),
         ({}, Script(blocks=1)),
         ({"allowed": False}, Script()),
     ],
     ids=[
         "two blocks",
-        "a CPU, compiled in seconds",
         "compiled at once",
         "a function that the script compiles",
         "verify",
@@ -142,9 +140,10 @@ def test_why_runs_compile_the_whole_model_is_the_true_reason(result: TrialResult
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_where_policies_quantise_blocks_pay_sooner_and_modelled_times_are_not_told(measured: bool) -> None:
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_what_torchs_cache_may_hold_of_the_script_pays_by_block(is_cpu: bool, measured: bool) -> None:
     script = Script(compile_s=3.0)
-    runs = begun(made(script, measured=measured), script)
+    runs = begun(made(script, measured=measured, is_cpu=is_cpu), script)
     assert runs.active
     assert ("times" in runs._state.notes[0]) is measured
 
