@@ -38,6 +38,8 @@ _TOLD = 0.001
 #: What a difference has to lose: that of a value and its mean loses some digits where the mean is large.
 _DIFFERENCE = 0.1
 
+_Rows = list[tuple[Call, Operator, Measure]]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -192,9 +194,9 @@ def _low_table(step: Step, call: Call) -> Value | None:
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
-def _loss_lines(step: Step) -> dict[str, list[tuple[Call, Operator, Measure]]]:
+def _loss_lines(step: Step) -> dict[str, _Rows]:
     """Return what is computed of losses in 16 bits, by line."""
-    lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
+    lines: dict[str, _Rows] = {}
     for call, operator, measure in step.rows:
         is_loss = operator.cls == "loss" or call.name in _LOSSES or operator.pattern in ("cross_entropy", "logsumexp")
         is_loss = is_loss and operator.cls in ("loss", "softmax")
@@ -203,10 +205,16 @@ def _loss_lines(step: Step) -> dict[str, list[tuple[Call, Operator, Measure]]]:
     return lines
 
 
+def _logarithms(lines: dict[str, _Rows]) -> dict[str, _Rows]:
+    """Return the lines that take a logarithm: where the digits of a likelihood go, whatever is made of it later."""
+    return {at: rows for at, rows in lines.items() if any(c.name in (*_LOSSES, "log") for c, _, _ in rows)}
+
+
 def _losses(step: Step) -> Iterator[Observation]:
     lines = _loss_lines(step)
+    logarithms = _logarithms(lines)
     first = {where: max(several, key=lambda row: row[0].name in _LOSSES) for where, several in lines.items()}
-    before = {where: _line_above(step, row[0], lines) for where, row in first.items()}
+    before = {where: _line_above(step, row[0], logarithms) for where, row in first.items()}
     for where, several in lines.items():
         if before[where]:
             continue  # a likelihood of log-probabilities that another line made: that one is named
@@ -321,7 +329,9 @@ def _patterns(step: Step) -> Iterator[Observation]:
 def _lines(step: Step) -> Iterator[Observation]:
     """Lines whose result has an error that what they were given had not: sums, cancellations."""
     lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
-    told = {where for where, rows in _loss_lines(step).items() if max(m.error for _, _, m in rows) >= _TOLD}
+    told = {
+        where for where, rows in _logarithms(_loss_lines(step)).items() if max(m.error for _, _, m in rows) >= _TOLD
+    }
     for call, operator, measure in step.rows:
         counts = call.phase == "forward" or (call.phase == "update" and bool(_low(operator)))
         counts = counts and bool(operator.where) and measure.error > 0 and not operator.pattern
