@@ -30,7 +30,7 @@ from autoprec.tuning.lint.rules import findings
 from autoprec.tuning.lint.source import settings_of
 from benchmarks.precision import running
 from benchmarks.scripts.scripts import ROOT, Script, Trial, commit, manifest
-from benchmarks.scripts.table import machine
+from benchmarks.scripts.table import DEFECTS, machine
 
 JUSTIFIED = Path(__file__).with_name("justified.yaml")
 COMMANDS = ("judge", "check", "lint")
@@ -179,7 +179,7 @@ def told(record: dict[str, Any], command: str) -> str:
 def crashed(done: dict[str, Any]) -> bool:
     """Say whether a command ended as none should."""
     odd = not done["answered"] and done["code"] in _ENDS
-    return "defect of AutoPrec" in done["err"] or odd
+    return any(words in done["err"] for words in DEFECTS) or odd
 
 
 def rows_of(record: dict[str, Any], justified: Sequence[dict[str, Any]]) -> list[Row]:

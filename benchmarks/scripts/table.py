@@ -19,6 +19,8 @@ from typing import Any
 COMMANDS = ("inspect", "search", "check", "run")
 #: The search that every script is given.
 SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --no-mlflow --json"
+#: What AutoPrec says where its own code has failed, in its process and in the script's.
+DEFECTS = ("defect of AutoPrec", "AutoPrec's own code failed")
 BLAME = ("not an AutoPrec failure", "run it without AutoPrec first")
 Record = dict[str, Any]
 
@@ -59,7 +61,7 @@ def faults(record: Record, step: str) -> list[str]:
     found = []
     err = done["err"]
     stopped = step == "run" and done["code"] == bare["code"] == "time"
-    if "defect of AutoPrec" in err:
+    if any(words in err for words in DEFECTS):
         found.append(f"{step}: a defect of AutoPrec")
     elif step == "run" and done["code"] != bare["code"] and not (done["code"] == "time" and record.get("endless")):
         found.append(f"run: ended with {done['code']}, bare with {bare['code']}")

@@ -43,6 +43,7 @@ def test_a_finding_is_one_row_for_both_commands_and_has_the_word_of_who_looked_a
         (done(code=4, answered=False, err="Traceback\nautoprec: error: no step was seen"), False, "no step was seen"),
         (done(code=0, answered=False), True, "FAULT: exit 0: []"),
         (done(code=1, answered=False, err="this is a defect of AutoPrec"), True, "FAULT"),
+        (done(code=4, answered=False, err="AutoPrec's own code failed inside the script's process"), True, "FAULT"),
         (done(unseen=["no update"]), False, "nothing found; not judged: no update"),
     ],
 )

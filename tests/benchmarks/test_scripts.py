@@ -60,6 +60,11 @@ def test_every_change_of_a_file_is_seen_and_our_own_folders_are_not(tmp_path: Pa
         ({"search": {"code": "time"}}, "fault"),
         ({"search": {"answer": {"trials": {"failed": 2}}}}, "fault"),
         ({"inspect": {"code": 4, "err": "autoprec: error: x (not an AutoPrec failure)"}}, "fault"),
+        (
+            {"check": {"code": 4, "err": "autoprec: error: a.py: AutoPrec's own code failed inside the script's"}},
+            "fault",
+        ),
+        ({"search": {"code": 1, "err": "autoprec: error: this is a defect of AutoPrec, not of your script"}}, "fault"),
         ({"inspect": {"code": 4, "err": "autoprec: error: never called backward\n  fix: use Session"}}, "told"),
     ],
 )
