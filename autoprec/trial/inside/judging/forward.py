@@ -333,7 +333,10 @@ def _lines(step: Step) -> Iterator[Observation]:
         where for where, rows in _logarithms(_loss_lines(step)).items() if max(m.error for _, _, m in rows) >= _TOLD
     }
     for call, operator, measure in step.rows:
-        counts = call.phase == "forward" or (call.phase == "update" and bool(_low(operator)))
+        # of rounded values in FP32 digits are lost where they cancel; another model's optimizer may step in a forward
+        low = bool(_low(operator))
+        counts = low if call.phase == "update" else low or call.name in ("sub", "rsub", *_REDUCES)
+        counts = counts and call.phase in ("forward", "update")
         counts = counts and bool(operator.where) and measure.error > 0 and not operator.pattern
         if counts and not _cancels(step, call):
             lines.setdefault(operator.where, []).append((call, operator, measure))

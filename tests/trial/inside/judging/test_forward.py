@@ -159,3 +159,28 @@ def test_a_polynomial_is_not_a_running_sum(expression: Callable[[Tensor, Tensor]
         expression(out.detach(), out.detach().roll(1, 0)).sum()
         out.sum().backward()
     assert "accumulator-16bit" not in {one.code for one in seen(Step(recorder, recorder.report()))}
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda state, grad: state.addcmul_(grad, grad, value=0.001),  # Adam's second moment
+        lambda state, grad: state.mul_(0.9).add_(grad.square()),
+        lambda state, grad: state.lerp_(grad * grad, 0.001),
+        lambda state, grad: state.add_(grad.pow(3)),
+        lambda state, grad: state.addcdiv_(grad * grad, grad.abs() + 1e-8),
+    ],
+)
+def test_the_state_of_another_optimizer_in_fp32_loses_no_digits_of_its_own(
+    update: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(BF16)
+    with ShadowRecorder(model) as recorder:
+        out = model(torch.randn(64, 8, dtype=BF16))
+        near = out.detach() * 1e-4 + 100.2
+        grad = near.float() - 100.2
+        update(torch.zeros(64, 8), grad)
+        out.sum().backward()
+    found = [one for one in seen(Step(recorder, recorder.report())) if one.code == "reduction-16bit"]
+    assert [one.operator for one in found] == ["aten::sub"]
