@@ -207,7 +207,7 @@ def page(records: Sequence[dict[str, Any]], limit: float) -> str:
     """Return the page of what was found in all scripts, and whether it is right."""
     justified = yaml.safe_load(JUSTIFIED.read_text(encoding="utf-8"))["findings"]
     tried = [record for record in records if not record["skipped"]]
-    answered = [record for record in tried if any(record.get(command, {}).get("answered") for command in COMMANDS)]
+    answered = [record for record in tried if any(map(judges, (record.get(command, {}) for command in COMMANDS)))]
     third = {script.name for script in manifest() if script.repository}
     found = [row for record in tried for row in rows_of(record, justified)]
     count = Counter((row.severity, row.right) for row in found)
@@ -251,7 +251,12 @@ def page(records: Sequence[dict[str, Any]], limit: float) -> str:
 def answering(name: str, records: Sequence[dict[str, Any]]) -> list[str]:
     """Return the commands that have judged the script of that name."""
     record = next(one for one in records if one["name"] == name)
-    return [command for command in COMMANDS if record.get(command, {}).get("answered")]
+    return [command for command in COMMANDS if judges(record.get(command, {}))]
+
+
+def judges(done: dict[str, Any]) -> bool:
+    """Say whether a command has judged a step: `lint` answers without one, too."""
+    return bool(done.get("answered")) and not any("no step was recorded" in text for text in done["unseen"])
 
 
 def listed(names: Sequence[str]) -> str:

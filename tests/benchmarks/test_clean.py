@@ -59,3 +59,11 @@ def test_what_was_justified_names_scripts_and_codes_that_exist() -> None:
         assert row["code"] in RULES
         assert isinstance(row["right"], bool)
         assert row["why"]
+
+
+def test_an_answer_without_a_step_is_not_a_judgement() -> None:
+    lint = done(unseen=["no step was recorded, so layers were not looked at: why"])
+    assert not clean.judges(lint)
+    assert not clean.judges({})
+    assert clean.judges(done())
+    assert "from other people's repositories | 0, 0 |" in clean.page([record(lint=lint)], 120)
