@@ -88,10 +88,21 @@ class GradientHook:
 
 
 def find_distributed(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel wrapper around ``model`` (or ``model`` itself), None when there is none."""
+    """Return the DistributedDataParallel wrapper around ``model`` (or ``model`` itself), None when there is none.
+
+    What ``torch.compile`` returned, around the wrapper or inside of it, is looked through.
+    """
+    model = _not_compiled(model)
     if isinstance(model, DistributedDataParallel):
         return model
-    return next((wrapper for wrapper in living(DistributedDataParallel) if wrapper.module is model), None)
+    wrappers = living(DistributedDataParallel)
+    return next((wrapper for wrapper in wrappers if _not_compiled(wrapper.module) is model), None)
+
+
+def _not_compiled(model: nn.Module) -> nn.Module:
+    while isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+        model = inner
+    return model
 
 
 def install_gradient_hook(model: nn.Module, gradients: str, *, reserve: bool = False) -> GradientHook | None:

@@ -82,6 +82,24 @@ def test_every_format_of_a_policy_has_a_codec():
     assert set(WIRE) == set(get_args(CommunicationPolicy.model_fields["gradients"].annotation))
 
 
+def _compiled_wrappers():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    compiled = torch.compile(backend="eager")
+    for around, inside in ((False, False), (True, False), (False, True), (True, True)):
+        model = nn.Linear(4, 4)
+        wrapper = nn.parallel.DistributedDataParallel(compiled(model) if inside else model)
+        call = compiled(wrapper) if around else wrapper
+        assert all(find_distributed(one) is wrapper for one in (model, wrapper, call)), (around, inside)
+        assert install_gradient_hook(call, "bf16") is not None
+        assert find_distributed(nn.Linear(4, 4)) is None
+    dist.destroy_process_group()
+
+
+def test_a_wrapper_is_found_whatever_is_compiled_around_or_inside_of_it(tmp_path):
+    ended = run_ranks(lambda _rank: _compiled_wrappers(), cwd=tmp_path, ranks=1)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_model_that_is_not_distributed_communicates_nothing():
     model = nn.Linear(2, 2)
     assert find_distributed(model) is None
