@@ -32,7 +32,7 @@ from autoprec.tuning.study.run import Run
 _RECORD, _LOGGED = "autoprec.record", "autoprec.logged"
 #: What MLflow takes in one call.
 _BATCHES = {"metrics": 900, "params": 90, "tags": 90}
-#: A chart is no wider, and each point is a row of MLflow's database.
+#: Charts are narrower than this, and each point is a row of MLflow's database.
 _MAX_POINTS = 1000
 
 

@@ -85,7 +85,7 @@ def test_speeds_are_those_of_a_duel_with_its_interval_where_they_are_judged(tmp_
         row = result.to_json()["rows"][0]
         assert len(row["divergences"]) == 3
         assert (row["interval"] is not None) is timed
-    simulated.compile_s = 20.0  # a script that compiles its model is no exception
+    simulated.compile_s = 20.0  # a script that compiles its model is not an exception
     simulated.calls.clear()
     compiled = check(uniform("fp8_rowwise"), tmp_path / "compiled", script=simulated)
     assert [spec.kind for _, spec in simulated.calls].count("duel") == 1
