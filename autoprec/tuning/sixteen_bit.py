@@ -153,8 +153,9 @@ def is_plain(name: str) -> bool:
 
 
 def _is_named(name: str, plain: str) -> bool:
-    """Compare a preset's name; one that a space names as well is called ``its name (all bf16)``."""
-    return name == plain or name.endswith(f" ({plain})")
+    """Compare a preset's name; one that a space names as well is called ``its name (all bf16)``, as the mended is."""
+    mended = plain == MENDED and name.startswith(f"{MENDED} (")
+    return name == plain or name.endswith(f" ({plain})") or mended
 
 
 def sixteen_bit_speedup(setup: Setup, records: Iterable[Run]) -> float | None:

@@ -253,7 +253,12 @@ def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: floa
 
 
 def _unsound_reference(
-    faults: Sequence[dict[str, str]], still: bool, reference: str, fp32: bool = False, short: bool = False
+    faults: Sequence[dict[str, str]],
+    still: bool,
+    reference: str,
+    fp32: bool = False,
+    short: bool = False,
+    unmended: bool = False,
 ) -> str:
     """Say that what everything was compared with is at fault: first of all that, then how to go on."""
     what = [*map(fault_text, faults), *(["its loss is the same number at every step"] if still else [])]
@@ -262,6 +267,7 @@ def _unsound_reference(
         where = [f"{row['place']} [{row['code']}]".strip() for row in faults] or what
         return f"The reference is at fault, so no policy can be adopted by comparison with {name}: {_first_two(where)}"
     mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
+    mend += "; nothing that a policy changes was found to mend it" if unmended else ""
     out = "; --reference fp32 compares with a run in fp32, whose own step shows no such fault" if fp32 else ""
     return (
         f'The reference is at fault, so no comparison with {name} is evidence, neither "stay" nor a divergence of 0: '
@@ -286,12 +292,11 @@ def _mended(
     divergence: float | None = None,
 ) -> str:
     """Say what a policy mends, and at which price; a gap to a faulty reference is not held against it."""
-    section = ", ".join(f"{key}: {value}" for key, value in settings.items())
     rest = f"; it leaves {' and '.join(left)}" if left else ""
     more = memory_text(abs(memory)) + (" more" if memory >= 0 else " less")
     other = "as written" if reference == "script" else f"in {over_what(reference, AS_WRITTEN)}"
     text = (
-        f"A policy with `optimizer: {{{section}}}` ('{name}') mends {' and '.join(cures)}, as a step judged under it "
+        f"A policy with {_policy_text(settings)} ('{name}') mends {' and '.join(cures)}, as a step judged under it "
         f"shows{rest}. A step then takes {step_ms:.3g} ms, {reference_ms:.3g} ms {other} ({source}), and {more} memory "
         "(modelled)"
     )
@@ -300,6 +305,17 @@ def _mended(
     whose = "the script" if reference == "script" else over_what(reference, AS_WRITTEN)
     gap = f"that its losses are {divergence:.3%} from those of {whose}, which is at fault, says nothing against it"
     return f"{text}; {gap}"
+
+
+def _policy_text(settings: Mapping[str, str]) -> str:
+    """Return parameters of a study as a policy has them."""
+    stored = [f"{name.partition('.')[2]}: {value}" for name, value in settings.items() if "." in name]
+    wide = [f"{name}: {value}" for name, value in settings.items() if "." not in name and name != "activations"]
+    lines = [f"optimizer: {{{', '.join(stored)}}}"] if stored else []
+    if activations := settings.get("activations"):
+        lines += [f"activations: {activations}", *([f"operators: {{{', '.join(wide)}}}"] if wide else [])]
+        lines += ["loss_scaling: dynamic"] if activations == "fp16" else []
+    return ", ".join(f"`{line}`" for line in lines)
 
 
 def fault_text(row: Mapping[str, str]) -> str:

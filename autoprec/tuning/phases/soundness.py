@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
-from autoprec.policy.space import SpacePreset
+from autoprec.policy.space import WIDE_OPERATORS, SpacePreset
 from autoprec.precision.recipes import KEEP
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
@@ -26,10 +27,15 @@ from autoprec.tuning.study.run import MODELLED, Run, pooled
 
 #: Faults under which weights hardly move, whatever the learning rate and the number of steps.
 _STANDING = frozenset(("updates-lost", "rate-below-half-ulp", "stale-casts", "fp16-unscaled"))
-#: The preset under which a policy stores what weights and moments of the script lose in bf16.
+#: The preset under which a policy mends what it can of the script's own precision.
 MENDED = "the script, mended"
-#: Code of a fault -> the parameter of the study that mends it, and its value.
-_MENDS = {"updates-lost": ("weights", "bf16_kahan"), "moment-16bit": ("exp_avg_sq", "fp16_scaled")}
+#: Code of a fault in bf16 -> the parameter of the study under which weights or moments lose nothing, and its value.
+_STATE = {"updates-lost": ("optimizer.weights", "bf16_kahan"), "moment-16bit": ("optimizer.exp_avg_sq", "fp16_scaled")}
+#: Faults of operators that a policy runs in FP32 where its activations are in 16 bits: softmax, norms, losses, the
+#: model's output, and those that a model writes by hand.
+_OPERATORS = frozenset(
+    ("loss-16bit", "norm-16bit", "softmax-16bit", "router-16bit", "reduction-16bit", "overflow-16bit", "eps-zero")
+)
 #: Steps from which on losses that are one number mean that nothing is learnt.
 _FEWEST_LOSSES = 3
 
@@ -79,13 +85,30 @@ class Mend:
     """What a policy can mend of the script's faults.
 
     Attributes:
-        settings: of its ``optimizer`` section.
+        settings: parameters of the study, and their values.
         cures: codes of faults that it is for and that a step judged under it does not have; ``left`` of all others.
     """
 
     settings: Mapping[str, str]
     cures: tuple[str, ...]
     left: tuple[str, ...]
+
+
+def mends_for(code: str, dtype: str, wide: Sequence[str] = ()) -> dict[str, str]:
+    """Return the parameters of a study, and their values, that are against a fault; none where no policy is.
+
+    Args:
+        code: of the fault.
+        dtype: what it is in: a pair of bf16 values is coarser than fp16, so weights in fp16 have no mend.
+        wide: classes of operators of which the study decides whether they run in FP32; of others its policies say so.
+    """
+    if code in _STATE and dtype == "bf16":
+        return dict([_STATE[code]])
+    if code == "fp16-unscaled":
+        return {"activations": "fp16"}  # under which gradients are scaled
+    if code in _OPERATORS and dtype in ("bf16", "fp16"):
+        return {"activations": dtype, **dict.fromkeys(wide, "fp32")}
+    return {}
 
 
 def mend_of(found: Sequence[Finding], setup: Setup, judged: Callable[[Document], GraphReport]) -> Mend | None:
@@ -97,22 +120,39 @@ def mend_of(found: Sequence[Finding], setup: Setup, judged: Callable[[Document],
         judged: records and judges a step under a policy document.
     """
     errors = [one for one in found if one.severity == "error"]
-    low = {one.code for one in errors if one.seen is not None and one.seen.figures.get("to") == "bf16"}
-    settings = dict(mend for code, mend in _MENDS.items() if code in low)
-    if not settings:
-        return None
+    wide = [name for name in WIDE_OPERATORS if getattr(setup.space, name)]
+    each = {one.code: mends_for(one.code, _dtype(one), wide) for one in errors}
+    state = {code: one for code, one in each.items() if code in _STATE}
+    around = {code: one for code, one in each.items() if code not in _STATE}
+    codes = tuple(each)
+    # an optimizer whose state no policy can store leaves what runs around the layers
+    for tried in (each, around) if any(state.values()) and any(around.values()) else (each,):
+        settings = {name: value for one in tried.values() for name, value in one.items()}
+        still = _errors_under(settings, setup, judged) if settings else None
+        if still is None:
+            continue
+        cures = tuple(code for code in codes if tried.get(code) and code not in still)
+        if cures:
+            return Mend(settings, cures, tuple(code for code in codes if code not in cures))
+    return None
+
+
+def _dtype(finding: Finding) -> str:
+    return str(finding.seen.figures.get("to", "")) if finding.seen is not None else ""
+
+
+def _errors_under(
+    settings: Mapping[str, str], setup: Setup, judged: Callable[[Document], GraphReport]
+) -> set[str] | None:
+    """Return the codes of errors that a step has under some settings; None where that is not known."""
     wider = with_mend(setup, settings)
     try:
         graph = judged(wider.problem.policy(mended_params(wider, settings)).to_dict())
-    except ScriptError:  # an optimizer whose state no policy can store
+    except ScriptError:
         return None
-    if graph.judged is None:
+    if graph.judged is None or graph.judged.unseen:
         return None
-    seen = findings(Facts(report=graph))
-    still = {one.code for one in seen if one.severity == "error"} | ({*low} if graph.judged.unseen else set())
-    codes = tuple(dict.fromkeys(one.code for one in errors))
-    cures = tuple(code for code in codes if code in low & _MENDS.keys() and code not in still)
-    return Mend(settings, cures, tuple(code for code in codes if code not in cures)) if cures else None
+    return {one.code for one in findings(Facts(report=graph)) if one.severity == "error"}
 
 
 def with_mend(setup: Setup, settings: Mapping[str, str]) -> Setup:
@@ -120,18 +160,26 @@ def with_mend(setup: Setup, settings: Mapping[str, str]) -> Setup:
 
     Args:
         setup: of the search.
-        settings: of a policy's ``optimizer`` section.
+        settings: parameters of the study, and their values.
     """
-    space = setup.space
-    values = {name: tuple(dict.fromkeys((*getattr(space.optimizer, name), value))) for name, value in settings.items()}
-    preset = SpacePreset(name=MENDED, choice=KEEP, parameters={f"optimizer.{k}": v for k, v in settings.items()})
-    changes = {"optimizer": space.optimizer.model_copy(update=values), "presets": (*space.presets, preset)}
+    space, changes, stored = setup.space, dict[str, Any](), dict[str, tuple[str, ...]]()
+    for name, value in settings.items():
+        section, _, field = name.rpartition(".")
+        values = tuple(dict.fromkeys((*getattr(space.optimizer if section else space, field), value)))
+        if section:
+            stored[field] = values
+        else:
+            changes[field] = values
+    if settings.get("activations") == "fp16":
+        changes["loss_scaling"] = "dynamic"
+    preset = SpacePreset(name=MENDED, choice=KEEP, parameters=dict(settings))
+    changes |= {"optimizer": space.optimizer.model_copy(update=stored), "presets": (*space.presets, preset)}
     return setup.restricted(space.model_copy(update=changes))
 
 
 def mended_params(setup: Setup, settings: Mapping[str, str]) -> Params:
     """Return the point of a search at which the script runs as it is written, but mended."""
-    return setup.problem.params_of(KEEP, **{f"optimizer.{name}": value for name, value in settings.items()})
+    return setup.problem.params_of(KEEP, **settings)
 
 
 def with_price(answer: Decision, mend: Mend | None, setup: Setup, records: Sequence[Run]) -> Decision:
@@ -214,6 +262,7 @@ class Soundness:
         if not rows and not still:
             return None
         data = {"faults": rows, "still": still, "reference": self.reference, "fp32": self.fp32}
+        data |= {"unmended": True} if rows and self.mend is None and not short else {}
         return Reason("unsound_reference", data | ({"short": True} if short else {}))
 
     def qualify(self, answer: Decision, setup: Setup, records: Sequence[Run], losses: Sequence[float]) -> Decision:

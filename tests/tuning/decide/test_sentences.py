@@ -18,7 +18,7 @@ FAULT = {
     "fix": "keep fp32 masters",
 }
 MENDED = {
-    "settings": {"weights": "bf16_kahan"},
+    "settings": {"optimizer.weights": "bf16_kahan"},
     "cures": ["updates-lost"],
     "left": [],
     "name": "the script, mended",

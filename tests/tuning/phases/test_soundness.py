@@ -25,6 +25,7 @@ from autoprec.tuning.phases.soundness import (
     faults,
     is_still,
     mend_of,
+    mended_params,
     sound_in_fp32,
     soundness_of,
     with_mend,
@@ -35,6 +36,7 @@ from autoprec.tuning.sixteen_bit import by_hand
 from autoprec.tuning.study.run import Run, metrics_of
 from benchmarks.cost.decoder import PRESETS, decoder_report
 from benchmarks.precision.running import FAULTY, found_in
+from benchmarks.precision.running import judged as judged_step
 
 GPT = decoder_report(PRESETS["gpt2"], batch=1, seq=64)
 LOST = {"unchanged": 0.96, "at_peak": 0.96, "arrives": 0.05, "half_ulp": 1e-4, "update": 1e-5, "rate": 1e-5}
@@ -210,14 +212,24 @@ def _seen(*codes: str, unseen: tuple[str, ...] = ()) -> Any:
     return judged, asked
 
 
+KAHAN, SCALED = {"optimizer.weights": "bf16_kahan"}, {"optimizer.exp_avg_sq": "fp16_scaled"}
+
+
 @pytest.mark.parametrize(
     ("found", "settings"),
     [
-        ([_fault("updates-lost")], {"weights": "bf16_kahan"}),
-        ([_fault("moment-16bit")], {"exp_avg_sq": "fp16_scaled"}),
-        ([_fault("updates-lost"), _fault("moment-16bit")], {"weights": "bf16_kahan", "exp_avg_sq": "fp16_scaled"}),
+        ([_fault("updates-lost")], KAHAN),
+        ([_fault("moment-16bit")], SCALED),
+        ([_fault("updates-lost"), _fault("moment-16bit")], KAHAN | SCALED),
+        ([_fault("loss-16bit")], {"activations": "bf16"}),
+        ([_fault("updates-lost"), _fault("norm-16bit")], KAHAN | {"activations": "bf16"}),
+        ([_fault("softmax-16bit")], {"activations": "bf16"}),
+        ([_fault("router-16bit")], {"activations": "bf16"}),
+        ([_fault("fp16-unscaled", to="")], {"activations": "fp16"}),
+        ([_fault("overflow-16bit", to="fp16"), _fault("fp16-unscaled", to="")], {"activations": "fp16"}),
         ([_fault("updates-lost", to="fp16")], None),  # a pair of bf16 values is coarser than fp16 in the forward pass
         ([_fault("updates-lost", grade="warning")], None),
+        ([_fault("loss-16bit", to="rounded fp32")], None),
         ([_fault("stale-casts")], None),
         ([], None),
     ],
@@ -227,19 +239,71 @@ def test_what_a_policy_can_mend_becomes_a_choice_of_the_study(
     found: list[Finding], settings: dict[str, str] | None, reference: str, target: str
 ) -> None:
     setup, (judged, asked) = _searched(reference, target), _seen()
+    state = {"updates-lost", "moment-16bit", "fp16-unscaled"}
+    if settings and target == "cpu" and any(one.code not in state for one in found):
+        settings = {**settings, "norm": "fp32", "softmax": "fp32"}  # of which that space decides
     mend = mend_of(found, setup, judged)
-    assert (None if mend is None else mend.settings) == settings
+    assert (None if mend is None else dict(mend.settings)) == settings
     if mend is None:
         assert not asked
         return
     assert mend.cures == tuple(one.code for one in found)
-    assert {name: asked[0]["optimizer"][name] for name in mend.settings} == settings
-    wider = with_mend(setup, mend.settings)
-    assert {f"optimizer.{name}" for name in mend.settings} <= wider.problem.parameters.keys()
+    document, wider = asked[0], with_mend(setup, mend.settings)
+    for name, value in mend.settings.items():
+        section, _, key = name.rpartition(".")
+        assert (document[section][key] if section else document.get(key, document["operators"].get(key))) == value
+    if "activations" in mend.settings:
+        assert document["operators"]["output"] == "fp32"
+        fp16 = mend.settings["activations"] == "fp16"
+        assert document["loss_scaling"] == ("dynamic" if fp16 else "none")
+    assert set(mend.settings) - {"activations"} <= wider.problem.parameters.keys()
     known = presets(wider.problem)
-    assert by_hand(known)[0][0].startswith(MENDED)
-    assert not wider.problem.is_script(by_hand(known)[0][1])
+    assert any(MENDED in name for name, _ in by_hand(known)[:2]), [name for name, _ in known]
+    assert not wider.problem.is_script(mended_params(wider, mend.settings))
     assert not any(name.startswith(MENDED) for name, _ in presets(setup.problem))
+
+
+def test_a_policy_that_the_optimizer_refuses_still_mends_what_runs_around_the_layers() -> None:
+    judged, asked = _seen()
+
+    def refuses(policy: dict[str, Any]) -> GraphReport:
+        if policy["optimizer"]["weights"] != "fp32":
+            raise ScriptError("low-precision state is implemented for torch's Adam")
+        return judged(policy)  # type: ignore[no-any-return]
+
+    mend = mend_of([_fault("updates-lost"), _fault("loss-16bit")], _searched(), refuses)
+    assert mend is not None
+    assert (mend.cures, mend.left) == (("loss-16bit",), ("updates-lost",))
+    assert len(asked) == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # the scripts' own
+@pytest.mark.parametrize(
+    "name",
+    [
+        "logits_of_a_bfloat16_model",
+        "float16_autocast_without_a_scaler",
+        "float16_model_without_a_scaler",
+    ],
+)
+def test_a_step_under_the_mending_policy_has_the_fault_no_more(name: str) -> None:
+    path = FAULTY / f"{name}.py"
+    found = [one for one in found_in(path) if one.severity == "error"]
+
+    def under(policy: dict[str, Any]) -> GraphReport:
+        own = {key: value for key, value in policy.items() if key not in ("model", "evidence")}
+        return judged_step(path, policy=own)
+
+    mend = mend_of(found, _searched(), under)
+    assert mend is not None
+    assert (set(mend.cures), mend.left) == ({one.code for one in found}, ())
+
+
+def test_what_no_policy_mends_is_said_to_be() -> None:
+    why = Soundness("script", (_fault("stale-casts"),)).told()
+    assert "nothing that a policy changes was found to mend it" in str(why)
+    mended = Soundness("script", (_fault("updates-lost"),), Mend(KAHAN, ("updates-lost",), ())).told()
+    assert "nothing that a policy changes" not in str(mended)
 
 
 def test_only_what_a_judged_step_shows_to_be_cured_is_said_to_be() -> None:
@@ -258,7 +322,7 @@ def test_only_what_a_judged_step_shows_to_be_cured_is_said_to_be() -> None:
 
 def test_the_price_of_mending_is_measured_where_it_ran_and_else_modelled() -> None:
     setup, stay = _searched(), Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
-    mend = Mend({"weights": "bf16_kahan"}, ("updates-lost",), ("stale-casts",))
+    mend = Mend(KAHAN, ("updates-lost",), ("stale-casts",))
     wider = with_mend(setup, mend.settings)
     assert with_price(stay, None, wider, []) is stay
     first, modelled = statements([Reason.from_json(one.to_json()) for one in with_price(stay, mend, wider, []).reasons])
@@ -274,7 +338,7 @@ def test_the_price_of_mending_is_measured_where_it_ran_and_else_modelled() -> No
 
 def test_in_fp32_the_price_is_beside_the_fp32_reference() -> None:
     stay = Decision("stay", (Reason("cost_model", {"text": "nothing gains"}),))
-    mend = Mend({"weights": "bf16_kahan"}, ("updates-lost",), ())
+    mend = Mend(KAHAN, ("updates-lost",), ())
     metrics = metrics_of({"step_time_ms": 3.0, "speedup": 2.0, "divergence": 0.01})
     run = Run(1, "preset", MENDED, {}, {}, "ok", metrics=metrics)
     for records, time in (([run], "6 ms in the fp32 reference (measured)"), ([], "in the fp32 reference (modelled)")):
@@ -344,7 +408,7 @@ def test_a_run_in_fp32_is_advised_only_where_its_step_has_no_fault(
     ("reference", "as_written", "under", "codes", "cures", "fp32", "recorded"),
     [
         ("script", ("updates-lost",), (), ["updates-lost"], ("updates-lost",), True, ["mended", "fp32"]),
-        ("script", ("fp16-unscaled",), ("fp16-unscaled",), ["fp16-unscaled"], None, False, ["fp32"]),
+        ("script", ("fp16-unscaled",), ("fp16-unscaled",), ["fp16-unscaled"], None, False, ["mended", "fp32"]),
         ("script", (), (), [], None, False, []),
         ("fp32", ("updates-lost",), (), [], None, False, ["fp32"]),
         ("fp32", (), ("updates-lost",), ["updates-lost"], None, False, ["fp32", "mended"]),
