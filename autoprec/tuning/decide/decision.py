@@ -332,7 +332,7 @@ def choose(
         candidates: the policies, presets among them; the script as written may be one.
         objective: ``throughput``, ``memory`` or ``balanced``.
         timing_noise: relative noise of a speed-up (0 for modelled times).
-        reference_memory: bytes of the script as written, for the memory objectives.
+        reference_memory: bytes of the reference, for the memory objectives; 0 where unknown.
         sixteen_bit: speed-up of the best 16-bit run, which a gain is given over; None on a CPU.
     """
     ranking = tuple(rules.judge(c) for c in candidates)
@@ -399,7 +399,7 @@ def merit_of(one: Standing, objective: str, reference_memory: float) -> float:
     Args:
         one: a policy.
         objective: ``throughput``, ``memory`` or ``balanced``.
-        reference_memory: bytes of a step of the script as written; 0 where unknown.
+        reference_memory: bytes of a step of the reference; 0 where unknown.
     """
     saved = reference_memory / one.memory_bytes if one.memory_bytes > 0 and reference_memory > 0 else 1.0
     if objective == "memory":
