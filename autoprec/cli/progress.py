@@ -17,7 +17,7 @@ PHASES = {
     "sensitivity": "gradient error per group and recipe",
     "search": "trials",
     "finalists": "further paired seeds",
-    "duel": "timing beside the script, block by block",
+    "duel": "timing beside the script, in turns",
     "variants": "running the script under its variants",
     "answer": "writing the policy",
     "tracking": "recording the answer in MLflow",

@@ -1,4 +1,4 @@
-"""Duels of a search: the speed of whatever decides is timed beside the script's own, block by block.
+"""Duels of a search: the speed of whatever decides is timed beside the script's own, in turns of a few steps.
 
 Step times of two trials a minute apart may differ by a quarter on a busy machine. So what a verdict rests on (policies
 that people write by hand, what would be adopted, and what is tied with it) is timed again in blocks of steps that take
@@ -192,7 +192,7 @@ class Duels:
         if found:
             speeds = {one.name: one.metrics["speedup"] for one in found}
             told = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
-            how = "by block, to rank them" if by_block else "block by block"  # of a model, and of steps
+            how = "its blocks compiled, to rank them" if by_block else "in turns"
             self._state.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
         return bool(found)
 
