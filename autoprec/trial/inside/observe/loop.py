@@ -1,4 +1,4 @@
-"""Count the steps of a script's own loop: losses, times, gradient norms, and when to stop."""
+"""Count the steps of a script's own loop: losses, times, and when to stop."""
 
 from __future__ import annotations
 
