@@ -4,7 +4,8 @@ There is one record of a run. It is made where a host's message is read (:func:`
 and the reference's), stored in the study, fitted by the models, ranked by the decision, and printed by every outlet.
 Each of its figures is a :class:`Metric`: a value that says whether it was measured or modelled, and its 95 % interval
 where that is known. :data:`METRICS` says once what each figure is: label, unit, direction, and how it is written;
-which tables show it, ``study/rows.py`` and ``tracking/view.py`` say, and ``_pool`` and ``_RATES`` how several runs are pooled.
+which tables show it, ``study/rows.py`` and ``tracking/view.py`` say; ``_pool`` and ``_RATES``, how several runs are
+pooled.
 """
 
 from __future__ import annotations
