@@ -18,7 +18,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from autoprec.trial.inside.isolate.overlay import remove_tree
@@ -59,6 +59,16 @@ def _below(path: str, folders: Iterable[str]) -> bool:
 def _is_admin() -> bool:
     text = Path("/proc/self/status").read_text(encoding="utf-8")
     return bool(int(text.partition("CapEff:")[2].split()[0], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+@contextlib.contextmanager
+def _unless_gone(path: str) -> Iterator[None]:
+    """Leave out a directory that another process removes just now; raises OSError where it is still there."""
+    try:
+        yield
+    except OSError:
+        if os.path.isdir(path):
+            raise
 
 
 class Mounts:
@@ -110,12 +120,15 @@ class Mounts:
         os.chdir("/")
         # a temporary directory that another process removed meanwhile took its mount along
         for path in filter(os.path.isdir, self.guarded):
-            call_libc("umount2", path, _DETACH)
+            with _unless_gone(path):
+                call_libc("umount2", path, _DETACH)
         for path in filter(os.path.isdir, further):
-            self._lower[path] = f"{folder}/lower-{len(self._lower)}"
-            os.mkdir(self._lower[path])
-            _bind(path, self._lower[path])
-            _read_only(self._lower[path])
+            lower = f"{folder}/lower-{len(self._lower)}"
+            os.makedirs(lower, exist_ok=True)
+            with _unless_gone(path):
+                _bind(path, lower)
+                _read_only(lower)
+                self._lower[path] = lower
         self.guarded = tuple(self._lower)
         self._layers.insert(0, (folder, len(self.guarded)))
         self._overlay()
@@ -133,11 +146,12 @@ class Mounts:
             uppers = [f"{layer}/upper-{number}" for layer, size in self._layers[1:] if number < size]
             below = [*filter(os.path.isdir, uppers), lower]
             options = f"lowerdir={':'.join(below)},upperdir={upper},workdir={work}{self._options}"
-            call_libc("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)
-            for kept in self._writable:
-                if _below(kept, [path]) and kept != path:  # a cache or a study inside the user's directory
-                    _bind(f"{lower}{kept[len(path) :]}", kept)
-                    _read_only(kept, on=False)
+            with _unless_gone(path):
+                call_libc("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)
+                for kept in self._writable:
+                    if _below(kept, [path]) and kept != path:  # a cache or a study inside the user's directory
+                        _bind(f"{lower}{kept[len(path) :]}", kept)
+                        _read_only(kept, on=False)
 
 
 def _touch(folders: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,43 @@ def test_a_temporary_directory_that_another_process_removed_is_left_out(user: Pa
     finally:
         os.write(asked[1], b"x")
         remover.join()
+
+
+@needs_mounts
+@pytest.mark.parametrize("others", [0, 1, 3])
+@pytest.mark.parametrize("stage", ["bound", "laid over"])
+def test_one_that_is_removed_between_a_look_and_a_mount_is_left_out(
+    stage: str, others: int, user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, gone = tmp_path / "ours", tmp_path / "gone"
+    further = [tmp_path / f"other-{number}" for number in range(others)]
+    for folder in (gone, *further):
+        folder.mkdir()
+    call = namespace.call_libc
+
+    def removing(name: str, *values: Any) -> int:
+        if name == "mount" and values["laid over" == stage] == str(gone) and gone.exists():
+            gone.rmdir()
+        return call(name, *values)
+
+    def work() -> None:
+        mounts = enter([str(user)], ["/dev", "/proc", str(tmp_path)], str(ours / "a"))
+        assert mounts is not None
+
+        def trial() -> None:
+            (ours / "b").mkdir()
+            monkeypatch.setattr(namespace, "call_libc", removing)
+            mounts.push(str(ours / "b"), [str(gone), *map(str, further)])
+            for folder in further:
+                (folder / "written").touch()
+            assert shell(f"echo two >> {user}/log.txt; cat {user}/log.txt") == "one\ntwo\n"
+
+        assert in_fork(trial)
+
+    assert in_fork(work)
+    assert not gone.exists()
+    assert (user / "log.txt").read_text() == "one\n"
+    assert not any((folder / "written").exists() for folder in further)
 
 
 @needs_mounts
