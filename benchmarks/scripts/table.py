@@ -21,7 +21,7 @@ COMMANDS = ("inspect", "search", "check", "run")
 SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --no-mlflow --json"
 #: What AutoPrec says where its own code has failed, in its process and in the script's.
 DEFECTS = ("defect of AutoPrec", "AutoPrec's own code failed")
-BLAME = ("not an AutoPrec failure", "run it without AutoPrec first")
+BLAME = ("not an AutoPrec failure", "run it without AutoPrec first", "training step failed", "training steps failed")
 Record = dict[str, Any]
 
 

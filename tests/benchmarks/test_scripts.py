@@ -64,6 +64,10 @@ def test_every_change_of_a_file_is_seen_and_our_own_folders_are_not(tmp_path: Pa
             {"check": {"code": 4, "err": "autoprec: error: a.py: AutoPrec's own code failed inside the script's"}},
             "fault",
         ),
+        (
+            {"search": {"code": 4, "err": "autoprec: error: a.py: its first training steps failed: exit code 1"}},
+            "fault",
+        ),
         ({"search": {"code": 1, "err": "autoprec: error: this is a defect of AutoPrec, not of your script"}}, "fault"),
         ({"inspect": {"code": 4, "err": "autoprec: error: never called backward\n  fix: use Session"}}, "told"),
     ],

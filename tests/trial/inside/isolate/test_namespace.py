@@ -142,7 +142,7 @@ def test_one_that_is_removed_between_a_look_and_a_mount_is_left_out(
     call = namespace.call_libc
 
     def removing(name: str, *values: Any) -> int:
-        if name == "mount" and values["laid over" == stage] == str(gone) and gone.exists():
+        if name == "mount" and values[stage == "laid over"] == str(gone) and gone.exists():
             gone.rmdir()
         return call(name, *values)
 
