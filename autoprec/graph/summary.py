@@ -13,24 +13,30 @@ from autoprec.graph.trace import OTHER_MODEL
 #: blocks (arXiv 2412.19437).
 _MULTIPLES = (128, 32, 16, 8)
 
+#: Beginnings of the names of dtypes that no precision is about.
+_WHOLE = ("int", "uint", "bool")
+
 
 def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
-    """Return name, precision, calls, FLOPs and bytes moved of every class of the step, most FLOPs first, then bytes.
+    """Return name, dtypes, calls, FLOPs and bytes moved of every class of the step, most FLOPs first, then bytes.
 
+    The dtypes are those of floating-point operands and results that ran, the most frequent first.
     Classes of Muon's step, which comes after it, have names of their own.
     """
     rows: dict[str, list[int]] = {}
-    precisions: dict[str, str] = {}
+    ran: dict[str, Counter[str]] = {}
     attends = {o.module for o in report.operators if o.attends}
     for operator in (*report.operators, *report.updating):
         # a product without a weight of this model has the class of attention's, whatever it is
         name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
         name = f"optimizer: {name}" if operator.phase == "optimizer" else name
         row = rows.setdefault(name, [0, 0, 0])
-        precisions[name] = operator.precision
+        floating = {dtype for dtype in (*operator.dtypes, *operator.out_dtypes) if not dtype.startswith(_WHOLE)}
+        ran.setdefault(name, Counter()).update(sorted(floating))
         for index, value in enumerate((1, operator.flops, operator.bytes)):
             row[index] += value
-    shares = [(name, precisions[name], calls, flops, moved) for name, (calls, flops, moved) in rows.items()]
+    dtypes = {name: ", ".join(dtype for dtype, _ in counts.most_common()) for name, counts in ran.items()}
+    shares = [(name, dtypes[name], calls, flops, moved) for name, (calls, flops, moved) in rows.items()]
     return sorted(shares, key=lambda share: (-share[3], -share[4]))
 
 

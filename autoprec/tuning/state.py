@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
+from autoprec.precision.recipes import AS_WRITTEN
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_text
 from autoprec.support.units import counted
@@ -23,7 +24,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.schedule import CLOSING_S
-from autoprec.tuning.study.run import Run, headline
+from autoprec.tuning.study.run import Run, headline, over_what
 from autoprec.tuning.study.study import StudyStore
 
 #: How many times :data:`CLOSING_S` they may be where the machine is not idle (14 s at a load of 9 on two cores).
@@ -220,6 +221,11 @@ class SearchState:
         """Return what the objective minimises, of a run."""
         return objective_cost(record.figures, self.options.objective)
 
+    @property
+    def reference_text(self) -> str:
+        """What everything is compared with, in words."""
+        return over_what(self.options.reference, AS_WRITTEN)
+
     def measured_text(self) -> str:
         """Return what was measured of the study so far, for a search that ends before one policy is acceptable."""
         tried = [record for record in self.store.learned() if record.ok]
@@ -227,7 +233,7 @@ class SearchState:
             names = "; ".join(f"{record.name} ({headline(record.to_row())})" for record in tried[:3])
             more = f" and {len(tried) - 3} more" if len(tried) > 3 else ""
             return f"{counted(len(tried), 'trial')} measured, and no policy is acceptable yet: {names}{more}"
-        return "the script as written was measured, and no policy yet" if self.own else "nothing was measured yet"
+        return f"{self.reference_text} was measured, and no policy yet" if self.own else "nothing was measured yet"
 
     def acceptable_ones(self) -> list[Run]:
         """Return the acceptable trials so far, the best first."""

@@ -15,6 +15,9 @@ def test_shares_add_up():
     shares = class_shares(report)
     assert sum(flops for *_, flops, _ in shares) == report.total_flops
     assert sum(calls for _, _, calls, *_ in shares) == len(report.operators)
+    assert {dtypes for name, dtypes, *_ in shares if name == "gemm"} == {"fp32"}
+    half = record_step(model.to(torch.bfloat16), lambda: decoder_step(model))
+    assert {dtypes for name, dtypes, *_ in class_shares(half) if name == "gemm"} == {"bf16"}  # what ran, whatever may
     rest = sum(remainders(report).values())
     assert rest / report.total_flops == pytest.approx(1 - report.tunable_flops_share)
     assert "attention" in coverage_line(report)

@@ -55,10 +55,10 @@ def _print_tables(report: GraphReport) -> None:
         echo(f"and {more:,} more layers: --json lists all")
     total, moved = report.total_flops or 1, sum(operator.bytes for operator in report.operators) or 1
     rows = [
-        (name, precision, str(calls), f"{flops / total:.1%}", f"{size / moved:.1%}")
-        for name, precision, calls, flops, size in class_shares(report)
+        (name, dtypes, str(calls), f"{flops / total:.1%}", f"{size / moved:.1%}")
+        for name, dtypes, calls, flops, size in class_shares(report)
     ]
-    console.print(plain_table(("class", "precision", "calls", "FLOPs", "bytes"), rows))
+    console.print(plain_table(("class", "ran in", "calls", "FLOPs", "bytes"), rows))
     if report.judged is not None:
         console.print(plain_table(("kept between operators", "dtype", "tensors", "which"), _census(report.judged)))
     for note in report.notes:

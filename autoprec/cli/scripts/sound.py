@@ -73,6 +73,9 @@ def _print_lines(lifted: TrialResult, here: str) -> None:
     if not isinstance(answer, LiftedLines):
         echo(f"note: no line was lifted: {lifted.reason or lifted.status}", err=True)
         return
+    if not (answer.rows or answer.left or answer.alike):
+        echo("no line was lifted: nothing in this step is computed in 32 or 16 bits")
+        return
     least = least_change(answer.noise)
     rows = [
         (

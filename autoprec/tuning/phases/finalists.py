@@ -156,8 +156,8 @@ class SeedAllocation:
         second seed of one policy may end a little after the budget, as without it nothing can be adopted.
         """
         if self.seedless:
-            failed = [*self._seeds.unusable.values()]
-            self._state.cut(f"the script as written failed under {len(failed)} further paired seeds: {failed[0]}")
+            name, failed = self._state.reference_text, [*self._seeds.unusable.values()]
+            self._state.cut(f"{name} failed under {len(failed)} further paired seeds: {failed[0]}")
             return True
         budget = self._setup.options.budget_s
         if self._is_over:

@@ -236,7 +236,7 @@ class _Loop:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
         state, done = self.state, f"{self.done} of {counted(self.goal, 'trial')}"
         if self.best_untried_value() > 0 and self.allocation.seedless:
-            state.end(f"ended after {done}: the script as written fails under further paired seeds")
+            state.end(f"ended after {done}: {state.reference_text} fails under further paired seeds")
         elif self.best_untried_value() > 0:  # only the time ends a search that has something left to try
             state.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             state.end(f"ran out of time after {done}")

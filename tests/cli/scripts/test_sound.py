@@ -38,6 +38,17 @@ def test_a_sound_script_is_said_to_be_and_what_was_looked_at(tmp_path: Path, mon
     assert "exp_avg_sq of" in autoprec("inspect", "--json", "train.py").out
 
 
+def test_what_was_not_lifted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        SOUND.replace("torch.nn.Linear(8, 2))", "torch.nn.Linear(8, 2)).double()").replace(
+            "torch.randn(4, 8)", "torch.randn(4, 8).double()"
+        )
+    )
+    found = autoprec("check", "train.py")
+    assert "no line was lifted: nothing in this step is computed in 32 or 16 bits" in found.out
+
+
 def test_a_step_that_was_not_judged_is_not_called_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unjudged(*args: Any) -> GraphReport:
         return replace(record(*args), judged=Judged(unseen=("the step was not judged: of its own reason",)))

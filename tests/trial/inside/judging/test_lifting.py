@@ -1,6 +1,8 @@
 """A step played again with lines lifted: what the gradient owes to each."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from autoprec.trial.inside.judging.lifting import Lift
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.protocol import LiftedLines, LiftSpec
+from benchmarks.precision.running import stopped_at_first_step
 
 BF16 = torch.bfloat16
 
@@ -105,3 +108,83 @@ def test_a_step_that_cannot_be_played_is_said_to_be() -> None:
     lift.gradients_ready(optimizer)
     assert isinstance(answers[0], Unanswered)
     assert "no loss of the model was seen" in answers[0].why
+
+
+ODD = """
+import torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+MADE
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 8)
+    def forward(self, x):
+        h = self.a(x)
+        MIDDLE
+        return self.b(h)
+net = Net().to(torch.bfloat16)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for step in range(2):
+    x, y = torch.randn(16, 32).to(next(net.parameters()).dtype), torch.randint(0, 8, (16,))
+    out = net(x)
+    LOSS
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+LOSS, GATE = "loss = F.cross_entropy(out.float(), y)", "h = h * h.sigmoid() * h.mean(-1, keepdim=True)"
+SCRIPTED = """@torch.jit.script
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x * x * 0.5 + x)"""
+KERNEL = """@torch.library.custom_op("odd::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).contiguous()
+twice.register_autograd(lambda ctx, grad: grad * 2)"""
+AGAIN = "h = torch.utils.checkpoint.checkpoint(lambda h: h * h.sigmoid() * h.mean(), h, use_reentrant=False)"
+SUMS = """total = torch.zeros_like(h[:, 0])
+        for k in range(64): total += h[:, k].abs()
+        h = h / (total[:, None] + 1)"""
+NESTED = """(slope,) = torch.autograd.grad(out.sum(), net.a.weight, create_graph=True)
+    loss = out.float().square().mean() + slope.float().square().mean()"""
+
+
+@pytest.mark.filterwarnings("ignore")  # the scripts' own
+@pytest.mark.parametrize(
+    ("made", "middle", "loss", "change", "lifts"),
+    [
+        ("", GATE, LOSS, {}, GATE),
+        ("", GATE, LOSS, {"to(torch.bfloat16)": "float()", "out = net(x)":
+         "out = torch.autocast('cpu', torch.bfloat16)(net)(x).float()"}, GATE),
+        ("", SUMS, LOSS, {}, "for k in range(64)"),
+        (SCRIPTED, "h = gate(h)", LOSS, {}, "h = gate(h)"),
+        (KERNEL, "h = torch.ops.odd.twice(h) * h.sigmoid() + h.mean()", LOSS, {}, "h = torch.ops"),
+        ("import torch.utils.checkpoint", AGAIN, LOSS, {}, "h = torch.utils"),
+        ("", GATE, NESTED, {}, GATE),
+        ("", GATE, LOSS, {"out = net(x)": "out = torch.func.functional_call(net, dict(net.named_parameters()), (x,))"},
+         GATE),
+        ("", GATE, "loss = F.cross_entropy(out, y)", {"to(torch.bfloat16)": "double()"}, ""),
+    ],
+)  # fmt: skip
+def test_odd_scripts_are_lifted_or_said_not_to_be(
+    made: str, middle: str, loss: str, change: dict[str, str], lifts: str, tmp_path: Path
+) -> None:
+    text = ODD.replace("MADE", made).replace("MIDDLE", middle).replace("LOSS", loss)
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "odd.py").write_text(text)
+    answers: list[Any] = []
+
+    def arrived(found: Found, hooks: Hooks, end: Callable[[], None]) -> None:
+        def done(answer: Any) -> None:
+            answers.append(answer)
+            end()
+
+        Lift(LiftSpec(), found, hooks, done).start()
+
+    stopped_at_first_step(tmp_path / "odd.py", (), arrived)
+    (answer,) = answers
+    assert isinstance(answer, LiftedLines), answer
+    told = [line_of(row["where"]) for row in answer.rows if row["gradient"]]
+    assert any(line.startswith(lifts) for line in told) if lifts else (told, answer.left, answer.alike) == ([], 0, 0)
