@@ -202,7 +202,9 @@ def check(
     """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch.
 
     Without --policy: is the script's own precision sound? What loses digits is named by source line, with its effect in
-    this run and how to mend it; exit 1 on an error.
+    this run and how to mend it; exit 1 on an error. The step is played again with lines lifted to more bits: how much
+    does the gradient change, and what the optimizer's step makes of it? Where all lines together change no more than a
+    few last bits do, none is lifted alone.
 
     With --sensitivity N, N forward and backward passes also hold the policy's gradient error on this model against the
     limit; beyond it a corrected policy is written, and the exit code is 1.
