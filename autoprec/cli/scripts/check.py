@@ -203,7 +203,7 @@ def check(
 
     Without --policy: is the script's own precision sound? What loses digits is named by source line, with its effect in
     this run and how to mend it; exit 1 on an error. The step is played again with lines lifted to more bits: how much
-    does the gradient change, and what the optimizer's step makes of it? Where all lines together change no more than a
+    does the gradient change, and the step that reaches the weights? Where all lines together change no more than a
     few last bits do, none is lifted alone.
 
     With --sensitivity N, N forward and backward passes also hold the policy's gradient error on this model against the
