@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from autoprec.trial.inside.isolate.ports import is_here, note_own, own_port, use_own_ports
 from tests.documents import ROOT
+from tests.warm import run_ranks
 
 #: One rank of a job that meets at the port of its arguments, as a script that sets MASTER_PORT itself.
 RANK = """
@@ -51,24 +52,30 @@ def test_this_machine_has_many_names(host: str) -> None:
     assert not is_here("node-17.cluster")
 
 
-def test_a_store_listens_at_the_trials_own_port_and_says_so(tmp_path: Path) -> None:
+def stores_meet(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        undo = use_own_ports(tmp_path)
+        undo = use_own_ports(folder)
         try:
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
             joined = dist.TCPStore("127.0.0.1", port, None, False)
             joined.set("key", "value")
             assert store.get("key") == b"value"
-            assert store.port == own_port(tmp_path, port) != port
+            assert store.port == own_port(folder, port) != port
             chosen = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            assert own_port(tmp_path, chosen.port) == chosen.port
+            assert own_port(folder, chosen.port) == chosen.port
         finally:
             undo()
         with pytest.raises((dist.DistNetworkError, RuntimeError)):
             dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+def test_a_store_listens_at_the_trials_own_port_and_says_so(tmp_path: Path) -> None:
+    """In a fork: what libuv keeps for its signals, a pipe with a byte in it, would keep later scripts from forking."""
+    ended = run_ranks(lambda _rank: stores_meet(tmp_path), cwd=tmp_path, ranks=1)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow
