@@ -396,12 +396,17 @@ def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:
 
 def _why_not() -> str:
     """Return why a process that called ``torch.compile`` has compiled nothing."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     if "1" in (os.environ.get("TORCH_COMPILE_DISABLE"), os.environ.get("TORCHDYNAMO_DISABLE")):
         return "the environment turns it off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
-    if frames is not None and frames._stance.stance != "default":
-        return f"the script has called torch.compiler.set_stance('{frames._stance.stance}')"
+    if (now := stance()) != "default":
+        return f"the script has called torch.compiler.set_stance('{now}')"
     return "is the model called by its name, model(x)?"
+
+
+def stance() -> str:
+    """Return what ``torch.compiler.set_stance`` was last asked for in this process."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if frames is None else str(frames._stance.stance)
 
 
 def compiled_graphs() -> int:

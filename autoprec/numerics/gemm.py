@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autoprec.numerics.operand import QuantizedOperand, Spec
 from autoprec.numerics.quantize import operand_values
-from autoprec.numerics.rounding import INTEGER_UNITS_ON_CPU, fast_bf16_gemm
+from autoprec.numerics.rounding import INTEGER_UNITS_ON_CPU, SIXTEEN_BIT, fast_bf16_gemm
 
 #: Values along the contraction axis that one FP8 instruction multiplies and adds at full precision.
 CHUNK = 32
@@ -56,7 +56,7 @@ def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int, *, wide: bool = Fal
     left, right = a if a_axis == 1 else a.t(), b if b_axis == 0 else b.t()
     if tf32:
         return torch.ops.autoprec.tf32_mm(left, right) if torch.compiler.is_compiling() else tf32_mm(left, right)
-    if wide and left.dtype in (torch.bfloat16, torch.float16):
+    if wide and left.dtype in SIXTEEN_BIT:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying.compiling import compiled_graphs, note_compiled
+from autoprec.applying.compiling import compiled_graphs, note_compiled, stance
 from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids
 
@@ -146,7 +146,7 @@ class FirstStep(Events):
         Returns:
             False where it was already done, or nothing was compiled.
         """
-        if self._eager or not compiled_graphs() or torch._dynamo.eval_frame._stance.stance != "default":
+        if self._eager or not compiled_graphs() or stance() != "default":
             return False
         self._eager = True
         torch.compiler.set_stance("force_eager")

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from autoprec.graph.places import caller
 from autoprec.graph.trace import dtype_name
+from autoprec.numerics.rounding import SIXTEEN_BIT
 
-_LOW = (torch.bfloat16, torch.float16)
 #: Casts that are remembered: one of every Parameter of a large model; more say nothing new of a script.
 _MOST = 1000
 
@@ -49,7 +49,7 @@ class Sources:
         was = _first(module)
         out = original(module, *args, **kwargs)
         to = _first(module)
-        if to in _LOW and to is not was and len(self.casts) < _MOST:
+        if to in SIXTEEN_BIT and to is not was and len(self.casts) < _MOST:
             self.casts.append((caller(own=True), dtype_name(to)))
         return out
 
