@@ -1,9 +1,7 @@
 """How easily the code can be entered: files, rooms, arrows, what nothing reaches, what has no test, private words.
 
     python benchmarks/house.py               # the table
-    python benchmarks/house.py --list reached | untested | words | figures | twice | folders | arrows | circles
-    python benchmarks/house.py --list rooms  # lines, lines of code of each room
-    python benchmarks/house.py --suite       # also run and time `make test`
+    python benchmarks/house.py --list reached | untested | words | figures | twice | rooms | folders | arrows | circles
 
 A definition is *reached* when something that runs can name it: starting from the commands, the public names, the
 modules that are run by ``python -m``, and the module level of every module that is imported, names are followed
@@ -19,10 +17,9 @@ import io
 import re
 import subprocess
 import sys
-import time
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -455,43 +452,23 @@ def figures() -> dict[str, int]:
     }
 
 
-def lines_beside() -> int:
-    """Return the lines of the package's files that hold no Python module: data, templates, C."""
-    others = (path for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc", ".so"))
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in others)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    lists = {"reached": unreached, "untested": untested, "words": private_words}
+    lists: dict[str, Callable[[], Iterable[str]]] = {"reached": unreached, "untested": untested, "words": private_words}
     lists |= {"figures": unexplained_figures, "twice": written_twice}
-    parser.add_argument("--list", choices=[*lists, "folders", "arrows", "rooms", "circles"])
-    parser.add_argument("--suite", action="store_true", help="run and time `make test` as well")
+    lists["circles"] = lambda: (" <-> ".join(circle) for circle in circles())
+    lists["rooms"] = lambda: (f"{size.lines:7,} {size.code:7,}  {name}" for name, size in sizes().items())
+    for name, counted in (("folders", folders), ("arrows", arrows)):
+        lists[name] = lambda counted=counted: (f"{count:5d}  {key}" for key, count in counted().most_common())
+    parser.add_argument("--list", choices=lists)
     asked = parser.parse_args()
-    if asked.list in lists:
-        print(*lists[asked.list](), sep="\n")
-        return
-    if asked.list == "circles":
-        print(*(" <-> ".join(circle) for circle in circles()), sep="\n")
-        return
-    if asked.list == "rooms":
-        print("| room | lines | of code |\n|---|---|---|")
-        for name, size in sizes().items():
-            print(f"| {name} | {size.lines:,} | {size.code:,} |")
-        return
     if asked.list:
-        counted = folders() if asked.list == "folders" else arrows()
-        print(*(f"{count:5d}  {key}" for key, count in counted.most_common()), sep="\n")
+        print(*lists[asked.list](), sep="\n")
         return
     print("| what | first house | now | goal |\n|---|---|---|---|")
     for what, now in figures().items():
         before, goal = GOALS[what]
         print(f"| {what} | {before} | {now} | {'told' if goal is None else f'<= {goal}'} |")
-    if asked.suite:
-        began = time.monotonic()
-        code = subprocess.run(["make", "test"], cwd=ROOT).returncode
-        print(f"| `make test` (exit {code}) | 11 min | {(time.monotonic() - began) / 60:.1f} min | <= 7 min |")
-    print(f"\nnot in the lines of modules: {lines_beside()} lines of data, templates and C")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ SCHEMA = "autoprec.space/1"
 MAX_SPACE_BYTES = 1024 * 1024
 #: Values of recipe parameters in one space; each is tried on its recipe when the space is read.
 MOST_PARAMETER_VALUES = 1000
-#: Former names of shipped spaces.
-_RENAMED = {"cpu-bf16": "cpu"}
 #: Classes of operators that a policy keeps in FP32 under autocast unless it says otherwise: a search may vary them.
 WIDE_OPERATORS = ("norm", "softmax")
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
@@ -390,7 +388,7 @@ def load_space(name_or_path: str | Path) -> SearchSpace:
         UnknownNameError: neither a shipped name nor a path.
         SpaceError: a file that is missing or not a valid space.
     """
-    text = _RENAMED.get(str(name_or_path), str(name_or_path))
+    text = str(name_or_path)
     if text in space_names():
         return _shipped(text)
     if isinstance(name_or_path, Path) or "/" in text or text.endswith((".yaml", ".yml", ".json")):

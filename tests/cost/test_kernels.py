@@ -225,7 +225,7 @@ def test_casts_of_grouped_products_cost_what_they_launch() -> None:
     assert grouped_traffic("fp8_row", (0, 1), 2.0, weight=True, eager=False) == cast_traffic(
         "fp8_row", (0, 1), 2.0, layouts=2, weight=True
     )
-    # `benchmarks.gpu.fake_cuda.counter` on the casts of `backends.experts`; kernels of a compiled block of experts
+    # as 2026-11-23_gpu_ready.md counts the casts of `backends.experts`; kernels of a compiled block of experts
     assert grouped_traffic("mxfp8", (0, 1), 2.0, weight=False, eager=True)[1] == 57 + 100
     assert grouped_traffic("mxfp8", (0, 1), 2.0, weight=True, eager=True) == eager_traffic("mxfp8", (0, 1), 2.0)
     assert grouped_traffic("mxfp8", (0, 1), 2.0, weight=False, eager=False)[1] == 2 * 3

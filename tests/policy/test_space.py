@@ -89,7 +89,6 @@ def test_every_target_has_exactly_one_default_space() -> None:
     claims = [target for name in SHIPPED for target in load_space(name).default_for]
     assert len(claims) == len(set(claims))
     assert default_space("cpu").name == "cpu"
-    assert load_space("cpu-bf16") is load_space("cpu")  # its former name
     assert default_space("h200").name == "hopper-fp8"
     assert default_space("b200").name == "blackwell-mx"
     assert default_space("a machine nobody knows").name == "ampere-bf16"

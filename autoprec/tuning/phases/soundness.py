@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
@@ -162,7 +161,7 @@ def with_mend(setup: Setup, settings: Mapping[str, str]) -> Setup:
         setup: of the search.
         settings: parameters of the study, and their values.
     """
-    space, changes, stored = setup.space, dict[str, Any](), dict[str, tuple[str, ...]]()
+    space, changes, stored = setup.space, dict[str, object](), dict[str, tuple[str, ...]]()
     for name, value in settings.items():
         section, _, field = name.rpartition(".")
         values = tuple(dict.fromkeys((*getattr(space.optimizer if section else space, field), value)))

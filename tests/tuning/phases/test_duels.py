@@ -32,7 +32,7 @@ def test_what_is_adopted_was_timed_in_a_duel_and_says_its_interval(
 ) -> None:
     simulated, told = SimulatedScript(), list[tuple[str, str]]()
     monkeypatch.setattr(Listeners, "phase", lambda _self, name, detail="": told.append((name, detail)))
-    made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(simulated, options(target="cpu", space="cpu", trials=6))
     assert result.verdict == "adopt"
     duels = {run.name: run for run in made.records if run.kind == DUEL}
     assert {"bf16 autocast", "all bf16"} & duels.keys(), "the best that people write by hand"
@@ -50,7 +50,7 @@ def test_speeds_are_said_of_a_duel_as_they_are_elsewhere(here: Path, monkeypatch
     notes: list[str] = []
     monkeypatch.setattr(Listeners, "note", lambda _self, text: notes.append(text))
     monkeypatch.setattr(duels, "median_interval", lambda _ratios: (2.3, 2.2, 2.4))
-    search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert any("bf16 autocast 2.30x [2.20, 2.40]" in note for note in notes)
 
 
@@ -139,7 +139,7 @@ def test_a_budget_keeps_time_for_a_duel_of_what_is_adopted(
     """Runs take 11.5 s: the reference 34.5 s, what people write by hand 23 s, a second seed 23 s; a duel 15 s."""
     simulated = SimulatedScript()
     on_a_clock(monkeypatch, simulated, step_s=0.5, duel_s=15.0)
-    made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=30, budget_s=budget_s))
+    made, result = search(simulated, options(target="cpu", space="cpu", trials=30, budget_s=budget_s))
     assert result.verdict == "adopt"
     assert "speedup" in result.best["intervals"], "what is adopted was timed beside the script"
     assert "not timed" not in result.reason
@@ -153,7 +153,7 @@ def test_without_time_for_a_duel_a_speed_is_said_to_be_that_of_trials(
 ) -> None:
     simulated = SimulatedScript()
     on_a_clock(monkeypatch, simulated, step_s=0.5, duel_s=15.0)
-    made, result = search(simulated, options(target="cpu", space="cpu-bf16", trials=30, budget_s=80.0))
+    made, result = search(simulated, options(target="cpu", space="cpu", trials=30, budget_s=80.0))
     assert result.verdict == "adopt"
     assert not any(spec.kind == "duel" for _, spec in simulated.calls)
     assert "x by its own trials, not timed beside the script, divergence" in result.reason
@@ -187,7 +187,7 @@ def test_what_was_picked_is_timed_once_more_and_all_its_rounds_count(
 ) -> None:
     """A lucky duel makes what it favours 12 % faster than it is; the next one of that does not."""
     within = noisy_duels(monkeypatch, [0.9, 0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.1], luck=1.12)
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert result.verdict == "adopt"
     first, second, *more = (run for run in made.records if run.kind == DUEL and run.name == result.best["name"])
     assert 1.04 < first["speedup"] / second["speedup"] < 1.08, "half of the luck is gone"
@@ -201,14 +201,14 @@ def test_what_is_known_within_nine_percent_is_timed_until_it_is_known_better(
 ) -> None:
     """Autocast was the fastest of three, 2.11x [1.92, 2.28], and is 1.87x from outside."""
     noisy_duels(monkeypatch, [0.8, 0.85, 0.95, 1.0, 1.0, 1.05, 1.15, 1.2])
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) > 2
 
 
 def test_duels_of_a_session_that_was_killed_count(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A search that was killed every 50 s timed the same rough interval again in each of its sessions."""
     noisy_duels(monkeypatch, [0.8, 0.85, 0.95, 1.0, 1.0, 1.05, 1.15, 1.2])
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     own = [run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]
     state = SimpleNamespace(store=SimpleNamespace(records=own[-1:] * (1 + duels._MOST_AGAIN)), seconds=None)
     setup, runner = SimpleNamespace(measured=True), SimpleNamespace(by_block=SimpleNamespace(active=False))
@@ -234,13 +234,13 @@ def test_what_is_written_by_hand_is_timed_beside_the_answer_where_a_busy_minute_
         return replace(done, step_ms=tuple(factor * ms for ms in done.step_ms))
 
     monkeypatch.setattr(SimulatedRunner, "_train", train)
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert "bf16 autocast" in {run.name for run in made.records if run.kind == DUEL}
     assert result.best["name"] == "bf16 autocast"
 
 
 def test_what_is_known_well_is_not_timed_again(here: Path) -> None:  # noqa: F811
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert len([run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]) == 1
 
 
@@ -257,7 +257,7 @@ def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
         return TrialResult("ok", answer=DuelRounds(rounds, steps=8))
 
     monkeypatch.setattr(SimulatedRunner, "_duel", duel)
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=6))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert result.verdict == "stay"
     known = [run.name for run in made.records if run.kind == DUEL]
     assert any(known.count(name) == 2 for name in ("bf16 autocast", "all bf16"))

@@ -67,7 +67,7 @@ def test_what_a_duel_shows_to_be_faster_than_the_answer_gets_the_seeds_that_it_l
         return replace(found, next=None if found.accepted else at, gain=0.0 if found.accepted or at is None else 1.0)
 
     monkeypatch.setattr(finalists, "rank", no_value)
-    _, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=8))
+    _, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=8))
     assert result.verdict == "adopt"
     fastest = max(row["speedup"] for row in (*result.presets, *result.front))
     assert result.best["speedup"] == fastest
@@ -91,7 +91,7 @@ def test_without_a_second_seed_a_duel_says_whether_to_stay(
     monkeypatch.setattr(finalists, "rank", none_before_a_duel)
     if not gains:
         monkeypatch.setattr(Standing, "is_surely_above", lambda *_: False)
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=2))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=2))
     assert any(run.kind == "duel" for run in made.records)
     assert result.verdict == ("adopt" if gains else "stay")
     assert "paired seeds that it takes" not in result.reason
@@ -112,7 +112,7 @@ def test_what_is_slower_than_the_answer_by_less_than_the_noise_is_timed_beside_t
 
     monkeypatch.setattr(finalists, "rank", one_alone)
     monkeypatch.setattr(finalists, "timing_noise", lambda *_: 1.0)
-    made, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=8))
+    made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=8))
     trials = [run for run in made.records if run.kind in ("preset", "search") and run.ok and run["speedup"] > 1.0]
     fastest = sorted((run for run in trials if run.policy), key=lambda run: -run["speedup"])
     duels = [run for run in made.records if run.kind == "duel"]

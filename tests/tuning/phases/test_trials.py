@@ -147,6 +147,6 @@ def test_a_search_in_which_nothing_can_run_any_more_ends(here: Path, monkeypatch
     begun: list[Any] = []
     monkeypatch.setattr(finalists, "rank", seeds_first)
     monkeypatch.setattr(finalists.SeedAllocation, "_must_end", no_time)
-    _, result = search(SimulatedScript(), options(target="cpu", space="cpu-bf16", trials=30, budget_s=60.0))
+    _, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=30, budget_s=60.0))
     assert len(begun) <= 4
     assert result.cut_short

@@ -135,7 +135,7 @@ def test_an_answer_without_variants_that_were_left_out_for_time_is_not_to_stay(h
     """It said "stay" although nothing was known of a variant that was asked for."""
     simulated = SimulatedScript()
     out = TrialResult(OUT_OF_TIME, "a step takes 9 s")
-    asked = options(variant=("half: --half",), target="cpu", space="cpu-bf16", budget_s=10_000.0, force=False)
+    asked = options(variant=("half: --half",), target="cpu", space="cpu", budget_s=10_000.0, force=False)
     _, result = search(simulated, asked, hosts(simulated, half=lambda s: Other(s, lambda _, __: out)))
     assert [row["status"] for row in result.variants] == ["not tried"]
     assert result.cut_short == "the time budget left no time for the script under half"
@@ -188,7 +188,7 @@ def test_one_that_is_slower_than_another_variant_is_not_timed_further(here: Path
 
 def test_the_search_is_of_the_script_under_the_fastest_variant_and_says_so(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
-    asked = options(variant=VARIANTS, target="cpu", space="cpu-bf16", trials=6, study="one")
+    asked = options(variant=VARIANTS, target="cpu", space="cpu", trials=6, study="one")
     made, result = search(simulated, asked, all_kinds(simulated))
     assert made.command.args == ("--half",)
     assert {row["name"]: row["status"] for row in result.variants}["half"] == "accepted"
@@ -226,7 +226,7 @@ def test_the_variant_is_a_parameter_of_the_study_and_a_policy_may_win_under_anot
     simulated = SimulatedScript()
     variants = ("whole: --whole", "fused: --fused", "slow: --slow")
     factory = hosts(simulated, whole=paced(0.93, 0.93), fused=paced(1.0, 0.5), slow=paced(1.5, 1.5))
-    asked = options(variant=variants, target="cpu", space="cpu-bf16", trials=8, study="pair")
+    asked = options(variant=variants, target="cpu", space="cpu", trials=8, study="pair")
     made, result = search(simulated, asked, factory)
     assert [row["name"] for row in result.variants if row.get("chosen")] == ["whole"]
     study = optuna.load_study(study_name="pair", storage=result.storage)
@@ -256,7 +256,7 @@ def test_the_variant_is_a_parameter_of_the_study_and_a_policy_may_win_under_anot
 def test_an_answer_for_the_script_as_given_says_so_where_the_search_was_under_a_variant(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
     factory = hosts(simulated, whole=paced(0.95, 1.6))
-    asked = options(variant=("whole: --whole",), target="cpu", space="cpu-bf16", trials=8, study="given")
+    asked = options(variant=("whole: --whole",), target="cpu", space="cpu", trials=8, study="given")
     _, result = search(simulated, asked, factory)
     assert result.best["name"].endswith(", as given")
     assert "variant" not in load_policy(here / "policy.yaml").evidence
@@ -265,7 +265,7 @@ def test_an_answer_for_the_script_as_given_says_so_where_the_search_was_under_a_
 
 def test_a_variant_that_gains_nothing_changes_no_answer(here: Path) -> None:  # noqa: F811
     simulated = SimulatedScript()
-    asked = options(variant=("same: --same",), target="cpu", space="cpu-bf16", trials=6)
+    asked = options(variant=("same: --same",), target="cpu", space="cpu", trials=6)
     _, result = search(simulated, asked, hosts(simulated))
     _, without = search(simulated, replace(asked, variant=(), study="without"), hosts(simulated))
     assert result.best["name"] == without.best["name"]
