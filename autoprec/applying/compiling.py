@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autoprec.backends.casts import leave_to_torch
+from autoprec.backends.casts import leave_to_torch, stance
 from autoprec.policy import LayerPlan
 from autoprec.support.living import living
 
@@ -38,7 +38,7 @@ _FEW_KINDS = 4
 #: What holds repeated blocks.
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: What compiles a function in the way in which a script compiled its model.
-_Compiles = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Done:
     limits: int
     failures: int
     blocks: int = 0
-    wholes: tuple[tuple[weakref.ref[nn.Module], _Compiles], ...] = ()
+    wholes: tuple[tuple[weakref.ref[nn.Module], _Compiler], ...] = ()
 
 
 class _GivenUp(logging.Filter):
@@ -98,7 +98,7 @@ def is_compiled(root: nn.Module) -> bool:
         return True
     modules = [*root.modules(), *_around(root)]
     calls = ("_compiled_call_impl", "_call_impl", "forward")
-    if any(_compiles(getattr(module, name, None)) for module in modules for name in calls):
+    if any(_is_compiled(getattr(module, name, None)) for module in modules for name in calls):
         return True
     inside = {id(module) for module in modules}
     return any(not inside.isdisjoint(map(id, wrapper.modules())) for wrapper in _wrappers())
@@ -114,7 +114,7 @@ def _around(root: nn.Module) -> list[nn.Module]:
     return [wrapper for wrapper in living(DistributedDataParallel) if any(part is root for part in wrapper.modules())]
 
 
-def _compiles(call: Any) -> bool:
+def _is_compiled(call: Any) -> bool:
     """Say whether a function is one that ``torch.compile`` returned, and which compiles what it calls."""
     return hasattr(call, "_torchdynamo_orig_callable") and not getattr(call, "_torchdynamo_disable", False)
 
@@ -155,7 +155,7 @@ def set_execution(root: nn.Module, wanted: Execution) -> None:
     _DONE[root] = _Done("blocks" if blocks else "whole", *before, len(blocks))
 
 
-def _taken_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[weakref.ref[nn.Module], _Compiles]]:
+def _taken_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[weakref.ref[nn.Module], _Compiler]]:
     """Compile the blocks of a model that the script compiles as a whole; returns what was compiled before.
 
     What lies between and around the blocks, the loss included, then runs as eager code. Functions that the script
@@ -163,8 +163,8 @@ def _taken_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[wea
     """
     ids = {id(block) for block in blocks}
     found = [
-        (weakref.ref(whole), compiles)
-        for whole, compiles in _compiled_wholes(root)
+        (weakref.ref(whole), compiler)
+        for whole, compiler in _compiled_wholes(root)
         if sum(id(module) in ids for module in whole.modules()) > 1  # else one of the blocks, or a part beside them
     ]
     if not found:
@@ -176,7 +176,7 @@ def _taken_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[wea
     return found
 
 
-def _run_eagerly_around(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiles]]) -> None:
+def _run_eagerly_around(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiler]]) -> None:
     living_ones: list[Any] = [ref() for ref, _ in wholes]
     for whole in living_ones:
         if whole is not None and hasattr(whole, "_orig_mod"):
@@ -185,13 +185,13 @@ def _run_eagerly_around(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiles
             whole.__dict__.pop("_compiled_call_impl", None)
 
 
-def _compile_again(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiles]]) -> None:
-    living_ones: list[tuple[Any, _Compiles]] = [(ref(), compiles) for ref, compiles in wholes]
-    for whole, compiles in living_ones:
+def _compile_again(wholes: Sequence[tuple[weakref.ref[nn.Module], _Compiler]]) -> None:
+    living_ones: list[tuple[Any, _Compiler]] = [(ref(), compiler) for ref, compiler in wholes]
+    for whole, compiler in living_ones:
         if whole is not None and hasattr(whole, "_orig_mod"):
-            whole.__dict__["forward"] = compiles(whole._orig_mod.__call__)
+            whole.__dict__["forward"] = compiler(whole._orig_mod.__call__)
         elif whole is not None:
-            whole.__dict__["_compiled_call_impl"] = compiles(whole._call_impl)
+            whole.__dict__["_compiled_call_impl"] = compiler(whole._call_impl)
 
 
 def _allow_each(blocks: Sequence[nn.Module]) -> None:
@@ -224,7 +224,7 @@ def exchange_execution(root: nn.Module, now: _Done | None) -> None:
         torch.compiler.set_stance("force_eager" if now is not None and now.how == "eager" else "default")
 
 
-def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, _Compiles]]:
+def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, _Compiler]]:
     """Yield what the script compiled of a model, and what compiles anything else in the same way.
 
     That is Dynamo's context, which ``torch.compile(model)`` keeps as an attribute of the model that it returns, and
@@ -401,12 +401,6 @@ def _why_not() -> str:
     if (now := stance()) != "default":
         return f"the script has called torch.compiler.set_stance('{now}')"
     return "is the model called by its name, model(x)?"
-
-
-def stance() -> str:
-    """Return what ``torch.compiler.set_stance`` was last asked for in this process."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return "default" if frames is None else str(frames._stance.stance)
 
 
 def compiled_graphs() -> int:

@@ -11,6 +11,7 @@ ranks share).
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,16 +66,21 @@ def leave_to_torch() -> None:
     _left = True
 
 
+def stance() -> str:
+    """Return what ``torch.compiler.set_stance`` was last asked for in this process."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if frames is None else str(frames._stance.stance)
+
+
 @functools.cache
 def _compiled(
     uses: tuple[Spec | None, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], Parts] | None:
     """Return the compiled cast; None, with a warning, where it cannot be compiled or gives other codes."""
     compiled: Any = torch.compile(_own_code(uses), dynamic=True)
-    frames: Any = torch._dynamo.eval_frame
 
     def run(x: Tensor) -> Parts:
-        if frames._stance.stance == "default":
+        if stance() == "default":
             parts: Parts = compiled(x)
         else:  # what a policy or a script says of the script's own code (execution: eager) is not about this
             with torch.compiler.set_stance("default"):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying.compiling import compiled_graphs, note_compiled, stance
+from autoprec.applying.compiling import compiled_graphs, note_compiled
+from autoprec.backends.casts import stance
 from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids
 
