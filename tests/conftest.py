@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -121,10 +122,21 @@ def pytest_collection_finish() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
+    if torch is not None:
+        importlib.import_module("torch._dynamo")  # as the first optimizer does: 300,000 objects to be set aside
     if "optuna" in sys.modules:
         ask_less()
     gc.collect()
     heap.set_aside()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    """What the tests of a file have imported is set aside before the next file."""
+    done = yield
+    if nextitem is not None and nextitem.path != item.path:
+        heap.set_aside_again()
+    return done
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 
+#: More objects than so are set aside between two files: looking at them takes every search for living ones 10 ms.
+_MANY = 100_000
 _REAL = gc.freeze, gc.unfreeze, gc.get_freeze_count
 
 
@@ -23,3 +25,14 @@ def set_aside() -> None:
 def known() -> None:
     """From now on everything is seen again that whoever asks takes out of the freezer."""
     gc.freeze, gc.unfreeze, gc.get_freeze_count = _REAL
+
+
+def set_aside_again() -> None:
+    """Between two files of tests: what the first has imported is not an object of the next one's either.
+
+    Dynamo, Inductor or transformers that a test imports are half a million objects, through which every search for
+    living models in the tests that follow would go.
+    """
+    if len(gc.get_objects()) > _MANY:
+        gc.collect()
+        set_aside()
