@@ -379,7 +379,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "preset_faster": lambda name, speedup, own: f"preset '{name}' is faster ({speedup:.2f}x against {own:.2f}x)",
     # why a search has no answer, or a narrower one
     "none_measured": lambda first="", more=0: (
-        "no trial other than the script as written could be measured"
+        "no policy that was tried could be measured"
         + (f": {first}" if first else "")
         + (f"; nor {'the other' if more == 1 else f'any of the {more} others'}" if more else "")
     ),

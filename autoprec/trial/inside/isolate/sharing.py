@@ -170,8 +170,9 @@ def shared_state() -> str:
         elif stat.S_ISSOCK(found.st_mode) and (peer := _connected(number)):
             return f"an open connection ({peer})"
     own = _helpers()
-    if any(not _is_own_pipe(ends) and not own.intersection(number for number, _ in ends) for ends in pipes.values()):
-        return "a pipe to another process"
+    for ends in pipes.values():
+        if not own.intersection(number for number, _ in ends) and (why := _shared_pipe(ends)):
+            return why
     return ""
 
 
@@ -199,13 +200,17 @@ def _connected(number: int) -> str:
     return ""
 
 
-def _is_own_pipe(ends: list[tuple[int, int]]) -> bool:
-    """Say whether both ends of a pipe are in this process and nothing waits in it (``asyncio`` wakes itself by one)."""
+def _shared_pipe(ends: list[tuple[int, int]]) -> str:
+    """Return what forks would share by a pipe; empty with both ends here and no data (``asyncio`` wakes itself by one).
+
+    What waits in a pipe of one process would be read by one fork, and be missing in the others. Libraries keep some as
+    well: libuv (uvloop, a ``TCPStore``) locks its signals by a byte in a pipe.
+    """
     if {way for _, way in ends} != {os.O_RDONLY, os.O_WRONLY}:
-        return False
+        return "a pipe to another process"
     waiting = array.array("i", [0])
     fcntl.ioctl(next(number for number, way in ends if way == os.O_RDONLY), termios.FIONREAD, waiting)
-    return not waiting[0]
+    return "a pipe with data in it, which one fork would take from the others" if waiting[0] else ""
 
 
 def _helpers() -> set[int]:

@@ -130,8 +130,8 @@ kept: list[Any] = []
         (holds_nothing, ""),
         (holds_a_written_file, "a file that is open for reading and writing"),
         (holds_memory, "memory that is shared for writing"),
-        (holds_a_waiting_pipe, "a pipe"),
-        (holds_a_pipe, "a pipe"),
+        (holds_a_waiting_pipe, "a pipe with data in it"),
+        (holds_a_pipe, "a pipe to another process"),
         (holds_a_connection, "an open connection (127.0.0.1:"),
     ],
 )
