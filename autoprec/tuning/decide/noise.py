@@ -182,10 +182,8 @@ def uninformative(budget: float, baseline: Baseline) -> Reason | None:
         budget: largest acceptable divergence, a fraction.
     """
     if baseline.noise_floor_upper > budget:
-        return Reason(
-            "noise_beyond_budget",
-            {"floor": baseline.floor, "noise_floor_upper": baseline.noise_floor_upper, "budget": budget},
-        )
+        found = {"floor": baseline.floor, "noise_floor_upper": baseline.noise_floor_upper, "budget": budget}
+        return Reason("noise_beyond_budget", found | {"runs": max(1, len(baseline.rounding_gaps))})
     cause = {"cause": baseline.flat_because} if baseline.flat_because else {}
     return None if baseline.learnt else Reason("loss_flat", cause)
 

@@ -79,8 +79,11 @@ def _apart(value: float, limit: float, unit: str = "") -> str:
 
 
 # --- the loss cannot judge -------------------------------------------------------------------------------------------
-def _noise_beyond_budget(floor: float, noise_floor_upper: float, budget: float) -> str:
-    up_to = f" (up to {noise_floor_upper:.3%} at 95 % confidence)" if floor <= budget else ""
+def _noise_beyond_budget(floor: float, noise_floor_upper: float, budget: float, runs: int = 1) -> str:
+    """Say how far benign rounding moves the loss, and in how many runs: a search says it before and after its seeds."""
+    told = [f"{runs} runs"] * (runs > 1)
+    told += [f"up to {noise_floor_upper:.3%} at 95 % confidence"] * (floor <= budget)
+    up_to = f" ({'; '.join(told)})" if told else ""
     return (
         f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {floor:.3%}{up_to}, "
         f"beyond the budget of {budget:.3%}"

@@ -182,7 +182,9 @@ def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
 def test_the_loss_is_uninformative_above_the_budget_or_when_it_stands_still() -> None:
     assert uninformative(BUDGET, Baseline(0.001)) is None
     above = uninformative(BUDGET, Baseline(0.017))
-    assert above == Reason("noise_beyond_budget", {"floor": 0.017, "noise_floor_upper": 0.017, "budget": BUDGET})
+    assert above == Reason(
+        "noise_beyond_budget", {"floor": 0.017, "noise_floor_upper": 0.017, "budget": BUDGET, "runs": 1}
+    )
     near = uninformative(BUDGET, Baseline(0.0019, (0.0012, 0.0025, 0.0021, 0.0018)))  # the rules would reject it
     assert near is not None
     assert near.data["floor"] < BUDGET < near.data["noise_floor_upper"]

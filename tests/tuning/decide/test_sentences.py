@@ -31,6 +31,8 @@ MENDED = {
 REASONS = [
     NOISY,
     Reason("noise_beyond_budget", {"floor": 0.0019, "noise_floor_upper": 0.003, "budget": 0.0025}),
+    Reason("noise_beyond_budget", NOISY.data | {"runs": 3}),
+    Reason("noise_beyond_budget", {"floor": 0.0019, "noise_floor_upper": 0.003, "budget": 0.0025, "runs": 4}),
     Reason("loss_flat"),
     Reason("loss_flat", {"cause": "train.py:9: updates are lost [updates-lost]"}),
     Reason("judged_by_gradient", {"loss": Reason("incomplete"), "error": 0.04, "limit": 0.1, "ratio": 1.5}),
