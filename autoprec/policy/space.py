@@ -51,6 +51,7 @@ class Choice(Frozen):
         return "/".join([self.recipe, *(f"{g}={self.gemms[g]}" for g in GEMMS if g in self.gemms)])
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, name: str) -> Choice:
         """Return the choice behind a name (the inverse of :attr:`name`)."""
         recipe, *overrides = name.split("/")
@@ -322,10 +323,17 @@ def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str
     Raises:
         ValueError: no such recipe or field, or a value that the recipe refuses.
     """
-    name, *fields = path.split(".")
-    if name not in recipes or not fields:
+    name, _, rest = path.partition(".")
+    if name not in recipes or not rest:
         raise ValueError(f"parameters.{path}: '{name}' is not a recipe; write <recipe>.<field>[.<field>]")
-    document = recipes[name].model_dump()
+    return {**recipes, name: _changed(recipes[name], path, value)}
+
+
+@lru_cache(maxsize=1024, typed=True)  # a search asks for the same few a thousand times
+def _changed(recipe: Recipe, path: str, value: Any) -> Recipe:
+    """Return a recipe with the value at ``path``, which begins with its name."""
+    name, *fields = path.split(".")
+    document = recipe.model_dump()
     if len(fields) == 2 and fields[0] == "accumulation" and isinstance(document["accumulation"], str):
         document["accumulation"] = dict.fromkeys(GEMMS, document["accumulation"])
     inner = document
@@ -336,7 +344,7 @@ def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str
         raise ValueError(f"parameters.{path}: recipe '{name}' has no field '{'.'.join(fields)}'")
     inner[fields[-1]] = value
     try:
-        return {**recipes, name: Recipe.model_validate(document)}
+        return Recipe.model_validate(document)
     except ValidationError as error:
         raise ValueError(f"parameters.{path} = {value!r}: {explain(error, Recipe)[0]}") from error
 

@@ -266,8 +266,9 @@ def load_targets(path: Path | str) -> dict[str, Target]:
     return _build(table, {**base.architectures, **table.architectures}, {**base.sources, **table.sources})
 
 
+@lru_cache(maxsize=8)
 def cpu_flags(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...]:
-    """Return the feature flags of this CPU; nothing where they cannot be read."""
+    """Return the feature flags of this CPU, read once; nothing where they cannot be read."""
     try:
         lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

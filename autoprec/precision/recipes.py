@@ -143,7 +143,7 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _fields_that_apply(self) -> Recipe:
         for name, formats in _FORMATS_WITH.items():
-            if getattr(self, name) != type(self).model_fields[name].default and self.format not in formats:
+            if self.format not in formats and getattr(self, name) != _WITHOUT[name]:
                 known = " or ".join(formats)
                 raise ValueError(f"{name} has no effect with format: {self.format}, only with {known}; remove it")
         kind = None if self.scaling is None else (self.scaling.granularity, self.scaling.scale)
@@ -218,6 +218,10 @@ class Recipe(Frozen):
             whole = " tensor" if self.scaling.granularity == "tensor" else ""
             return f"int8{whole}{' stochastic' if self.stochastic_rounding else ''}"
         return f"{self.format} -> fp32" if self.output == "fp32" else self.format
+
+
+#: What such a field is in a recipe of another format: its default.
+_WITHOUT = {name: Recipe.model_fields[name].default for name in _FORMATS_WITH}
 
 
 def _fp8(granularity: str = "tensor", grad: str = "e4m3", **scaling: Any) -> Recipe:

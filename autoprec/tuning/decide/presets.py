@@ -8,10 +8,10 @@ was published for the family of the model. What a person writes without a search
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from autoprec.graph.roles import places
+from autoprec.graph.roles import Place, places
 from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
@@ -79,13 +79,13 @@ def _candidates(problem: Problem, execution: str) -> Iterator[tuple[str, Params]
     yield from _from_space(problem)
     for choice in quantised if execution else ():
         yield f"{_name(problem, choice)}, compiled", problem.params_of(choice, execution=execution)
+    found = places(problem.report.layers) if quantised else {}
     for choice in quantised:
-        yield from _partial(problem, choice, execution)
+        yield from _partial(problem, found, choice, execution)
 
 
-def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, Params]]:
+def _partial(problem: Problem, found: Mapping[str, Place], choice: str, execution: str) -> Iterator[tuple[str, Params]]:
     label, groups, other = _label(choice), problem.groups, _without(problem)
-    found = places(problem.report.layers)
 
     def roles(group: GroupVariable) -> set[str]:
         return {found[name].role.partition(".")[0] for name in group.layers}

@@ -398,10 +398,11 @@ def _variable(
     """Return the variable of a group: choices that every member has and can run; the baseline is always there."""
     recipes = space.all_recipes
     offered = [space.rule_for(layer.name, layer.flags) for layer in layers]
+    of_others = [{choice.name for choice in others} for others in offered[1:]]
     kept: dict[str, None] = {}
     refused = []
     for choice in offered[0]:
-        if any(choice.name not in {c.name for c in others} for others in offered[1:]):
+        if any(choice.name not in names for names in of_others):
             continue
         reason = _refusal(choice, layers, recipes, can_run)
         if reason:

@@ -268,6 +268,7 @@ def _point(problem: Problem, entry: Published, where: Mapping[str, Place]) -> tu
     params = problem.params_of(problem.baseline, **activations)
     narrow = problem.value(params, "activations") == "bf16"
     tuned, moved = dict[str, Any](), list[str]()
+    offers: dict[tuple[str, tuple[str, ...]], tuple[str | None, Mapping[str, Any]]] = {}  # blocks are alike
     for group in problem.groups:
         weights: dict[str, int] = {}
         for name in group.layers:
@@ -278,7 +279,9 @@ def _point(problem: Problem, entry: Published, where: Mapping[str, Place]) -> tu
             raise PolicyMismatchError(f"{full}: {shown(group.layers)} move together, and it takes them apart")
         moved += others
         wanted = _as_run(Choice.parse(most).plan(entry.all_recipes), narrow)
-        choice, values = _offered(problem, group.choices, wanted, narrow)
+        if (most, group.choices) not in offers:
+            offers[most, group.choices] = _offered(problem, group.choices, wanted, narrow)
+        choice, values = offers[most, group.choices]
         if choice is None and not wanted.scaled:  # other 16 bits: those of the space
             choice = problem.choice_of({}, group)
         if choice is None or any(tuned.get(name, value) != value for name, value in values.items()):
