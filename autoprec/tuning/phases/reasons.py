@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoprec.tuning.decide.decision import Decision, Rules, Standing, faster_ones, merit_of
+from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION, TIMES_SD
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Run
@@ -30,9 +31,12 @@ def why_nothing(
     merits = {one.name: merit_of(one, objective, script.memory_bytes) for one in standings}
     first = max(fine or standings, key=lambda one: merits[one.name])
     merit, timed = merits[first.name], first.timed and objective == "throughput"
-    if fine and (merit <= 1.0 or (timed and not first.is_surely_above(1.0))):
+    # so little that no further seed was worth its time
+    slight = 0.0 if objective != "throughput" else MODEL_RESOLUTION if first.modelled else TIMES_SD
+    if fine and (merit <= 1.0 + slight or (timed and not first.is_surely_above(1.0))):
         bounds = {"low": first.low, "high": first.high} if timed else {}
-        return Reason("no_gain", {"name": first.name, "merit": merit, "noise": 0.0} | bounds)
+        noise = 0.0 if first.modelled else slight
+        return Reason("no_gain", {"name": first.name, "merit": merit, "noise": noise} | bounds)
     why = Reason("few_seeds", {"seeds": first.seeds, "needed": fewest}) if fine else first.rejection
     return Reason("none_acceptable", {"first": first.name, "why": why, "more": len(standings) - 1})
 

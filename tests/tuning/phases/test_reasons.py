@@ -71,6 +71,20 @@ def test_what_is_slower_by_every_trial_is_not_said_to_lack_seeds(
         assert f"{max(speedups):.2f}x" in str(why)
 
 
+@pytest.mark.parametrize(
+    ("merit", "modelled", "says"),
+    [
+        (1.003, True, "changes nothing that counts: +0.30% modelled"),
+        (1.006, False, "gains +0.6%, which is within"),
+        (1.02, True, "1 of the 2 paired seeds"),
+        (1.02, False, "1 of the 2 paired seeds"),
+    ],
+)
+def test_a_gain_too_small_for_a_further_seed_is_said_to_be_small(merit: float, modelled: bool, says: str) -> None:
+    """A search gives no further seed to what gains so little, which is why it stays."""
+    assert says in str(why_nothing(state(), [Standing("a", merit, (0.0,), modelled=modelled)], Rules(), 2))
+
+
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_what_came_out_faster_is_told_where_speed_is_what_counts(objective: str) -> None:
     books, chosen, other = state(objective), Standing("a", 1.2, (0.0, 0.0)), Standing("b", 1.5, (0.0,))
