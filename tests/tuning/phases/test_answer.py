@@ -49,7 +49,7 @@ def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
         books.cut(what)
     stay = settled(Decision("stay", (Reason("none_measured"),)), books)
     assert (stay.verdict, [reason.code for reason in stay.reasons]) == ("undecided", ["none_measured", "cut_short"])
-    assert [line[:9] for line in statements(stay.reasons)] == ["no trial ", "cut short", "cut short"]
+    assert [line[:9] for line in statements(stay.reasons)] == ["no policy", "cut short", "cut short"]
     figures = {"name": "p", "objective": "throughput", "speedup": 2.0, "divergence": 0.0, "budget": 0.0025, "tied": 1}
     adopted = Reason("adopted", figures | {"sixteen_bit": None, "caveat": None, "merit": 2.0})
     adopt = settled(Decision("adopt", (adopted,)), books)
