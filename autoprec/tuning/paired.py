@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from autoprec.precision.hardware import cores
+from autoprec.precision.hardware import cores, free_bytes
 from autoprec.support.plain import Document
 from autoprec.trial.protocol import (
     DuelRounds,
@@ -43,6 +43,9 @@ from autoprec.tuning.workers.local import HostPool
 MOST_REPEATED = 5
 #: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
+
+#: All probes of a scan that are at work at once need less than this share of the memory that is free.
+_OF_FREE_MEMORY = 0.5
 
 #: A search with a time budget ends after so much of it at the latest, whatever it is doing; the answer not counted.
 OVERRUN = 1.2
@@ -96,6 +99,17 @@ class PairedRunner:
         """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
         return 1 if self._setup.measured else self.workers
 
+    @property
+    def probes_at_once(self) -> int:
+        """Probes of a scan that may be at work at once: nothing of it is timed, so that forks share all cores."""
+        if not self._setup.measured or self._setup.host.launch != "fork" or self._pool.slots() > 1:
+            return self.final_workers
+        free, own = free_bytes(), self._state.own
+        if free is None or own is None:
+            return 1
+        asked = self._setup.options.workers or min(MOST_SIDE_BY_SIDE, cores())
+        return max(1, min(asked, int(_OF_FREE_MEMORY * free // max(own.memory_bytes, 1))))
+
     def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""
         options = self._setup.options
@@ -125,7 +139,7 @@ class PairedRunner:
             seed=self._reseed,
             timeout_s=self.trial_timeout(),
             probes=tuple(probes),
-            side_by_side=self.final_workers,
+            side_by_side=self.probes_at_once,
         )
 
     def duel_spec(self, policy: Document | None) -> DuelSpec:

@@ -41,6 +41,20 @@ def preload() -> None:
     """Import what every trial needs, ``torch._dynamo`` included: any first optimizer step imports that."""
     for name in _NEEDED:
         importlib.import_module(name)
+    if "torch._inductor.compile_fx" in sys.modules:  # torch.compile was called, and imported it
+        _ask_for_the_compiler()
+
+
+def _ask_for_the_compiler() -> None:
+    """Ask once for all forks what Inductor asks in each process before its first graph, also where that is cached.
+
+    That is the key of its cache, which covers torch's own source, and the vector instructions of the CPU, for which it
+    starts a Python for each kind: 1.5 s. What fails here fails in the fork that compiles, which then says so.
+    """
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._inductor.codecache").torch_key()
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()
 
 
 def preload_compiler() -> None:

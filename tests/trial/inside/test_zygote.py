@@ -54,6 +54,22 @@ def test_importing_the_compiler_starts_no_thread_that_a_fork_would_lack() -> Non
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_what_inductor_asks_of_the_machine_is_asked_once_for_all_forks(backend: str) -> None:
+    code = (
+        f"import subprocess, sys, threading, torch\ntorch.compile(torch.nn.Linear(2, 2), backend={backend!r})\n"
+        "from autoprec.trial.inside.zygote import preload\npreload()\nassert threading.active_count() == 1\n"
+        "compiles = 'torch._inductor.compile_fx' in sys.modules\n"
+        f"assert compiles is {backend == 'inductor'}\n"
+        "from torch._inductor.codecache import torch_key\n"
+        "from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list\n"
+        "asked, subprocess.Popen = valid_vec_isa_list.cache_info().currsize, None\nassert asked == compiles\n"
+        "import time; began = time.process_time(); compiles and (torch_key(), pick_vec_isa())\n"
+        "assert time.process_time() - began < 0.02"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
 def test_the_zygote_is_left_once_before_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     import random
 
