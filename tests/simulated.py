@@ -211,7 +211,8 @@ class SimulatedRunner(Runner):
             most = max(1, int(spec.within_s / script.probe_s)) if spec.within_s is not None and script.probe_s else None
             asked = spec.probes[:most]
             rows = tuple(ProbeResult(p.id, script.error(p.policy)) for p in asked)
-            return TrialResult("ok", answer=GradientErrors(rows, 0.5, hardly_moved=script.hardly_moved))
+            noise = 0.5 if spec.noise_batches > 1 else None
+            return TrialResult("ok", answer=GradientErrors(rows, noise, hardly_moved=script.hardly_moved))
         if isinstance(spec, DuelSpec):
             return self._duel(spec)
         assert isinstance(spec, TrainSpec)

@@ -35,6 +35,8 @@ REFERENCE = ""
 PATIENCE_S = 600.0
 #: Measured steps of a trial where the caller names no number.
 STEPS = 20
+#: Mini-batches whose gradients a scan compares for the gradient noise.
+NOISE_BATCHES = 4
 #: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
 SMALL_MODEL = 100_000
 
@@ -154,6 +156,7 @@ class ScanSpec(TrialSpec):
 
     Attributes:
         within_s: seconds after which no further probe is begun; the first one is always answered. None: no limit.
+        noise_batches: mini-batches whose gradients are compared for the gradient noise; 1 where that is known.
         side_by_side: probes that may be at work at once where each is a fork of its own (CPU).
         log: file in the runner's folder to which each answer is added as soon as it is known
             (:mod:`autoprec.trial.probe_log`); empty for none.
@@ -163,6 +166,7 @@ class ScanSpec(TrialSpec):
     probes: tuple[Probe, ...] = ()
     warmup: int = 3
     within_s: float | None = None
+    noise_batches: int = NOISE_BATCHES
     side_by_side: int = 1
     log: str = ""
 

@@ -44,8 +44,8 @@ MOST_REPEATED = 5
 #: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
 
-#: All probes of a scan that are at work at once need less than this share of the memory that is free.
-_OF_FREE_MEMORY = 0.5
+#: Forks beside a host, all that are at work at once, need less than this share of the memory that is free.
+OF_FREE_MEMORY = 0.5
 
 #: A search with a time budget ends after so much of it at the latest, whatever it is doing; the answer not counted.
 OVERRUN = 1.2
@@ -108,7 +108,7 @@ class PairedRunner:
         if free is None or own is None:
             return 1
         asked = self._setup.options.workers or min(MOST_SIDE_BY_SIDE, cores())
-        return max(1, min(asked, int(_OF_FREE_MEMORY * free // max(own.memory_bytes, 1))))
+        return max(1, min(asked, int(OF_FREE_MEMORY * free // max(own.memory_bytes, 1))))
 
     def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""

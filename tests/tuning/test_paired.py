@@ -60,6 +60,42 @@ def test_forked_trials_share_their_random_state_and_others_are_reseeded(
     assert runner.workers == 1
 
 
+@pytest.mark.parametrize(
+    ("count", "asked", "free", "launch", "measured", "at_once"),
+    [
+        (2, 0, 1 << 40, "fork", True, 2),  # trials are timed one at a time, and no probe is timed
+        (64, 0, 1 << 40, "fork", True, 8),
+        (64, 3, 1 << 40, "fork", True, 3),
+        (2, 1, 1 << 40, "fork", True, 1),
+        (16, 0, 7 << 30, "fork", True, 3),  # of 1 GiB each, in half of the memory
+        (16, 0, 1 << 30, "fork", True, 1),
+        (16, 0, None, "fork", True, 1),
+        (16, 0, 1 << 40, "process", True, 1),  # one process plays all of them
+        (4, 0, 1 << 20, "fork", False, 4),  # a rehearsal's runs share the machine anyway
+    ],
+)
+def test_probes_share_all_cores_and_half_of_the_memory(
+    setup: Setup,
+    state: SearchState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    asked: int,
+    free: int | None,
+    launch: str,
+    measured: bool,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr("autoprec.tuning.paired.cores", lambda: count)
+    monkeypatch.setattr("autoprec.tuning.paired.free_bytes", lambda: free)
+    known = {"options": replace(setup.options, workers=asked), "host": replace(setup.host, launch=launch)}
+    state.own = replace(state.reference, memory_bytes=1 << 30)
+    runner = runner_of(replace(setup, measured=measured, target=target("cpu"), **known), state, tmp_path)
+    assert runner.scan_spec(None, ()).side_by_side == at_once
+    state.own = None
+    assert runner.scan_spec(None, ()).side_by_side == (1 if measured else at_once)
+
+
 @pytest.mark.parametrize(("load", "measured", "told"), [(12.0, True, True), (1.0, True, False), (12.0, False, False)])
 def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     setup: Setup,

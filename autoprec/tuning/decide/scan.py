@@ -79,6 +79,11 @@ class SensitivityScan:
         """Forward and backward passes asked for so far."""
         return self._passes * self.batches
 
+    @property
+    def knows_noise(self) -> bool:
+        """Whether an answer had the gradient noise: no further one has to measure it."""
+        return self._noise is not None
+
     def next_round(self) -> list[Probe]:
         """Return the next probes to run; empty when the scan is done."""
         if self._rounds == 0:

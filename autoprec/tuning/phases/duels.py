@@ -31,7 +31,7 @@ from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.libraries.choice import BACKENDS
-from autoprec.tuning.paired import OVERRUN, PairedRunner
+from autoprec.tuning.paired import OF_FREE_MEMORY, OVERRUN, PairedRunner
 from autoprec.tuning.schedule import CACHED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
@@ -50,8 +50,6 @@ _ROUGH, _MOST_AGAIN = 0.04, 3
 _SHORT_BLOCK_S = 0.25
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
 _PROCESSES, STEPS_APART, WARMUP_APART = 4, 6, 2
-#: Contenders have processes of their own where one needs less than this share of the memory that is free.
-_OF_FREE_MEMORY = 0.5
 #: Policies of one duel: each holds its compiled graphs, or a model.
 MOST_AT_ONCE = 4
 
@@ -262,7 +260,7 @@ class Duels:
         eager = not any(compiles(run.policy) for run in runs)
         needed = self._state.reference.memory_bytes
         free, host = free_bytes(), self._setup.host
-        fits = free is not None and needed < _OF_FREE_MEMORY * free
+        fits = free is not None and needed < OF_FREE_MEMORY * free
         return host.launch == "fork" and eager and not host.compiled and fits
 
     def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False, compile_s: float = 0.0) -> float:

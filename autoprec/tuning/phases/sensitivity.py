@@ -16,7 +16,7 @@ from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.support.arrays import np
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.support.plain import Document
-from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult
+from autoprec.trial.protocol import NOISE_BATCHES, GradientErrors, Probe, ProbeResult
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
@@ -81,7 +81,8 @@ def _scanned(setup: Setup, runner: PairedRunner, state: SearchState) -> Sensitiv
             if found and left_s is not None and left_s < 0:
                 scan.batches = later
                 break
-            found.append(_probe(setup, runner, state, probes, later, within_s=left_s))
+            batches = 1 if scan.knows_noise or found else NOISE_BATCHES
+            found.append(_probe(setup, runner, state, probes, later, within_s=left_s, noise_batches=batches))
         scan.add(*found)
         answers += [row for one in found for row in one.probes]
     if scan.unanswered:
@@ -127,7 +128,7 @@ def measure_errors(
     """
     began = runner.clock()
     try:
-        found = probe_policies(setup, runner, state, policies)
+        found = probe_policies(setup, runner, state, policies, noise_batches=1)
     except NothingAcceptableError as error:
         state.note(f"the gradient error of {', '.join(policies)} could not be measured: {error.what}")
         return {}
@@ -136,7 +137,13 @@ def measure_errors(
 
 
 def probe_policies(
-    setup: Setup, runner: PairedRunner, state: SearchState, policies: Mapping[str, Document], seed: int = 0
+    setup: Setup,
+    runner: PairedRunner,
+    state: SearchState,
+    policies: Mapping[str, Document],
+    seed: int = 0,
+    *,
+    noise_batches: int = NOISE_BATCHES,
 ) -> GradientErrors:
     """Compare the gradients of whole policies on one state and batch, and return what the scan says of each.
 
@@ -146,6 +153,7 @@ def probe_policies(
         state: what the search has learnt so far.
         policies: name -> document.
         seed: the paired seed.
+        noise_batches: mini-batches whose gradients are compared for the gradient noise; 1 where that is known.
 
     Raises:
         NothingAcceptableError: it could not be run.
@@ -153,7 +161,7 @@ def probe_policies(
     # the same numerics; and a gradient that is meant to be smaller is not in error
     asked = {"execution": "keep", "embedding_gradient": 1.0}
     probes = [Probe(name, policy | asked) for name, policy in policies.items()]
-    return _probe(setup, runner, state, probes, seed=seed)
+    return _probe(setup, runner, state, probes, seed=seed, noise_batches=noise_batches)
 
 
 def errors_of(found: GradientErrors) -> dict[str, float]:
@@ -176,6 +184,7 @@ def _probe(
     *,
     within_s: float | None = None,
     seed: int = 0,
+    noise_batches: int = NOISE_BATCHES,
 ) -> GradientErrors:
     """Ask on the batch ``later`` steps after the scan's first, under a paired seed."""
     one_run_s = state.seconds.reference_run_s or 30.0
@@ -184,6 +193,7 @@ def _probe(
             runner.scan_spec(setup.reference_policy(), probes),
             warmup=scan_warmup(setup.options.steps) + later,
             within_s=within_s,
+            noise_batches=noise_batches,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
         ),
         seed,

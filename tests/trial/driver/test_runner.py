@@ -250,12 +250,15 @@ def test_replay_gives_what_forking_gives(host: Any) -> None:
     spec = ScanSpec(warmup=1, probes=probes)
     with host("accumulation.py") as forking, host("accumulation.py", launch="process") as plain:
         expected, got = forking.run(replace(spec, side_by_side=2)), plain.run(spec)
+        without_noise = [runner.run(replace(spec, noise_batches=1)).answer for runner in (forking, plain)]
         told: list[int] = []
         late = forking.run(replace(spec, within_s=0.0), told.append)
     assert got.status == "ok", got.reason + got.tail
     assert got.answer.probes == expected.answer.probes
     assert got.answer.hardly_moved == expected.answer.hardly_moved == ()
     assert got.answer.gradient_noise == pytest.approx(expected.answer.gradient_noise)
+    assert [(one.noise_batches, one.gradient_noise) for one in without_noise] == [(1, None)] * 2
+    assert all(one.probes == expected.answer.probes for one in without_noise)
     with host("gan.py", launch="process") as plain:  # a fork's scan begins elsewhere in a GAN's step
         assert plain.run(spec).ok
     assert 0 < len(late.answer.probes) < len(probes)

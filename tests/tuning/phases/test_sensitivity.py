@@ -39,6 +39,15 @@ def test_without_a_time_budget_every_question_is_asked() -> None:
     assert result.cut_short == ""
 
 
+def test_the_gradient_noise_is_measured_once() -> None:
+    simulated, made, _, _ = plain_search()
+    asked = [spec.noise_batches for _, spec in simulated.calls if isinstance(spec, ScanSpec)]
+    assert asked == [4] + [1] * (len(asked) - 1)
+    assert len(asked) > 1
+    assert made.state is not None
+    assert made.state.gradient_noise == 0.5
+
+
 def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(mine: Searched) -> None:  # noqa: F811
     again, asked_more = script(), options(study="mine", max_memory=10**12, resume=True)
     search(again, asked_more)

@@ -28,7 +28,6 @@ from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, r
 from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
 from autoprec.trial.inside.sensitivity.scan import (
-    NOISE_BATCHES,
     Weights,
     answered,
     finite_or_none,
@@ -128,7 +127,7 @@ class Replay(Events):
             self._weights = Weights(self._found)
         self._batch += 1
         self._batch_loss, self._unclip = 0.0, {}
-        if self._batch >= NOISE_BATCHES or self._found.backward_only:
+        if self._batch >= self._spec.noise_batches or self._found.backward_only:
             self._finish()
 
     def _store(self) -> None:

@@ -31,8 +31,6 @@ from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_erro
 from autoprec.trial.probe_log import append_row
 from autoprec.trial.protocol import GradientErrors, Probe, ProbeResult, ScanSpec
 
-#: Mini-batch gradients are compared over this many batches.
-NOISE_BATCHES = 4
 #: A layer whose weight has less than this share of the squared gradient that an even split over the layers would give
 #: it: what it runs in cannot show yet.
 _HARDLY = 1e-4
@@ -238,7 +236,7 @@ class Scan:
                 self._gradients.store(watch.unclip)
                 self._gradients.leave_shared()
                 seen = _Seen(1, watch.loss)
-            if seen.batches >= NOISE_BATCHES:
+            if seen.batches >= self._spec.noise_batches:
                 answer(writer, shallow(seen))
             weights = Weights(self._found)
 
