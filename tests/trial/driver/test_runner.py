@@ -285,10 +285,9 @@ def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
     assert (info.launch, info.world_size) == ("process", 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), (*TORCHRUN, "tp.py"), ("spawned.py",)])
-def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 and tensor parallelism in forked ranks, DDP in processes that the script starts; each tells its losses."""
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """The losses that each rank tells, as they are read."""
     told: list[tuple[float, ...]] = []
 
     def load(path: Path) -> TrialResult | None:
@@ -297,25 +296,38 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr("autoprec.trial.driver.results.load_result", load)
-    with host(*tokens) as runner:
-        info = runner.start()
-        trial = runner.run(TrainSpec(steps=3, warmup=0, policy=uniform("bf16")))
+    return told
+
+
+def _trains_in_two_ranks(runner: TrialRunner, told: list[tuple[float, ...]], *, differ: bool) -> None:
+    info = runner.start()
+    trial = runner.run(TrainSpec(steps=3, warmup=0, policy=uniform("bf16")))
     assert (info.launch, info.world_size) == ("process", 2)
     assert trial.status == "ok", trial.reason + trial.tail
     first, second = told[-2:]
     assert len(first) == len(second) == 3
-    assert (first != second) is (tokens[-1] == "fsdp.py")  # the others train on the same data twice
+    assert (first != second) is differ
     assert trial.losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
 
 
 @pytest.mark.slow
-def test_ranks_that_meet_at_a_fixed_port_leave_together(host: Any) -> None:
-    """The port is taken, as by another trial of the script; one rank alone has a loss that is not finite."""
+@pytest.mark.parametrize("script", ["fsdp.py", "tp.py"])
+def test_several_ranks(script: str, host: Any, told: list[tuple[float, ...]]) -> None:
+    """FSDP2 and tensor parallelism in forked ranks; each tells its losses. The second trains on the same data twice."""
+    with host(*TORCHRUN, script) as runner:
+        _trains_in_two_ranks(runner, told, differ=script == "fsdp.py")
+
+
+@pytest.mark.slow
+def test_ranks_that_the_script_starts_meet_at_a_fixed_port_and_leave_together(
+    host: Any, told: list[tuple[float, ...]]
+) -> None:
+    """DDP in processes of the script's own; the port is taken, as by another trial; one rank's loss is lost later."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with host("spawned.py", str(taken.getsockname()[1]), "nan") as runner:
-            assert runner.start().world_size == 2
+            _trains_in_two_ranks(runner, told, differ=False)
             began = time.monotonic()
             lost = runner.run(TrainSpec(steps=12, warmup=0))
     assert lost.status == "diverged", lost.reason + lost.tail

@@ -36,6 +36,8 @@ _CACHES = (
 )
 #: Links that may follow one another in a path, as for the kernel.
 _MOST_LINKS = 40
+#: Directories of which is remembered whether they are guarded.
+_MOST_KNOWN = 50_000
 #: The system's own calls, by which layers are reached; those of ``os`` are replaced (see ``overlay_calls``).
 _NAMES = "stat lstat listdir readlink getcwd remove rmdir mkdir open symlink utime chmod rename statvfs mkfifo"
 real = {name: getattr(os, name) for name in _NAMES.split()}
@@ -109,6 +111,7 @@ class Overlay:
         guarded = [os.path.expanduser("~"), *guarded]
         self._rules = dict.fromkeys(_both([*free_prefixes(guarded), *free, layer]), False)
         self._rules |= dict.fromkeys({"/", *_both(guarded)} - set(self._rules), True)
+        self._known: dict[str, bool] = {}  # directories without a rule of their own: whether what is in them is guarded
         #: What was removed: the path, and how many layers there were; only that many and above are seen below it.
         self._masks: dict[str, int] = {}
         #: Directories over which the kernel itself lays a copy: free here, and yet the trial's own (``namespace``).
@@ -122,10 +125,12 @@ class Overlay:
     def allow(self, *paths: str) -> None:
         """Let further directories of ours be written."""
         self._rules |= dict.fromkeys(_both(paths), False)
+        self._known = {}
 
     def guard(self, paths: Iterable[str]) -> None:
         """From now on change nothing at these paths either, although what lies beside them is free."""
         self._rules |= dict.fromkeys(_both(paths) - {path for path, kept in self._rules.items() if not kept}, True)
+        self._known = {}
 
     # ---------------------------------------------------------------- paths
     def absolute(self, path: Any, dir_fd: int | None = None) -> str | None:
@@ -161,14 +166,16 @@ class Overlay:
             OSError: a circle of links (ELOOP).
         """
         done, todo, links = "", _parts(self.logical(text)), 0
+        absent: set[str] = set()  # layers without the directory `done`, which have nothing below it either
         follow = follow or text.endswith("/")
         while todo:
             name = todo.pop()
             if name == "..":
                 done = os.path.dirname(done).rstrip("/")
+                absent.clear()
                 continue
             path = f"{done}/{name}"
-            link = self._link(path) if todo or follow else None
+            link = self._link(path, absent) if todo or follow else None
             if link is None:
                 done = path
                 continue
@@ -177,25 +184,41 @@ class Overlay:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
             if link.startswith("/"):
                 done = ""
+            absent.clear()
             todo += _parts(self.logical(link))
         return done or "/"
 
-    def _link(self, path: str) -> str | None:
-        """Return what a link says; None for anything else, and for those of /proc that lead to what has no path."""
-        for place in self.places(path) if self._is_guarded(path) else [path]:
+    def _link(self, path: str, absent: set[str]) -> str | None:
+        """Return what a link says; None for anything else, and for those of /proc that lead to what has no path.
+
+        Args:
+            path: from the root, without links above its last name.
+            absent: layers that are not asked, "" for the real files; those where nothing is at the path are added.
+        """
+        for layer in self._layers(path) if self._is_guarded(path) else [""]:
+            if layer in absent:
+                continue
             try:
-                link = os.fsdecode(real["readlink"](place))
+                link = os.fsdecode(real["readlink"](layer + path))
             except OSError as error:
                 if error.errno == errno.EINVAL:  # it is there, and is not a link
                     return None
+                if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                    absent.add(layer)
                 continue
             return None if path.startswith("/proc/") and not kind(os.path.join("/proc/self", link)) else link
         return None
 
     def _is_guarded(self, path: str) -> bool:
-        while path not in self._rules:
-            path = os.path.dirname(path)
-        return self._rules[path]
+        known = self._known  # another thread may change the rules: then it is another dictionary
+        if (found := self._rules.get(path)) is not None:
+            return found
+        folder = path.rpartition("/")[0] or "/"
+        if (found := known.get(folder)) is None:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            found = known[folder] = self._is_guarded(folder)
+        return found
 
     def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> tuple[str, bool] | None:
         """Return a path with its links followed, and whether it is guarded; None for a descriptor.
@@ -218,13 +241,17 @@ class Overlay:
 
     def places(self, absolute: str) -> list[str]:
         """Return where parts of a guarded path may be, from the top down; what was removed is left out."""
+        return [layer + absolute for layer in self._layers(absolute)]
+
+    def _layers(self, absolute: str) -> list[str]:
+        """Return the layers that a guarded path may be in, from the top down, "" for the real files."""
         lowest, path = 0, absolute
         while self._masks and path != "/":
             lowest = max(lowest, self._masks.get(path, 0))
             path = os.path.dirname(path)
         count = len(self.layers)
-        inside = [layer + absolute for depth, layer in enumerate(self.layers) if count - depth >= lowest]
-        return inside if lowest else [*inside, absolute]
+        inside = [layer for depth, layer in enumerate(self.layers) if count - depth >= lowest]
+        return inside if lowest else [*inside, ""]
 
     def shown(self, absolute: str) -> str | None:
         """Return where a guarded path is really read from; None when it was removed in this trial."""

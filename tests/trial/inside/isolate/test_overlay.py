@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.inside.isolate.overlay import Overlay, make_caches
+from autoprec.trial.inside.isolate.overlay import Overlay, make_caches, real
 from autoprec.trial.inside.isolate.overlay_calls import install
 from tests import heap
 
@@ -107,6 +107,54 @@ def test_caches_devices_and_our_own_directories_are_free(user: Path, tmp_path: P
     assert overlay.guarded(user / ".." / "user" / "x") == str(user / "x")
     overlay.allow(str(user / "logs"))
     assert overlay.guarded(user / "logs" / "x") is None
+
+
+def test_a_directory_follows_a_rule_that_came_later(user: Path, tmp_path: Path) -> None:
+    """What was found of a directory before is not kept beyond that."""
+    overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
+    inside = str(user / "data" / "deep" / "x")
+    for _ in range(2):
+        assert overlay.guarded(inside) == inside
+    overlay.allow(str(user / "data"))
+    assert overlay.guarded(inside) is None
+    beside = str(tmp_path / "free" / "deep" / "x")
+    assert overlay.guarded(beside) is None
+    overlay.guard([str(tmp_path / "free" / "deep")])
+    assert overlay.guarded(beside) == beside
+    assert overlay.guarded(str(tmp_path / "free" / "x")) is None
+
+
+def test_links_are_found_in_every_layer_that_has_their_directory(user: Path, tmp_path: Path) -> None:
+    """A layer without a directory is not asked below it; behind `..` and behind a link it is asked again."""
+    upper, lower = tmp_path / "second", tmp_path / "layer"
+    overlay = Overlay(str(upper), [str(user)], [], below=[str(lower)])
+
+    def link(layer: Path, path: Path, to: str) -> None:
+        place = layer / path.relative_to("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(to)
+
+    link(lower, user / "data" / "low", "a.txt")
+    link(upper, user / "made" / "up", "../data/low")
+    link(upper, user / "made" / "whole", str(user / "data"))
+    a = str(user / "data" / "a.txt")
+    assert overlay.guarded(user / "data" / "low") == a
+    assert overlay.guarded(user / "made" / "up") == a
+    assert overlay.guarded(user / "made" / "whole" / "low") == a
+    assert overlay.guarded(user / "data" / "none" / ".." / "low") == a
+    assert overlay.guarded(user / "none" / "none" / ".." / ".." / "made" / "up") == a
+    assert overlay.guarded(user / "data" / "none" / "low") == str(user / "data" / "none" / "low")
+
+
+def test_a_path_is_followed_with_one_question_of_a_layer_that_has_none_of_it(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of PyTorch asks for ten thousand files, by every directory above them."""
+    overlay, asked, plain = Overlay(str(tmp_path / "layer"), [str(user)], []), list[str](), real["readlink"]
+    monkeypatch.setitem(real, "readlink", lambda path: asked.append(path) or plain(path))
+    overlay.guarded("/usr/lib/python/torch/x.py")
+    layer = str(tmp_path / "layer")
+    assert [path for path in asked if path.startswith(layer)] == [layer + "/usr"]
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "HF_HOME", "XDG_CACHE_HOME", "TORCH_HOME"])
