@@ -212,7 +212,8 @@ class SimulatedRunner(Runner):
             asked = spec.probes[:most]
             rows = tuple(ProbeResult(p.id, script.error(p.policy)) for p in asked)
             noise = 0.5 if spec.noise_batches > 1 else None
-            return TrialResult("ok", answer=GradientErrors(rows, noise, hardly_moved=script.hardly_moved))
+            answer = GradientErrors(rows, noise, hardly_moved=script.hardly_moved)
+            return TrialResult("ok", warmup=spec.warmup, answer=answer)
         if isinstance(spec, DuelSpec):
             return self._duel(spec)
         assert isinstance(spec, TrainSpec)

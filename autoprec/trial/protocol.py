@@ -158,6 +158,7 @@ class ScanSpec(TrialSpec):
         within_s: seconds after which no further probe is begun; the first one is always answered. None: no limit.
         noise_batches: mini-batches whose gradients are compared for the gradient noise; 1 where that is known.
         side_by_side: probes that may be at work at once where each is a fork of its own (CPU).
+        stays: the process stays at its step where it may be forked, and later scans of that step are forks of it.
         log: file in the runner's folder to which each answer is added as soon as it is known
             (:mod:`autoprec.trial.probe_log`); empty for none.
     """
@@ -168,6 +169,7 @@ class ScanSpec(TrialSpec):
     within_s: float | None = None
     noise_batches: int = NOISE_BATCHES
     side_by_side: int = 1
+    stays: bool = False
     log: str = ""
 
     @property

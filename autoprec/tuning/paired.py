@@ -104,11 +104,13 @@ class PairedRunner:
         """Probes of a scan that may be at work at once: nothing of it is timed, so that forks share all cores."""
         if not self._setup.measured or self._setup.host.launch != "fork" or self._pool.slots() > 1:
             return self.final_workers
-        free, own = free_bytes(), self._state.own
-        if free is None or own is None:
-            return 1
         asked = self._setup.options.workers or min(MOST_SIDE_BY_SIDE, cores())
-        return max(1, min(asked, int(OF_FREE_MEMORY * free // max(own.memory_bytes, 1))))
+        return max(1, min(asked, self._room_for()))
+
+    def _room_for(self) -> int:
+        """Return for how many copies of the script's process there is memory; 0 where that is not known."""
+        free, own = free_bytes(), self._state.own
+        return 0 if free is None or own is None else int(OF_FREE_MEMORY * free // max(own.memory_bytes, 1))
 
     def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""
@@ -140,6 +142,7 @@ class PairedRunner:
             timeout_s=self.trial_timeout(),
             probes=tuple(probes),
             side_by_side=self.probes_at_once,
+            stays=self._setup.host.launch == "fork" and self._room_for() > self.probes_at_once,
         )
 
     def duel_spec(self, policy: Document | None) -> DuelSpec:
@@ -281,7 +284,7 @@ def _passes(spec: TrialSpec, result: TrialResult) -> int:
     """Return how many forward and backward passes a trial took."""
     if isinstance(spec, ScanSpec):
         batches = result.answer.noise_batches if isinstance(result.answer, GradientErrors) else 1
-        return spec.warmup + len(spec.probes) + batches
+        return result.warmup + len(spec.probes) + batches
     return result.answer.steps if isinstance(result.answer, DuelRounds) else len(result.losses)
 
 

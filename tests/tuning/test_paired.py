@@ -91,8 +91,12 @@ def test_probes_share_all_cores_and_half_of_the_memory(
     known = {"options": replace(setup.options, workers=asked), "host": replace(setup.host, launch=launch)}
     state.own = replace(state.reference, memory_bytes=1 << 30)
     runner = runner_of(replace(setup, measured=measured, target=target("cpu"), **known), state, tmp_path)
-    assert runner.scan_spec(None, ()).side_by_side == at_once
+    spec = runner.scan_spec(None, ())
+    assert spec.side_by_side == at_once
+    one_more = (at_once + 1) << 31
+    assert spec.stays is (launch == "fork" and free is not None and free >= one_more)
     state.own = None
+    assert not runner.scan_spec(None, ()).stays
     assert runner.scan_spec(None, ()).side_by_side == (1 if measured else at_once)
 
 

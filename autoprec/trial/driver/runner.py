@@ -28,6 +28,7 @@ from autoprec.trial.driver.forks import ForkedProcess, Forks
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.driver.results import over_ranks
+from autoprec.trial.driver.staying import Staying
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
@@ -95,6 +96,7 @@ class TrialRunner(Runner):
         self._private: Path | None = None
         self._host: ProcessTree | None = None
         self._forks: Forks | None = None  # of the host
+        self._staying = Staying()
         self._info: HostInfo | None = None
         self._lock = threading.RLock()
         self._starts = self._lost = 0
@@ -316,7 +318,9 @@ class TrialRunner(Runner):
         config["result"] = str(path)
         info, mark = self._info, f"{self._mark}{name}"
         forked = info is not None and info.launch == "fork"
-        if forked:
+        if forked and isinstance(spec, ScanSpec) and spec.stays:
+            process = self._fork_scan(spec, config, mark)
+        elif forked:
             process = self._fork_host(config, mark)
         else:
             on_gpu = info is not None and info.device != "cpu"
@@ -370,6 +374,31 @@ class TrialRunner(Runner):
             raise _HostLostError
         return found
 
+    def _fork_scan(self, spec: ScanSpec, config: Document, mark: str) -> ProcessTree:
+        """Fork the process that stays at the step of a scan, after starting it where there is none.
+
+        One that ends on its way there has answered itself, and one that takes too long is the caller's affair.
+        """
+        environment = {MARK_VARIABLE: mark}
+        found = self._staying.fork(spec, config, environment, mark)
+        if found is not None:
+            return found
+        result = Path(config["result"])
+        own = f"{self._mark}stays-{result.stem}"  # not derived from the mark of a scan, whose processes end with it
+        address = result.with_suffix(".stays")
+        with contextlib.closing(listen(address, 1)) as listener:
+            listener.settimeout(0.05)
+            process = self._fork_host(config | {"mark": own, "stays": str(address)}, own)
+            self._running.add(process)
+            deadline = Deadline(spec.timeout_s, process.pid, steps_file(result))
+            while process.poll() is None and not (result.exists() or deadline.passed() or self._closed):
+                with contextlib.suppress(TimeoutError):
+                    control, _ = listener.accept()
+                    control.settimeout(None)
+                    self._staying.hold(spec, process, Forks(control, receive_messages(control)))
+                    return self._staying.fork(spec, config, environment, mark) or process
+        return process
+
     def _restart(self) -> None:
         """The host has died (for instance killed for memory): start another, unless none ever lives long enough."""
         self._lost += 1
@@ -390,6 +419,7 @@ class TrialRunner(Runner):
         if self._closed:
             return
         self._closed = True
+        self._staying.end()
         with self._lock:
             forks, self._forks = self._forks, None
         if forks is not None:

@@ -182,7 +182,10 @@ class Agent:
         spec, asked = TrialSpec.from_json(self.config["spec"]), float(self.config["asked"])
         self._pid = os.getpid()
         may_fork = self.config.get("launch") != "process" and not host.fork_obstacle(found)
-        self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork)
+        stays = str(self.config.get("stays", ""))
+        self.trial = Trial(
+            spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork, stays=stays
+        )
         if self._loading is not None:
             self._loading.charge = self.trial.credit
         savers.charge.to = self.trial.credit

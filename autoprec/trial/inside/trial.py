@@ -31,6 +31,7 @@ from autoprec.graph.places import raised_at
 from autoprec.graph.report import GraphReport
 from autoprec.numerics.sharded import any_rank, rank, world_size
 from autoprec.support.files import canonical_json, finite
+from autoprec.support.plain import Document
 from autoprec.trial.inside.applying import StateSeen, apply_document, by_block, state_seen, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
 from autoprec.trial.inside.isolate import savers
@@ -45,9 +46,10 @@ from autoprec.trial.inside.observe.conditions import (
 )
 from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
-from autoprec.trial.inside.observe.loop import Loop, early_stop, out_of_time
+from autoprec.trial.inside.observe.loop import AtGradients, Loop, early_stop, out_of_time
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
 from autoprec.trial.inside.perturbing import round_weights
+from autoprec.trial.inside.sensitivity.staying import serve_scans
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import (
     OUT_OF_TIME,
@@ -93,8 +95,9 @@ class Trial:
         asked: float,
         writer: bool = True,
         may_fork: bool = True,
+        stays: str = "",
     ) -> None:
-        self._may_fork = may_fork
+        self._may_fork, self._stays, self._is_again = may_fork, stays, False
         self.spec, self.found, self.hooks = spec, found, hooks
         self._path, self._asked, self._writer = result, asked, writer
         self._start = self._begun = self._first_step = time.monotonic()
@@ -309,7 +312,7 @@ class Trial:
 
             if is_fake(self.found.root):
                 self._record(module)
-                self.hooks.events = _AtGradients(self._end_record, self.found)
+                self.hooks.events = AtGradients(self._end_record, self.found)
             else:
                 self._judge(module)
             return
@@ -320,10 +323,22 @@ class Trial:
             return
         from autoprec.trial.inside.sensitivity.scan import Scan
 
+        if self._stays:
+            self._begin_again(serve_scans(self._stays))
+            spec = self.spec
+            assert isinstance(spec, ScanSpec)  # the driver forks this process for nothing else
         scan = Scan(spec, self.found, self.hooks, self.on_exit, self._beat)
         answer = scan.run()  # returns None in a probe, which goes on into the forward
         if answer is not None:
             self._answered(answer)
+
+    def _begin_again(self, config: Document) -> None:
+        """Be the scan of a configuration, in a fork of a process that stays at its step."""
+        asked, self._path, self.pid = float(config["asked"]), Path(config["result"]), os.getpid()
+        self.spec, self._is_again = TrialSpec.from_json(config["spec"]), asked != self._asked
+        if self._is_again:
+            self._asked, self._begun = asked, time.monotonic()
+            self._beat = Beat(steps_file(self._path)) if self._writer else self._beat
 
     def _answered(self, answer: Answer | Unanswered) -> NoReturn:
         if isinstance(answer, Unanswered):
@@ -412,7 +427,7 @@ class Trial:
 
     def _result(self, status: str, reason: str) -> TrialResult:
         now, spec = time.monotonic(), self.spec
-        warmup = spec.warmup if isinstance(spec, (TrainSpec, ScanSpec)) else 0
+        warmup = spec.warmup if isinstance(spec, (TrainSpec, ScanSpec)) and not self._is_again else 0
         result = TrialResult(
             status=status,
             reason=reason,
@@ -457,23 +472,6 @@ class Trial:
             audit["operators"][f"optimizer.{part}"] = row
             audit["ok"] = audit["ok"] and row["ok"]
         return replace(result, audit=audit)
-
-
-class _AtGradients(Events):
-    """Calls ``action`` when the gradients of the next step are complete."""
-
-    def __init__(self, action: Callable[[], None], found: Found) -> None:
-        self._action, self._found = action, found
-
-    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
-        if self._found.backward_only:
-            self._action()
-
-    def gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        self._action()
-
-    def skipped_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        self._action()
 
 
 def status_of(error: BaseException) -> str:

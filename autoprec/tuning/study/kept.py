@@ -40,7 +40,7 @@ from autoprec.trial.protocol import (
 )
 
 #: What a spec says of how long its trial may take and of where it writes, which changes no result that is whole.
-_ASIDE = ("within_s", "timeout_s", "side_by_side", "log")
+_ASIDE = ("within_s", "timeout_s", "side_by_side", "stays", "log")
 #: Variables that choose kernels, threads or the order of sums begin with these.
 _NUMERIC = (
     "OMP_",

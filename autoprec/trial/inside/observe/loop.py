@@ -215,3 +215,20 @@ class Loop(Events):
         if self.steps >= self.total + min(self.skipped, self._patience):
             self._then(self)
         self.clock.resume()
+
+
+class AtGradients(Events):
+    """Calls ``action`` when the gradients of the next step are complete."""
+
+    def __init__(self, action: Callable[[], None], found: Found) -> None:
+        self._action, self._found = action, found
+
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
+        if self._found.backward_only:
+            self._action()
+
+    def gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+        self._action()
+
+    def skipped_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+        self._action()
