@@ -19,10 +19,22 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
     return {severity: sum(one.severity == severity for one in findings) for severity in SEVERITIES}
 
 
-def sound(judged: Judged) -> str:
-    """Return what was looked at where nothing was found."""
+def sound(judged: Judged, findings: Sequence[Finding] = ()) -> str:
+    """Return what was looked at where no error was found, and whether that makes the script's precision sound.
+
+    Args:
+        judged: what one step showed.
+        findings: what was found in it, no error among them.
+    """
     looked = ", ".join(f"{count:,} {what}" for what, count in judged.looked_at.items())
-    return f"the script's own precision is sound, as far as one step shows it; looked at: {looked}"
+    warnings = counts(findings)["warning"]
+    said = f"no error, but {counted(warnings, 'warning')}" if warnings else "the script's own precision is sound"
+    seen = (
+        "one step shows it"
+        if judged.looked_at.get("updates", 1)
+        else "forward and backward show it (no update was seen)"
+    )
+    return f"{said}, as far as {seen}; looked at: {looked}"
 
 
 def _text(findings: Sequence[Finding]) -> str:

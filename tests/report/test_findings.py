@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autoprec.report.findings import TEXTS, counts, sarif
+from autoprec.graph.census import Judged
+from autoprec.report.findings import TEXTS, counts, sarif, sound
 from autoprec.tuning.lint.rules import RULES, Finding
 
 FOUND = [
@@ -18,6 +19,18 @@ def test_text_has_place_code_and_fix_and_what_was_found() -> None:
     assert text.endswith("2 errors, 1 note")
     assert TEXTS["text"]([]) == "nothing found"
     assert counts(FOUND) == {"error": 2, "warning": 0, "note": 1}
+
+
+def test_what_is_sound_is_said_by_what_was_seen() -> None:
+    judged = Judged(looked_at={"operators": 1234, "updates": 7})
+    assert sound(judged) == (
+        "the script's own precision is sound, as far as one step shows it; looked at: 1,234 operators, 7 updates"
+    )
+    assert sound(judged, FOUND[2:]).startswith("the script's own precision is sound")  # a note
+    warned = [Finding("head-low-precision", data={"recipe": "x"})] * 2
+    assert sound(judged, warned).startswith("no error, but 2 warnings, as far as one step shows it; looked at: ")
+    unseen = Judged(looked_at={"operators": 3, "updates": 0})
+    assert "as far as forward and backward show it (no update was seen)" in sound(unseen)
 
 
 def test_github_annotates_lines_and_escapes_what_its_commands_reserve() -> None:

@@ -19,6 +19,9 @@ from autoprec.tuning.lint.source import settings_of
 
 #: Seconds in which lines are lifted one at a time.
 _WITHIN_S = 40.0
+#: Relative change of the whole gradient, all lines lifted, beyond which a step is not called sound: lines that round to
+#: bfloat16 as they should change it by a few hundredths. How much more than a few last bits change it that has to be.
+_MOVED, _BEYOND_NOISE = 0.1, 5.0
 
 
 def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
@@ -42,11 +45,12 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
     found = findings(Facts(report=replace(report, judged=judged), settings=settings_of(script, here)))
     failing = {severity: counts(found)[severity] for severity in ("error", *(("warning",) if strict else ()))}
     looked_at = judged is not None and bool(judged.looked_at)
+    doubt = _doubt(lifted)
     if as_json:
         rows = [one.to_json() for one in found]
         document = {
             "ok": not any(failing.values()),
-            "sound": looked_at and not counts(found)["error"],
+            "sound": looked_at and not counts(found)["error"] and not doubt,
             "findings": rows,
         }
         lines = asdict(lifted.answer) if isinstance(lifted.answer, LiftedLines) else {"failed": lifted.reason}
@@ -55,7 +59,7 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
         if found:
             echo(TEXTS["text"](found))
         if judged is not None and looked_at and not failing["error"]:
-            echo(sound(judged))
+            echo(doubt or sound(judged, found))
         _print_lines(lifted, str(here))
         for text in judged.unseen if judged is not None else ():
             echo(f"note: {text}", err=True)
@@ -65,6 +69,22 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
             where=" ".join(script),
             fix="each finding says how; a search whose reference has such a fault says what a policy can mend of it",
         )
+
+
+def _doubt(lifted: TrialResult) -> str:
+    """Return why a step without an error is not called sound by what lifting its lines changes; empty where it is."""
+    answer = lifted.answer
+    if not isinstance(answer, LiftedLines) or not (answer.rows or answer.left or answer.alike):
+        return ""
+    if answer.every is None:
+        return "no error was found, but the gradient is not finite: this step cannot show that the precision is sound"
+    if answer.every <= max(_MOVED, _BEYOND_NOISE * (answer.noise or 0.0)):
+        return ""
+    lines = "begin with the first lines below" if answer.rows else "no line of them was lifted alone"
+    return (
+        f"no error was found, but that does not make the precision sound: with all lines lifted to {answer.wide} the "
+        f"gradient changes by {_change(answer.every)}; {lines}"
+    )
 
 
 def _print_lines(lifted: TrialResult, here: str) -> None:
@@ -79,7 +99,7 @@ def _print_lines(lifted: TrialResult, here: str) -> None:
     least = least_change(answer.noise)
     rows = [
         (
-            row["where"].removeprefix(f"{here}/"),
+            _place(row["where"], here),
             row["operator"].rpartition("::")[2],
             row["module"],
             ", ".join(row["dtypes"]),
@@ -93,11 +113,16 @@ def _print_lines(lifted: TrialResult, here: str) -> None:
     if rows:
         stdout_console().print(plain_table(heads, rows))
     update = f", what reaches the weights by {_change(answer.every_update)}" if answer.every_update is not None else ""
-    every = f"{_change(answer.every)}{update}" if answer.every is not None else "is not finite"
+    every = f"changes by {_change(answer.every)}{update}" if answer.every is not None else "is not finite"
     left = f"; {counted(answer.left, 'line')} not lifted alone" if answer.left else ""
     alike = f"; {counted(answer.alike, 'line')} the same when lifted" if answer.alike else ""
     noise = f" (a few last bits change it by {_change(answer.noise)})" if answer.noise is not None else ""
-    echo(f"all lines lifted to {answer.wide} at once: the gradient changes by {every}{noise}{left}{alike}")
+    echo(f"all lines lifted to {answer.wide} at once: the gradient {every}{noise}{left}{alike}")
+
+
+def _place(where: str, here: str) -> str:
+    """Return a place as a table has room for it: from the folder of work on, or from the name of its package on."""
+    return where.removeprefix(f"{here}/").rpartition("site-packages/")[2]
 
 
 def _change(value: float | None) -> str:

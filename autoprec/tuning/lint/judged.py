@@ -68,6 +68,10 @@ def _percent(value: float) -> str:
     return f"{value:.0%}" if value >= 0.9995 or value == 0 else f"{100 * value:.3g} %"
 
 
+#: What is written out by hand, by the pattern it is recognised by, as people call it.
+_BY_HAND = {"rms norm": "an RMSNorm", "layer norm": "a LayerNorm", "l2 norm": "an L2 norm"}
+
+
 def _more(seen: Observation) -> dict[str, Any]:
     figures = seen.figures
     if seen.code == "positions-16bit":
@@ -82,6 +86,10 @@ def _more(seen: Observation) -> dict[str, Any]:
         return {"source": source}
     if seen.code == "loss-16bit":
         return {"over": f" over {figures['classes']:,} classes" if figures.get("classes", 1) > 1 else ""}
+    if seen.code == "reduction-16bit":
+        return {"behind": ", in the backward of this line," if figures.get("backward") else ""}
+    if seen.code in ("norm-16bit", "softmax-16bit"):
+        return {"what": _BY_HAND.get(figures["what"], f"a {figures['what']}")}
     if seen.code == "fp16-unscaled":
         flushed = figures.get("flushed", 0.0)
         return {"measured": f" (up to {_percent(flushed)} of a gradient here)" if flushed else ""}
@@ -159,6 +167,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "overflow-16bit": _always("error"),
     "fp16-unscaled": _always("error"),
     "clip-before-unscale": _always("error"),
+    "step-before-unscale": _always("error"),
     "scaler-bf16": _always("warning"),
     "stale-casts": _always("error"),
     "function-backward": _always("error"),

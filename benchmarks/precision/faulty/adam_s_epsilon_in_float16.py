@@ -5,9 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-
 net = net.half()
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)  # fault: eps-zero
 for step in range(4):

@@ -7,7 +7,6 @@ from torch import nn
 torch.manual_seed(0)
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-
 dtype = torch.bfloat16
 net = net.to(dtype=dtype)  # fault: updates-lost
 optimizer = torch.optim.AdamW(net.parameters(), lr=2e-5, foreach=True, eps=1e-8)

@@ -7,7 +7,6 @@ from torch import nn
 torch.manual_seed(0)
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-
 net.to(torch.bfloat16)  # fault: updates-lost
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
 for step in range(6):

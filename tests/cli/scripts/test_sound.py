@@ -10,6 +10,7 @@ from autoprec.cli.scripts import sound
 from autoprec.cli.scripts.sound import record
 from autoprec.graph.census import Judged
 from autoprec.graph.report import GraphReport
+from autoprec.trial.protocol import LiftedLines, TrialResult
 from benchmarks.precision.running import FAULTY
 from tests.cli.helpers import autoprec
 
@@ -76,6 +77,37 @@ def test_a_fault_is_named_by_line_and_ends_with_one(tmp_path: Path, monkeypatch:
     assert 0 < document["lifted"]["every"] < 0.2
     text = autoprec("lint", "--", "train.py")
     assert (text.code, text.out.startswith("train.py:11: error: 9")) == (1, True)
+
+
+ANSWER = LiftedLines(rows=({"where": "train.py:3"},), every=0.01, noise=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (ANSWER, ""),
+        (replace(ANSWER, every=0.099), ""),
+        (replace(ANSWER, every=0.3, noise=0.2), ""),  # a step that any last bit moves
+        (LiftedLines(), ""),
+        (None, ""),
+        (replace(ANSWER, every=1.03), "changes by 103.000%; begin with the first lines below"),
+        (replace(ANSWER, every=0.2, rows=(), left=3), "changes by 20.000%; no line of them was lifted alone"),
+        (replace(ANSWER, every=None), "the gradient is not finite: this step cannot show"),
+        (replace(ANSWER, every=None, rows=(), alike=2), "the gradient is not finite: this step cannot show"),
+    ],
+)
+def test_a_step_that_lifting_changes_or_that_is_not_finite_is_not_called_sound(
+    answer: LiftedLines | None, said: str
+) -> None:
+    told = sound._doubt(TrialResult("ok", answer=answer))
+    assert (said in told, bool(told)) == (True, bool(said))
+
+
+def test_a_place_in_a_package_begins_with_its_name() -> None:
+    assert sound._place("/env/lib/python3.11/site-packages/accelerate/utils/operations.py:9", "/home") == (
+        "accelerate/utils/operations.py:9"
+    )
+    assert sound._place("/home/train.py:3", "/home") == "train.py:3"
 
 
 def test_what_is_about_a_policy_needs_one() -> None:

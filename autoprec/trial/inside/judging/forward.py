@@ -338,6 +338,7 @@ def _lines(step: Step) -> Iterator[Observation]:
         counts = low if call.phase == "update" else low or call.name in ("sub", "rsub", *_REDUCES)
         counts = counts and call.phase in ("forward", "update")
         counts = counts and bool(operator.where) and measure.error > 0 and not operator.pattern
+        counts = counts and operator.cls != "cast"  # whose one rounding loses nothing of this kind
         if counts and not _cancels(step, call):
             lines.setdefault(operator.where, []).append((call, operator, measure))
     for where, several in lines.items():

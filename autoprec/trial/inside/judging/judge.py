@@ -25,7 +25,7 @@ from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import storage_of
 from autoprec.graph.trace import SCRIPT, Ref, dtype_name
-from autoprec.trial.inside.judging import forward, loop
+from autoprec.trial.inside.judging import forward, loop, sums
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, collapsed_tables, in_fp32, states_of, tensors_of
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
@@ -65,7 +65,8 @@ class Judge(Events):
         self._backward_at: list[str] = []
         self._roots: list[int] = []
         self._scaled, self._scale, self._scaler = False, 1.0, ""
-        self._stale = self._inside_autocast = ""
+        self._stale = self._inside_autocast = self._bare = ""
+        self._by_scaler = False
         self._clears = self._tries = 0
         self._unseen: list[str] = []
         self._census: list[Held] = []
@@ -110,7 +111,8 @@ class Judge(Events):
             self._scaled = self._scaled or self._multiplied(tensor)
         if self._hooks.scaler is not None and self._hooks.scaler[0].is_enabled():
             self._scaler, self._scale = self._hooks.scaler[1], float(self._hooks.scaler[0].get_scale())
-            self._scaled = self._scaled or self._scale != 1.0
+            self._by_scaler = self._by_scaler or any(raw_loss(one) is not one and one.dim() == 0 for one in tensors)
+            self._scaled = self._scaled or self._scale != 1.0 or self._by_scaler
 
     def _multiplied(self, tensor: Tensor) -> bool:
         """Say whether a loss is the product of another with a large number: scaled by hand."""
@@ -134,6 +136,8 @@ class Judge(Events):
                 self._stepping.append((len(self._update.trace.calls), 1 << 60))
                 self._foresee(optimizer, self._update)
             return
+        if self._recorder is not None and self._by_scaler and not self._hooks.is_scaler_stepping:
+            self._bare = caller(own=True)
         self._end_step()
         if self._update is None:
             self._tries += 1
@@ -285,11 +289,13 @@ class Judge(Events):
             frozenset(weights),
             self._scaler,
             self._stale,
+            self._bare,
             tuple(self._stepping),
             tuple(pair for pair in self._reduced if pair[1] in LOW),
         )
         census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
-        observations = [*forward.seen(step), *loop.seen(around, step, census), *self._tables(step)]
+        observations = [*forward.seen(step), *sums.gathered(step), *loop.seen(around, step, census)]
+        observations += self._tables(step)
         if self._broken is not None:
             observations.insert(0, self._broken)
         looked_at = {

@@ -40,6 +40,7 @@ class Loop:
         weights: storages of weights alone.
         scaler: the line that scaled the loss with a GradScaler that is on; empty where none did.
         stale: the line of an update inside an autocast whose casts the next forward goes on to use; empty for none.
+        bare: the line of an optimizer's own step after a loss that a GradScaler scaled; empty for none.
         stepping: first and last call of each optimizer's step in that record.
         reduced: tensors that ranks reduced in 16 bits: line or hook, and dtype.
     """
@@ -52,6 +53,7 @@ class Loop:
     weights: frozenset[int] = frozenset()
     scaler: str = ""
     stale: str = ""
+    bare: str = ""
     stepping: tuple[tuple[int, int], ...] = ()
     reduced: tuple[tuple[str, str], ...] = ()
 
@@ -69,7 +71,15 @@ def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
         census: what the step holds.
     """
     found = [*_updates(loop), *_moments(loop), *_epsilons(loop), *_copies(loop)]
-    return [*found, *_clipping(step), *_scaling(loop, step), *_stale(loop), *_reduced(loop), *_kept(loop, census)]
+    return [
+        *found,
+        *_clipping(step),
+        *_unscaled_step(loop, step),
+        *_scaling(loop, step),
+        *_stale(loop),
+        *_reduced(loop),
+        *_kept(loop, census),
+    ]
 
 
 def _updates(loop: Loop) -> Iterator[Observation]:
@@ -167,6 +177,23 @@ def _clipping(step: Step) -> Iterator[Observation]:
                 "clip-before-unscale", call.where, operator.op, "", operator.dtypes[:1], {"scale": step.scale}
             )
             return
+
+
+def _unscaled_step(loop: Loop, step: Step) -> Iterator[Observation]:
+    """An optimizer that the script steps itself, with gradients that nobody has divided by the loss scale."""
+    if not loop.bare or step.scale == 1.0:
+        return
+    trace, clips = step.recorder.trace, False
+    for call in step.calls:
+        if call.phase != "update":
+            continue
+        clips = clips or call.name in _NORMS  # the coefficient of clipping is no loss scale
+        numbers = any(isinstance(one, (int, float)) for one in call.args)
+        divides = call.name.removeprefix("_foreach_") in ("mul", "div") and (numbers or not clips)
+        if bare_name(call.op) == _UNSCALES or (divides and any(trace.values[one].shape for one in call.ins)):
+            return
+    dtypes = tuple({"fp16", "bf16"} & {d for o in step.report.operators for d in o.dtypes})
+    yield Observation("step-before-unscale", loop.bare, "GradScaler", "", dtypes, {"scale": step.scale}, (loop.scaler,))
 
 
 def _scaling(loop: Loop, step: Step) -> Iterator[Observation]:

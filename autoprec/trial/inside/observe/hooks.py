@@ -255,6 +255,11 @@ class Hooks:
             self._depth -= 1
 
     @property
+    def is_scaler_stepping(self) -> bool:
+        """True inside the ``step`` of a GradScaler."""
+        return self._scaler is not None
+
+    @property
     def busy(self) -> bool:
         """True inside a backward."""
         return self._depth > 0

@@ -22,7 +22,8 @@ class Sources:
     """What is remembered until the first training step.
 
     Attributes:
-        casts: ``file:line`` and short dtype of every cast of a module to 16 bits, in order.
+        casts: ``file:line`` and short dtype of every cast of a module to 16 bits, in order, and of every
+            ``set_default_dtype`` in which modules are made in 16 bits.
         loaded: name -> short dtype of the floating tensors that were last loaded into a module.
     """
 
@@ -35,6 +36,7 @@ class Sources:
         """Watch casts and loading; ``replace`` patches a function as :meth:`Hooks.replace` does."""
         for name in ("to", "half", "bfloat16"):
             replace(nn.Module, name, self._cast)
+        replace(torch, "set_default_dtype", self._default)
         replace(nn.Module, "load_state_dict", self._load)
 
     def made(self, optimizer: Optimizer) -> None:
@@ -51,6 +53,12 @@ class Sources:
         to = _first(module)
         if to in SIXTEEN_BIT and to is not was and len(self.casts) < _MOST:
             self.casts.append((caller(own=True), dtype_name(to)))
+        return out
+
+    def _default(self, original: Any, dtype: torch.dtype) -> Any:
+        out = original(dtype)
+        if dtype in SIXTEEN_BIT and len(self.casts) < _MOST:
+            self.casts.append((caller(own=True), dtype_name(dtype)))
         return out
 
     def _load(self, original: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:

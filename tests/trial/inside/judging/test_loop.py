@@ -1,5 +1,9 @@
 """What is seen around forward and backward."""
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -19,6 +23,39 @@ def step(*, clip: bool = False, scale: float = 1.0) -> Step:
             torch.stack([g.float().norm() for g in grads]).norm()
         torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.ones(1))
     return Step(recorder, recorder.report(), scaled=scale != 1.0, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("between", "codes"),
+    [
+        (lambda _: None, ["step-before-unscale"]),
+        (lambda grads: torch.nn.utils.get_total_norm(grads), ["step-before-unscale"]),
+        (lambda grads: torch._foreach_mul_(grads, torch.stack([g.norm() for g in grads]).norm().clamp(max=1.0)),
+         ["step-before-unscale"]),
+        (lambda grads: [g.zero_() for g in grads], ["step-before-unscale"]),
+        (lambda grads: torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.ones(1)), []),
+        (lambda grads: [g.div_(1024.0) for g in grads], []),
+        (lambda grads: [g.mul_(1 / 1024.0) for g in grads], []),
+        (lambda grads: torch._foreach_div_(grads, 1024.0), []),
+        (lambda grads: torch._foreach_mul_(grads, torch.tensor(1 / 1024.0)), []),
+        (lambda grads: [g.float() / 1024 for g in grads], []),
+    ],
+)  # fmt: skip
+def test_a_step_with_scaled_gradients_is_seen_where_nobody_divides_them(between: Any, codes: list[str]) -> None:
+    model = nn.Linear(4, 4).bfloat16()
+    with ShadowRecorder(model) as recorder:
+        model(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()
+        between([p.grad for p in model.parameters()])
+    seen_step = Step(recorder, recorder.report(), scaled=True, scale=1024.0)
+    found = seen(Loop(bare="train.py:9", scaler="train.py:8"), seen_step, [])
+    assert [one.code for one in found if one.code != "scaler-bf16"] == codes
+    assert not codes or (found[0].where, found[0].also, found[0].figures) == (
+        "train.py:9",
+        ("train.py:8",),
+        {"scale": 1024.0},
+    )
+    assert seen(Loop(scaler=""), seen_step, []) == []
+    assert seen(Loop(bare="train.py:9"), replace(seen_step, scale=1.0), []) == []
 
 
 UPDATE = Update("bf16", 0, 0, 20, ("weight",), 0.9, 0.1, 0.9, 1e-4, 1e-5, 1e-5, 1e-5)

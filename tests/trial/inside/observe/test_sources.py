@@ -34,6 +34,19 @@ def test_the_line_of_a_cast_to_16_bits_is_known(hooks, cast, dtype) -> None:
     assert all(where.startswith(__file__) for where, _ in hooks.sources.casts)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.bfloat16, ["bf16"]), (torch.float16, ["fp16"]), (torch.float64, [])]
+)
+def test_the_line_of_a_default_dtype_of_16_bits_is_known(hooks, dtype, kept) -> None:
+    try:
+        torch.set_default_dtype(dtype)
+        assert nn.Linear(2, 2).weight.dtype is dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [to for _, to in hooks.sources.casts] == kept
+    assert all(where.startswith(__file__) for where, _ in hooks.sources.casts)
+
+
 def test_optimizers_and_loaded_weights(hooks) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
