@@ -20,7 +20,7 @@ from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
 from autoprec.support.arrays import np, npt
-from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
+from autoprec.tuning.decide.rules import glob_table, layer_rules, recipes_in
 from autoprec.tuning.study.run import Params as Params
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ class Problem:
     refused: tuple[tuple[str, str, str], ...] = ()
     steps: int = 0
     _recipes: dict[tuple[tuple[str, Any], ...], Recipe] = field(default_factory=dict, repr=False, compare=False)
-    _globs: list[GlobTable] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -346,11 +345,10 @@ class Problem:
 
     def render(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
-        if not self._globs:
-            self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
         # what is 16 bit throughout is torch.autocast itself: what a person gets by writing it around the model
         assignment = {} if self.is_autocast(params) else self.assignment(params)
-        rules = layer_rules(self._globs[0], assignment, self.layer_names) if assignment else []
+        table = glob_table(tuple(layer.name for layer in self.report.layers))
+        rules = layer_rules(table, assignment, self.layer_names) if assignment else []
         recipes = self.space.recipes_with(params)
         used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
         activations = params["activations"]

@@ -21,7 +21,7 @@ from autoprec.policy.space import Blocks, Choice
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import counted
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
-from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
+from autoprec.tuning.decide.rules import glob_table, layer_rules, recipes_in
 
 #: Policies published for the family of a model that a search measures beside its other presets: each is a trial.
 MOST_PRESETS = 2
@@ -178,7 +178,7 @@ def _depths(entry: Published, full: str, inside: Mapping[str, Place]) -> Iterato
 def _rendered(entry: Published, report: GraphReport, choices: Mapping[str, str], facts: Mapping[str, str]) -> Policy:
     """Return the policy in as few globs as say it exactly."""
     document = entry.around().to_dict() | {"model": dict(report.model), "evidence": dict(facts)}
-    table, used, low = GlobTable([layer.name for layer in report.layers]), set(choices.values()), entry.use
+    table, used, low = glob_table(tuple(layer.name for layer in report.layers)), set(choices.values()), entry.use
     document["layers"] = layer_rules(table, choices, choices)
     if entry.tail is not None:
         late = Choice.parse(low).model_copy(update={"gemms": {**Choice.parse(low).gemms, **entry.tail.gemms}}).name

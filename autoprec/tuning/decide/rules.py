@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from autoprec.policy import LayerRule, escape, glob_matches
 from autoprec.policy.space import Choice
@@ -34,7 +35,7 @@ def _candidates(name: str) -> set[str]:
 
 
 class GlobTable:
-    """Which candidate glob matches which layer name; computed once per model.
+    """Which candidate glob matches which layer name; see :func:`glob_table`.
 
     Args:
         names: every layer that ``autoprec`` could see, tunable or not.
@@ -53,6 +54,12 @@ class GlobTable:
         rows = np.array([row for _, row in seen.values()], dtype=np.float32)
         self.matches: npt.NDArray[np.float32] = rows.reshape(len(self.globs), len(self.names))
         self.columns = np.ascontiguousarray(self.matches.T)
+
+
+@lru_cache(maxsize=2)
+def glob_table(names: tuple[str, ...]) -> GlobTable:
+    """Return the table of a model's layer names: a second for a thousand layers, so it is kept for that of a search."""
+    return GlobTable(names)
 
 
 def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str) -> list[tuple[str, str]]:

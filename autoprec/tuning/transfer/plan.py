@@ -23,7 +23,7 @@ from autoprec.graph.roles import places
 from autoprec.policy import LayerPlan, ModelInfo, Policy
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
-from autoprec.tuning.decide.rules import GlobTable, layer_rules, recipes_in
+from autoprec.tuning.decide.rules import glob_table, layer_rules, recipes_in
 from autoprec.tuning.transfer.counterparts import Counterparts, counterparts, refuse_unknown
 from autoprec.tuning.transfer.proxy import Proxy
 
@@ -128,7 +128,7 @@ def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], r
     """
     used = recipes_in(choices.values())
     document = policy.model_dump(by_alias=True) | {
-        "layers": tuple(layer_rules(GlobTable(names), choices, names)),
+        "layers": tuple(layer_rules(glob_table(tuple(names)), choices, names)),
         "recipes": {name: recipes[name] for name in recipes if name in used},
         "default": KEEP,
         "phases": (),

@@ -22,6 +22,12 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoprec.trial.inside.duel._BUSY", 1000.0)
 
 
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes part is asked, not how fast one is: a block is as long as a few steps."""
+    monkeypatch.setattr(forked_duel, "_BLOCK_S", 0.02)
+
+
 CRASHES = """
     if step == 3 and model[0].weight.dtype == torch.float32 and type(model[0]) is not nn.Linear:
         raise RuntimeError("this one fails")
@@ -78,6 +84,7 @@ def test_a_script_without_a_step_to_time_gives_no_round(host: Any, tmp_path: Pat
     assert not found.rounds
 
 
+@pytest.mark.usefixtures("short_blocks")
 def test_a_policy_that_cannot_be_applied_is_refused_and_the_others_are_timed(host: Any, tmp_path: Path) -> None:
     wrong = Probe("wrong", uniform("fp8", match="nothing.like.this"))
     found = duel(host, tmp_path, 100_000, EMPTY, wrong).answer
@@ -87,6 +94,7 @@ def test_a_policy_that_cannot_be_applied_is_refused_and_the_others_are_timed(hos
     assert found.rounds[0].keys() == {REFERENCE, "empty"}
 
 
+@pytest.mark.usefixtures("short_blocks")
 def test_a_contender_that_crashes_is_refused(host: Any, tmp_path: Path) -> None:
     found = duel(host, tmp_path, 100_000, EMPTY, SLOW, script=SCRIPT + CRASHES).answer
     assert found.refused == {"emulated": "RuntimeError: this one fails"}
@@ -130,6 +138,7 @@ def test_loading_that_workers_would_do_is_not_on_the_clock(host: Any, tmp_path: 
     assert all(ms < 12.0 for ms in found.rounds[0].values())  # 24 ms of loading
 
 
+@pytest.mark.usefixtures("short_blocks")
 def test_a_policy_that_its_backend_cannot_run_is_refused_and_vetoes_nobody(host: Any, tmp_path: Path) -> None:
     probes = (named("native"), named("transformer_engine"))
     found = duel(host, tmp_path, 100_000, *probes, backend="auto", by_backend=True).answer
