@@ -99,19 +99,6 @@ class PairedRunner:
         """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
         return 1 if self._setup.measured else self.workers
 
-    @property
-    def probes_at_once(self) -> int:
-        """Probes of a scan that may be at work at once: nothing of it is timed, so that forks share all cores."""
-        if not self._setup.measured or self._setup.host.launch != "fork" or self._pool.slots() > 1:
-            return self.final_workers
-        asked = self._setup.options.workers or min(MOST_SIDE_BY_SIDE, cores())
-        return max(1, min(asked, self._room_for()))
-
-    def _room_for(self) -> int:
-        """Return for how many copies of the script's process there is memory; 0 where that is not known."""
-        free, own = free_bytes(), self._state.own
-        return 0 if free is None or own is None else int(OF_FREE_MEMORY * free // max(own.memory_bytes, 1))
-
     def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""
         options = self._setup.options
@@ -135,14 +122,16 @@ class PairedRunner:
 
     def scan_spec(self, policy: Document | None, probes: Sequence[Probe]) -> ScanSpec:
         """Return the spec of a scan: the gradient errors of ``probes`` against a policy's gradients."""
+        needed = 0 if self._state.own is None else self._state.own.memory_bytes
+        at_once = probes_at_once(self._setup, self._pool.slots(), needed)
         return ScanSpec(
             policy=policy,
             backend=self._backend,
             seed=self._reseed,
             timeout_s=self.trial_timeout(),
             probes=tuple(probes),
-            side_by_side=self.probes_at_once,
-            stays=self._setup.host.launch == "fork" and self._room_for() > self.probes_at_once,
+            side_by_side=at_once,
+            stays=self._setup.host.launch == "fork" and room_for(needed) > at_once,
         )
 
     def duel_spec(self, policy: Document | None) -> DuelSpec:
@@ -274,6 +263,28 @@ def trials_at_once(setup: Setup, slots: int) -> int:
     if asked or setup.measured:
         return asked or 1
     return min(MOST_SIDE_BY_SIDE, cores())
+
+
+def room_for(needed: int) -> int:
+    """Return for how many copies of a process of so many bytes there is memory; 0 where that is not known."""
+    free = free_bytes()
+    return int(OF_FREE_MEMORY * free // needed) if free is not None and needed else 0
+
+
+def probes_at_once(setup: Setup, slots: int, needed: int) -> int:
+    """Return how many probes of a scan may be at work at once: nothing of it is timed, so that forks share all cores.
+
+    Args:
+        setup: what is searched.
+        slots: devices or machines that the search's hosts have for one trial each.
+        needed: bytes of a copy of the script's process; 0 where that is not known.
+    """
+    if not setup.measured:
+        return trials_at_once(setup, slots)
+    if setup.host.launch != "fork" or slots > 1:
+        return 1
+    asked = setup.options.workers or min(MOST_SIDE_BY_SIDE, cores())
+    return max(1, min(asked, room_for(needed)))
 
 
 def _on_one_gpu(setup: Setup, slots: int) -> bool:

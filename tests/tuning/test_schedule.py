@@ -12,6 +12,7 @@ from autoprec.tuning.schedule import (
     QUANTISED_COMPILE,
     Pace,
     describe,
+    scan_warmup,
     schedule,
 )
 
@@ -22,7 +23,7 @@ def test_every_run_is_counted() -> None:
     found = schedule(OPTIONS, Pace(5.0, 0.1, 20.0), Pace(5.0, 0.1, 74.0), setup_s=10.0, passes=60)
     cached = CACHED_COMPILE * 20
     assert found.reference_s == pytest.approx(10 + 27.3 + 2 * (7.3 + cached))
-    assert found.scan_s == pytest.approx(5 + 6)
+    assert found.scan_s == pytest.approx(5 + 14 * 0.1 + 1.4 * 6)  # warm-up, noise, and passes in fresh forks
     assert found.trials_s == pytest.approx(30 * 81.3)
     assert (found.trials, found.runs) == (30, 9)
     further = 3 * (7.3 + cached + 2 * (7.3 + CACHED_COMPILE * 74))  # compiled in their first trial
@@ -75,10 +76,16 @@ def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does(
     )
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 2), (8, 4), (20, 10), (500, 10)])
+def test_the_scan_comes_after_the_initialisation_and_early(steps: int, warmup: int) -> None:
+    assert scan_warmup(steps) == warmup
+
+
 def test_runs_side_by_side_share_the_time() -> None:
     pace = Pace(1.0, 0.1)
     alone = schedule(OPTIONS, pace, pace, setup_s=0.0)
-    shared = schedule(OPTIONS, pace, pace, setup_s=0.0, workers=4, final_workers=2)
+    shared = schedule(OPTIONS, pace, pace, setup_s=0.0, workers=4, final_workers=2, probes_at_once=2)
+    assert alone.scan_s - shared.scan_s == pytest.approx(1.4 * 60 * 0.1 / 2)  # the warm-up is one process's
     assert alone.trials_s == pytest.approx(4 * shared.trials_s)
     assert alone.finalists_s == pytest.approx(2 * shared.finalists_s)
 
@@ -94,7 +101,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     pace = Pace(5.0, 0.1, 20.0)
     usual, most = (schedule(OPTIONS, pace, pace, setup_s=10.0, usual=usual) for usual in (True, False))
     told = describe(usual, most)
-    parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 44 s"
+    parts = "gradient errors 15 s, 4 trials 109 s, 3 runs under further paired seeds 44 s"
     assert told == (
         f"expected from here on: about 3 min ({parts}), about 16 min if nothing converges (30 trials, 9 runs; "
         "more where a decision takes further seeds)"

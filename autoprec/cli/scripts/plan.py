@@ -127,7 +127,7 @@ def _document(bound: Bound, label: str, variants: list[str], recorded: TrialResu
 
 def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
     """Return the trials, runs under further seeds, and seconds of a search."""
-    from autoprec.tuning.paired import trials_at_once
+    from autoprec.tuning.paired import probes_at_once, trials_at_once
     from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
     from autoprec.tuning.schedule import CLOSING_S, Pace, schedule
 
@@ -143,6 +143,7 @@ def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
             pace if setup.measured else pace.of_trials(measured=False),
             setup_s=host.setup_s,
             host_s=None if host.launch == "fork" else 0.0,
+            probes_at_once=probes_at_once(setup, slots, setup.steps.of_reference().memory_bytes),
             workers=workers,
             final_workers=1 if setup.measured else workers,
             usual=name == "usual",

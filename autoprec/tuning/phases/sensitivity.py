@@ -21,18 +21,13 @@ from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.schedule import USUAL_PASSES
+from autoprec.tuning.schedule import USUAL_PASSES, scan_warmup
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
 #: a time budget, this share of what is left of it. An incomplete one takes the usual number.
 SCAN_SHARE, MOST_PASSES = 0.2, 300
-
-
-def scan_warmup(steps: int) -> int:
-    """Return the steps before the scan: late enough to leave the initialisation, early enough to be cheap."""
-    return min(10, max(2, steps // 2))
 
 
 def measure_table(setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:

@@ -12,14 +12,8 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import GradientErrors, ProbeResult, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.phases.sensitivity import scan_warmup
 from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import Searched, here, mine, options, plain_search, script, search  # noqa: F401
-
-
-@pytest.mark.parametrize(("steps", "warmup"), [(4, 2), (8, 4), (20, 10), (500, 10)])
-def test_the_scan_comes_after_the_initialisation_and_early(steps: int, warmup: int) -> None:
-    assert scan_warmup(steps) == warmup
 
 
 def test_a_time_budget_cuts_the_scan_and_the_answer_says_so(here: Path) -> None:  # noqa: F811
