@@ -68,6 +68,8 @@ def _percent(value: float) -> str:
     return f"{value:.0%}" if value >= 0.9995 or value == 0 else f"{100 * value:.3g} %"
 
 
+#: The number from which on adding 1 changes nothing, by dtype.
+_COUNTS = {"bf16": 256, "fp16": 2048}
 #: What is written out by hand, by the pattern it is recognised by, as people call it.
 _BY_HAND = {"rms norm": "an RMSNorm", "layer norm": "a LayerNorm", "l2 norm": "an L2 norm"}
 
@@ -86,6 +88,11 @@ def _more(seen: Observation) -> dict[str, Any]:
         return {"source": source}
     if seen.code == "loss-16bit":
         return {"over": f" over {figures['classes']:,} classes" if figures.get("classes", 1) > 1 else ""}
+    if seen.code == "statistics-16bit":
+        stay = figures["unchanged"]
+        moved = f"; {_percent(stay)} of them stay as they are where they should have moved"
+        early = f", which rounds each of their moves; a count stands still at {_COUNTS[figures['to']]:,}"
+        return {"stay": moved if stay >= 0.005 else early}
     if seen.code == "reduction-16bit":
         return {"behind": ", in the backward of this line," if figures.get("backward") else ""}
     if seen.code in ("norm-16bit", "softmax-16bit"):

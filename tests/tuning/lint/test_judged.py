@@ -76,3 +76,34 @@ def test_figures_are_told_as_people_read_them() -> None:
         "96 % of the 19,210 bf16 weights that AdamW updates stay as they are: at a learning rate of 1e-05"
     )
     assert message.endswith("5 % of the update arrives")
+
+
+@pytest.mark.parametrize(
+    ("unchanged", "to", "said"),
+    [
+        (0.4, "bf16", "are kept in bf16; 40 % of them stay as they are where they should have moved"),
+        (1.0, "fp16", "are kept in fp16; 100% of them stay as they are where they should have moved"),
+        (0.0, "bf16", "are kept in bf16, which rounds each of their moves; a count stands still at 256"),
+        (0.0, "fp16", "are kept in fp16, which rounds each of their moves; a count stands still at 2,048"),
+        (0.001, "bf16", "are kept in bf16, which rounds each of their moves; a count stands still at 256"),
+    ],
+)
+def test_running_statistics_that_still_move_are_not_said_to_stay(unchanged: float, to: str, said: str) -> None:
+    seen = Observation("statistics-16bit", figures={"unchanged": unchanged, "to": to, "table": "bn.running_mean"})
+    message = Finding(seen.code, data=assess(seen)[1], seen=seen).message
+    assert message == f"running statistics (bn.running_mean) {said}"
+
+
+@pytest.mark.parametrize(
+    ("code", "what", "begins"),
+    [
+        ("norm-16bit", "rms norm", "an RMSNorm written out by hand runs in bf16"),
+        ("norm-16bit", "layer norm", "a LayerNorm written out by hand runs in bf16"),
+        ("norm-16bit", "l2 norm", "an L2 norm written out by hand runs in bf16"),
+        ("softmax-16bit", "softmax", "a softmax written out by hand runs in bf16"),
+        ("softmax-16bit", "logsumexp", "a logsumexp written out by hand runs in bf16"),
+    ],
+)
+def test_what_is_written_by_hand_has_its_article(code: str, what: str, begins: str) -> None:
+    seen = Observation(code, figures={"what": what, "to": "bf16", "error": 0.1})
+    assert Finding(code, data=assess(seen)[1], seen=seen).message.startswith(begins)

@@ -404,20 +404,20 @@ def _accumulators(step: Step) -> Iterator[Observation]:
 
 def _statistics(step: Step) -> Iterator[Observation]:
     told: set[str] = set()
-    storages = {v.storage for v in step.recorder.trace.values if v.origin == "buffer" and v.dtype in LOW}
+    buffers = [v for v in step.recorder.trace.values if v.origin == "buffer" and v.dtype in LOW]
+    storages = {v.storage: v.name for v in reversed(buffers)}  # the first of a storage has the name
     for call, operator, measure in step.rows if storages else ():
         kept = [v for v in step.values(call) if v.origin == "buffer" and v.dtype in LOW]
         into = [v for v in step.values(call)[:1] if v.storage in storages]
         if operator.phase != "forward" or measure.unchanged is None or not (kept or into) or operator.where in told:
             continue
         told.add(operator.where)
-        name = next((v.name for v in (*kept, *into) if v.name), "")
         yield observed(
             "statistics-16bit",
             operator,
             unchanged=measure.unchanged,
             error=measure.error,
-            table=name,
+            table=storages.get((kept or into)[0].storage, ""),
             to=(kept or into)[0].dtype,
         )
 
