@@ -16,11 +16,16 @@ from torch import nn
 
 from autoprec.applying.compiling import compiled_graphs, note_compiled
 from autoprec.backends.casts import stance
-from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
+from autoprec.trial.inside.observe.discovery import Found, discover, holds_copies, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids
 
 #: After this many training forwards without a backward, or steps of tensors that no module owns, none will come.
 _MOST_FORWARDS, _MOST_UNOWNED = 5000, 50
+
+_COPIES = (
+    "the optimizer's tensors belong to no module: they are taken for copies of the weights that the loss reaches, and "
+    "each backward counts as one step"
+)
 
 #: Receives what was found, and the module call that is about to run: the module, its arguments and keyword arguments.
 Arrived = Callable[[Found, nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -45,6 +50,7 @@ class FirstStep(Events):
         self.pass_over = self.forwards = self._unowned = self._passed = 0
         self.found: Found | None = None
         self._registered: Found | None = None
+        self._unowned_optimizers = False  # a step was taken by optimizers whose tensors belong to no module
         self._eager = False  # a step of what the script compiles runs as eager code, so that its forward is seen
         #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
         self._passed_over: dict[int, torch.Tensor] = {}
@@ -88,6 +94,8 @@ class FirstStep(Events):
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if not self.optimizers():
             self._without_optimizer(tensors)
+        elif self._unowned_optimizers:
+            self._with_copies(tensors)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._without_forward()
@@ -135,6 +143,7 @@ class FirstStep(Events):
             return
         found = discover(optimizers)
         if found is None:
+            self._unowned_optimizers = True
             self._count_unowned()
         elif not self._uncover() and not self._pass_over(found):
             found.notes.append("the model's forward is not called through the module: the first step finds the model")
@@ -167,6 +176,14 @@ class FirstStep(Events):
             self._count_unowned()
             return
         self._hooks.watch_next(found.root, lambda *call: self._stop(found, *call))
+
+    def _with_copies(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Find a model whose optimizer has copies of its weights, such as FP32 ones, by what the loss reaches."""
+        found = None if self._searched_in_vain() else discover((), loss_leaves=loss_parameters(tensors))
+        optimizers = self.optimizers()
+        if found is not None and holds_copies(optimizers, found.parameters):
+            found.optimizers, found.copied, found.notes = optimizers, True, [_COPIES]
+            self._hooks.watch_next(found.root, lambda *call: self._stop(found, *call))
 
     def _searched_in_vain(self) -> bool:
         """Whether to let this step pass: a search over all living objects costs tens of ms, a script takes many steps.

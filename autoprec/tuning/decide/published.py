@@ -268,7 +268,7 @@ def _point(problem: Problem, entry: Published, where: Mapping[str, Place]) -> tu
     params = problem.params_of(problem.baseline, **activations)
     narrow = problem.value(params, "activations") == "bf16"
     tuned, moved = dict[str, Any](), list[str]()
-    offers: dict[tuple[str, tuple[str, ...]], tuple[str | None, Mapping[str, Any]]] = {}  # blocks are alike
+    offers: dict[tuple[str, tuple[str, ...]], tuple[str | None, Params]] = {}  # blocks are alike
     for group in problem.groups:
         weights: dict[str, int] = {}
         for name in group.layers:

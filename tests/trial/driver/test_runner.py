@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "gan": ("gan.py",),
     "ema": ("ema.py",),
     "no_optimizer": ("no_optimizer.py",),
+    "copies": ("copies.py",),
     "accumulation": ("accumulation.py",),
     "gradscaler": ("gradscaler.py",),
     "autocast": ("autocast.py",),

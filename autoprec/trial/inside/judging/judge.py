@@ -126,7 +126,7 @@ class Judge(Events):
         return any(abs(number) > 8 for number in numbers)
 
     def after_backward(self, tensors: tuple[Tensor, ...]) -> None:  # noqa: ARG002
-        if self._found.backward_only:
+        if not self._found.optimizers:
             self._end_step()
             self._finish()
 

@@ -209,7 +209,7 @@ class Lift(Events):
 
     def after_backward(self, tensors: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         self._step.after_backward()
-        if self._found.backward_only:
+        if not self._found.optimizers:
             self._answer()
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
@@ -227,7 +227,7 @@ class Lift(Events):
             self._done(Unanswered("ranks train together: lines are not lifted there"))
             return
         kept, random = [p.grad for p in self._found.parameters], random_state(self._device)
-        self._updates = Updates(self._found.optimizers)
+        self._updates = Updates([] if self._found.copied else self._found.optimizers)
         try:
             answer: LiftedLines | Unanswered = self._lines()
         except Exception as error:  # of a step that cannot be played, or whose operators take no other dtype

@@ -40,12 +40,14 @@ class Found:
         optimizers: those that own parameters of the roots; the first is primary: its steps are counted.
         parameters: the trainable parameters of all roots, in order.
         notes: what a person should know about it.
+        copied: the optimizers train copies of the parameters, which the script copies back.
     """
 
     roots: list[nn.Module]
     optimizers: list[Optimizer]
     parameters: list[torch.Tensor]
     notes: list[str] = field(default_factory=list)
+    copied: bool = False
 
     @property
     def root(self) -> nn.Module:
@@ -62,8 +64,8 @@ class Found:
 
     @property
     def backward_only(self) -> bool:
-        """True without an optimizer: each backward counts as one step."""
-        return not self.optimizers
+        """True where no optimizer steps the model's own parameters: each backward counts as one step."""
+        return self.copied or not self.optimizers
 
 
 def _owned_numel(module: nn.Module, owned: set[int]) -> int:
@@ -194,6 +196,20 @@ def loss_parameters(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             leaves[id(leaf)] = leaf
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return list(leaves.values())
+
+
+def holds_copies(optimizers: Iterable[Optimizer], weights: Sequence[torch.Tensor]) -> bool:
+    """Say whether optimizers train copies of weights: most of them by their shapes, or all of them in one tensor.
+
+    Args:
+        optimizers: whose tensors belong to no module.
+        weights: of the model that the loss reaches, of any shapes.
+    """
+    copies = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    total = sum(p.numel() for p in weights)
+    shared = Counter(p.shape for p in weights) & Counter(p.shape for p in copies)
+    alike = sum(shape.numel() * count for shape, count in shared.items())
+    return 2 * alike > total or any(p.numel() == total for p in copies)
 
 
 def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:

@@ -94,7 +94,7 @@ class Loop(Events):
         self._then, self._check, self._anneal, self._patience = then, check, anneal, patience
         self._beat, self._silent, self._captured = beat, silent, captured
         self._foreign_steps = 0
-        self._primary = found.optimizers[0] if found.optimizers else None
+        self._primary = None if found.backward_only else found.optimizers[0]
         self._other_steps = 0
         self._losses: list[torch.Tensor] = []
         self._pending: list[torch.Tensor] = []
@@ -190,6 +190,8 @@ class Loop(Events):
             self._commit()
 
     def _is_primary(self, optimizer: Optimizer) -> bool:
+        if self.found.copied:
+            return False
         return self._primary is None or optimizer is self._primary
 
     def _owns_root(self, optimizer: Optimizer) -> bool:
@@ -228,7 +230,8 @@ class AtGradients(Events):
             self._action()
 
     def gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        self._action()
+        if not self._found.copied:
+            self._action()
 
     def skipped_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._action()

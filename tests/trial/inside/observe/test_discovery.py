@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from autoprec.trial.inside.observe.discovery import batch_size, discover, loss_parameters
+from autoprec.trial.inside.observe.discovery import batch_size, discover, holds_copies, loss_parameters
 
 
 class Unusual(nn.Module):
@@ -97,3 +97,19 @@ def test_batch_size() -> None:
     assert batch_size((), {"mask": torch.ones(4, 16), "input_ids": tokens}) == 4
     assert batch_size((torch.zeros(8, 3, 2, 2),), {}) == 8
     assert batch_size(([torch.tensor(1.0)],), {"n": 3}) == 0
+
+
+def test_an_optimizer_of_copies_is_told_from_one_of_something_else() -> None:
+    weights = list(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).parameters())
+    copies = [p.detach().float().requires_grad_() for p in weights]
+    flat = torch.cat([p.detach().reshape(-1) for p in weights]).requires_grad_()
+    picture = torch.zeros(3, 8, 8, requires_grad=True)  # trained through a model whose own weights nobody freezes
+
+    def holds(*trained: torch.Tensor) -> bool:
+        return holds_copies([torch.optim.SGD(trained, lr=0.1)], weights)
+
+    assert holds(*copies)
+    assert holds(*copies[:1])
+    assert holds(flat)
+    assert not holds(*copies[1:2])
+    assert not holds(picture)
