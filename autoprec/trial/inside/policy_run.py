@@ -27,11 +27,13 @@ from autoprec.applying.policy import remove_policy
 from autoprec.applying.swap import swapped_base
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
+from autoprec.policy import glob_matches
 from autoprec.support.plain import Document
 from autoprec.support.text import visible
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found, discover
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameters_of
+from autoprec.trial.protocol import SMALL_MODEL
 
 #: Files beside the configuration that tell the driver what became of the policy.
 APPLIED, REFUSED, LEFT = "applied", "refused", "left"
@@ -86,7 +88,7 @@ class PolicyRun:
             if self._child:
                 remove_policy(found.root)
                 self._leave(found.root)
-            elif self._kind is not None or not found.optimizers or not self._is_far_smaller(found.root):
+            elif self._kind is not None or not found.optimizers or not self._may_be_thrown_away(found.root):
                 self._refuse(error, "here, so that nothing is trained without the policy")
             else:
                 self._wait_for_another(found, error)
@@ -94,11 +96,13 @@ class PolicyRun:
 
     def _wait_for_another(self, found: Found, error: AutoPrecError) -> None:
         """Let a few steps of a small model pass that the policy neither names nor fits: a fit before the real one."""
-        steps, named = itertools.count(1), self._document["model"]
+        steps, named = itertools.count(1), self._document.get("model")
         self._leave(found.root)
-        size = f"{named['parameters']:,} parameters"
-        waited = f"the model that the policy is for ({named['class']}, {size})"
-        self._say(f"note: waiting up to {_THROWN_AWAY} steps for {waited}; then the script is ended")
+        waited = "a model with a layer that the policy's rules match"
+        if named:
+            waited = f"the model that the policy is for ({named['class']}, {named['parameters']:,} parameters)"
+        (self._folder / LEFT).touch()  # the script may end before the other model comes
+        self._say(f"note: {error.what}; waiting up to {_THROWN_AWAY} steps for {waited}; then the script is ended")
 
         def count(*_: Any) -> None:
             if self._kind is not None:
@@ -138,10 +142,18 @@ class PolicyRun:
         named = self._document.get("model") or {}
         return (swapped_base(root).__name__, _size(root)) == (named.get("class"), named.get("parameters"))
 
-    def _is_far_smaller(self, root: nn.Module) -> bool:
-        """Say whether a model has far fewer parameters than the policy's; False where the policy does not say."""
+    def _may_be_thrown_away(self, root: nn.Module) -> bool:
+        """Say whether a first model may be a fit before the real one, by what the policy says of that.
+
+        It is one with far fewer parameters than the policy's model; where that is not named, a small one without a
+        layer that a rule matches.
+        """
         named = self._document.get("model") or {}
-        return "class" in named and _size(root) * _FAR_SMALLER <= int(named.get("parameters", 0))
+        if "class" in named:
+            return _size(root) * _FAR_SMALLER <= int(named.get("parameters", 0))
+        globs = [str(rule["match"]) for rule in self._document.get("layers", ())]
+        matched = any(glob_matches(glob, name) for glob in globs for name in tunable_units(root))
+        return _size(root) <= SMALL_MODEL and not matched
 
     # ---------------------------------------------------------------- the next model
     def another(self, found: Found) -> None:

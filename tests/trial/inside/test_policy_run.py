@@ -152,6 +152,26 @@ def test_a_throw_away_fit_before_the_real_model_is_let_pass(
     assert (tmp_path / APPLIED).exists()
 
 
+def test_a_throw_away_fit_is_let_pass_by_a_policy_that_names_no_model(
+    hooks: Hooks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rules = uniform("bf16") | {"layers": [{"match": "b", "recipe": "bf16"}]}
+    run = PolicyRun({"policy": rules}, hooks, tmp_path)
+    begin(run, nn.Linear(8, 1))
+    told = capfd.readouterr().err
+    assert "match no tunable layer: 'b'; waiting up to 10 steps for a model with a layer that the policy's" in told
+    assert (tmp_path / LEFT).exists()  # should the script end here
+    model = Net()
+    step(model, optimizer_of(model))
+    assert execution_of(model.b) is not None
+    wrong = PolicyRun({"policy": rules | {"layers": [{"match": "bb", "recipe": "bf16"}]}}, hooks, tmp_path)
+    large = nn.Linear(400, 400)
+    found = discover([optimizer_of(large)])
+    assert found is not None
+    with pytest.raises(SystemExit):  # its steps are not free: refused at once
+        wrong.begin(found)
+
+
 def test_a_model_of_the_policys_size_that_it_is_not_for_is_not_trained_at_all(
     named: PolicyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +243,7 @@ def test_a_script_that_swallows_everything_does_not_train_without_its_policy(
         raise Ended(code)
 
     monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr("autoprec.trial.inside.policy_run.SMALL_MODEL", 0)
     model = Net()
     run = PolicyRun({"policy": uniform("bf16", "no.such.layer")}, hooks, tmp_path)
     with pytest.raises(SystemExit):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import sys
@@ -85,6 +86,7 @@ class Mounts:
         self._lower = {path: f"{folder}/lower-{number}" for number, path in enumerate(guarded)}
         self._writable = [path for path in dict.fromkeys(map(os.path.realpath, writable)) if os.path.exists(path)]
         self._folder, self._layers = folder, [(folder, len(self.guarded))]  # each with how many it lies over
+        self._gone: set[str] = set()  # temporary directories of other processes that were removed, or made anew
 
     def lay(self) -> None:
         """Enter a mount namespace of our own, and lay the first layer; raises OSError."""
@@ -118,10 +120,8 @@ class Mounts:
         cwd = os.getcwd()
         call_libc("unshare", _NEWNS)
         os.chdir("/")
-        # a temporary directory that another process removed meanwhile took its mount along
-        for path in filter(os.path.isdir, self.guarded):
-            with _unless_gone(path):
-                call_libc("umount2", path, _DETACH)
+        for path in self.guarded:
+            self._take_off(path)
         for path in filter(os.path.isdir, further):
             lower = f"{folder}/lower-{len(self._lower)}"
             os.makedirs(lower, exist_ok=True)
@@ -134,9 +134,21 @@ class Mounts:
         self._overlay()
         os.chdir(cwd)
 
+    def _take_off(self, path: str) -> None:
+        """Take the layers off a directory: one that another process removed took them along."""
+        if path in self._gone or not os.path.isdir(path):
+            self._gone.add(path)
+            return
+        try:
+            call_libc("umount2", path, _DETACH)
+        except OSError as error:
+            if os.path.isdir(path) and error.errno != errno.EINVAL:  # EINVAL: made anew, so nothing lies over it
+                raise
+            self._gone.add(path)
+
     def _overlay(self) -> None:
         for number, (path, lower) in enumerate(self._lower.items()):
-            if not os.path.isdir(path):
+            if path in self._gone or not os.path.isdir(path):
                 continue
             upper, work = f"{self._layers[0][0]}/upper-{number}", f"{self._layers[0][0]}/work-{number}"
             os.mkdir(upper)

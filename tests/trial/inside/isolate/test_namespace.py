@@ -90,7 +90,8 @@ def test_children_work_on_a_copy_and_each_fork_on_its_own(user: Path, tmp_path: 
 
 
 @needs_mounts
-def test_a_temporary_directory_that_another_process_removed_is_left_out(user: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("anew", [False, True], ids=["removed", "made anew"])
+def test_a_temporary_directory_that_another_process_removed_is_left_out(anew: bool, user: Path, tmp_path: Path) -> None:
     ours, temporary = tmp_path / "ours", tmp_path / "another"
     temporary.mkdir()
     removed, asked = os.pipe(), os.pipe()
@@ -118,6 +119,8 @@ def test_a_temporary_directory_that_another_process_removed_is_left_out(user: Pa
     def remove() -> None:
         os.read(asked[0], 1)
         temporary.rmdir()
+        if anew:
+            temporary.mkdir()
         os.write(removed[1], b"x")
 
     remover = threading.Thread(target=remove)
