@@ -128,7 +128,7 @@ def test_a_loss_that_does_not_fall_has_the_cause_that_the_step_shows(
         ("updates-lost", LOST | {"unchanged": 0.4, "at_peak": 0.4, "arrives": 0.9}),
         ("scaler-bf16", {"scale": 1.0}),
         ("gradients-reduced-16bit", {"to": "bf16"}),
-        ("norm-16bit", {"error": 0.004, "gradient": 0.001, "to": "bf16"}),
+        ("norm-16bit", {"error": 0.004, "gradient": 0.001, "to": "bf16", "what": "rms norm"}),
     ],
 )
 def test_a_warning_is_said_behind_the_verdict(tmp_path: Path, code: str, figures: dict[str, Any]) -> None:
