@@ -51,15 +51,19 @@ class Sources:
         was = _first(module)
         out = original(module, *args, **kwargs)
         to = _first(module)
-        if to in SIXTEEN_BIT and to is not was and len(self.casts) < _MOST:
-            self.casts.append((caller(own=True), dtype_name(to)))
+        if to is not was:
+            self._remember(to)
         return out
 
     def _default(self, original: Any, dtype: torch.dtype) -> Any:
         out = original(dtype)
-        if dtype in SIXTEEN_BIT and len(self.casts) < _MOST:
-            self.casts.append((caller(own=True), dtype_name(dtype)))
+        self._remember(dtype)
         return out
+
+    def _remember(self, to: torch.dtype | None) -> None:
+        """Note the script's line that asked for a dtype, where that has 16 bits."""
+        if to in SIXTEEN_BIT and len(self.casts) < _MOST:
+            self.casts.append((caller(own=True), dtype_name(to)))
 
     def _load(self, original: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state, dict):
