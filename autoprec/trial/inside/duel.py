@@ -183,6 +183,8 @@ class Duel:
 def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: float) -> list[str]:
     """Return those of some policies whose speed is not known well enough, nor surely below that of another.
 
+    The reference is one of the others: how much slower than the script a policy is changes no answer.
+
     Args:
         rounds: milliseconds per step by contender, round by round.
         names: the names of contenders.
@@ -190,7 +192,7 @@ def undecided(rounds: list[dict[str, float]], names: Iterable[str], precision: f
     """
     ratios = {name: ratios_of(rounds, name) for name in names if name != REFERENCE}
     known = {name: median_interval(found) for name, found in ratios.items() if found}
-    best = max((low for _, low, _ in known.values()), default=0.0)
+    best = max([1.0, *(low for _, low, _ in known.values())])
 
     def is_open(name: str) -> bool:
         if name not in known:

@@ -9,7 +9,7 @@ import pytest
 
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.trial.inside.duel import ratios_of
+from autoprec.trial.inside.duel import ratios_of, undecided
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrainSpec, TrialResult
 from autoprec.tuning.libraries.choice import fastest, run_by
@@ -44,6 +44,29 @@ def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResu
     with host(str(path), str(steps), launch=launch) as runner:
         result: TrialResult = runner.run(spec)
     return result
+
+
+@pytest.mark.parametrize(
+    ("speeds", "still_open"),
+    [
+        ({"slower": (0.6, 0.9)}, []),  # by how much is not known well, and changes no answer
+        ({"slower": (0.6, 0.9), "faster": (1.1, 1.6)}, ["faster"]),
+        ({"as fast": (0.9, 1.1)}, ["as fast"]),
+        ({"less fast": (1.05, 1.2), "faster": (1.3, 1.6)}, ["faster"]),
+        ({"faster": (1.30, 1.31)}, []),
+    ],
+)
+def test_who_is_surely_slower_than_the_script_or_another_is_timed_no_more(
+    speeds: dict[str, tuple[float, float]], still_open: list[str]
+) -> None:
+    grid = [k / 11 for k in (0, 7, 3, 9, 1, 11, 5, 8, 2, 10, 4, 6)]
+    rounds = [
+        {REFERENCE: 100.0} | {name: 100.0 / (low + at * (high - low)) for name, (low, high) in speeds.items()}
+        for at in grid
+    ]
+    assert undecided(rounds, [REFERENCE, *speeds], 0.02) == still_open
+    few = undecided(rounds[: FEWEST - 1], [REFERENCE, *speeds], 0.02)
+    assert few == list(speeds)
 
 
 @pytest.mark.parametrize("launch", ["auto", "process"])
