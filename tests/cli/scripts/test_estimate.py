@@ -151,6 +151,8 @@ def test_the_choice_that_wins_at_the_memory_limit_is_named(llama: str) -> None:
 
 
 def test_recomputation_and_shards_are_numbers_of_a_configuration(llama: str) -> None:
+    Path(llama).write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 8, "vocab_size": 4096}))
+
     def memory(*args: str) -> dict[str, int]:
         size = ("--batch", "4", "--seq", "4096")
         return json.loads(run("--target", "b200", "--json", *size, *args, llama).stdout)["memory"]["baseline"]
