@@ -5,9 +5,10 @@ so "the fastest policy within an error budget" is a *multiple-choice knapsack*: 
 choices, times add, squared errors add, and the sum of the errors is bounded.
 
 A Lagrange multiplier turns a bound into a price per unit of error, which leaves one independent decision per group: the
-choice with the least ``time + price * error``. The price that meets the bound is found by bisection, and single changes
-use up what is left; further limits (memory, a limit on the gradient error beside a budget of divergence) have
-multipliers of their own, one bisection inside the other. Small problems are enumerated, and exact.
+choice with the least ``time + price * error``. The price that meets the bound is where the two assignments around it
+cost the same (Handler and Zang, "A dual algorithm for the constrained shortest path problem", Networks 10, 1980), and
+single changes use up what is left; further limits (memory, a limit on the gradient error beside a budget of divergence)
+have multipliers of their own, found by bisection around it. Small problems are enumerated, and exact.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def _bisect(price: FloatTable, costs: FloatTable, bounds: Vector, count: int) ->
         cheapest: IntVector = np.argmin(price, axis=1)
         return cheapest
     cost, bound = costs[count - 1], bounds[count - 1]
+    if count == 1:
+        return _crossing(price, cost, float(bound))
 
     def at(multiplier: float) -> tuple[IntVector | None, bool]:
         choice = _bisect(price + multiplier * cost, costs, bounds, count - 1)
@@ -109,6 +112,39 @@ def _bisect(price: FloatTable, costs: FloatTable, bounds: Vector, count: int) ->
         else:
             low = middle
     return best
+
+
+def _crossing(price: FloatTable, cost: FloatTable, bound: float) -> IntVector | None:
+    """Return the cheapest assignment within one bound that a multiplier gives, or None where nothing is within it.
+
+    Of an assignment beyond the bound and one within it, the price of both is equal at one multiplier. What is cheapest
+    there takes the place of one of them, until nothing is cheaper than they are.
+    """
+    rows = np.arange(len(price))
+
+    def sums(choice: IntVector) -> tuple[float, float]:
+        return float(price[rows, choice].sum()), float(cost[rows, choice].sum())
+
+    beyond: IntVector = np.argmin(price, axis=1)
+    dear, spent = sums(beyond)
+    if spent <= bound:
+        return beyond
+    within: IntVector = np.lexsort((price, np.where(np.isfinite(price), cost, np.inf)), axis=1)[:, 0]
+    cheap, least = sums(within)
+    if least > bound:
+        return None
+    while spent > least:
+        multiplier = max(cheap - dear, 0.0) / (spent - least)
+        middle = np.argmin(price + multiplier * cost, axis=1)
+        own, used = sums(middle)
+        both = dear + multiplier * spent
+        if own + multiplier * used >= both - 1e-12 * max(abs(both), abs(dear)):
+            break
+        if used <= bound:
+            within, cheap, least = middle, own, used
+        else:
+            dear, spent = own, used
+    return within
 
 
 def _improve(choice: IntVector, time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector:
