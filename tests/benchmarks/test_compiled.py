@@ -42,6 +42,8 @@ def test_claims_are_those_of_the_answer_and_of_what_is_done_by_hand() -> None:
     assert [(row.what, row.claimed) for row in found] == [(AUTOCAST, (1.5, 1.4, 1.6)), (ADOPTED, (2.0, 1.9, 2.1))]
     assert [row.truth[0] for row in found] == pytest.approx([10 / 7, 2.0])
     assert len(claims("gpt6", result, {who: ms for who, ms in times.items() if who != ADOPTED})) == 1
+    result["presets"][0]["divergence"] = 0.0157  # the budget is 0.0025: it is not a choice
+    assert [row.what for row in claims("gpt6", result, times)] == [ADOPTED]
 
 
 def test_contenders_settle_and_then_take_turns() -> None:
