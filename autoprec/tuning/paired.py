@@ -120,10 +120,18 @@ class PairedRunner:
         """Return a policy as it is run: by the backend that this search has found to be the fastest."""
         return policy if not self._state.backend or row_of(policy) else run_by(policy, self._state.backend)
 
+    @property
+    def _copy_bytes(self) -> int:
+        return 0 if self._state.own is None else self._state.own.memory_bytes
+
+    @property
+    def probes_at_once(self) -> int:
+        """How many probes of a scan are at work at once."""
+        return probes_at_once(self._setup, self._pool.slots(), self._copy_bytes)
+
     def scan_spec(self, policy: Document | None, probes: Sequence[Probe]) -> ScanSpec:
         """Return the spec of a scan: the gradient errors of ``probes`` against a policy's gradients."""
-        needed = 0 if self._state.own is None else self._state.own.memory_bytes
-        at_once = probes_at_once(self._setup, self._pool.slots(), needed)
+        at_once = self.probes_at_once
         return ScanSpec(
             policy=policy,
             backend=self._backend,
@@ -131,7 +139,7 @@ class PairedRunner:
             timeout_s=self.trial_timeout(),
             probes=tuple(probes),
             side_by_side=at_once,
-            stays=self._setup.host.launch == "fork" and room_for(needed) > at_once,
+            stays=self._setup.host.launch == "fork" and room_for(self._copy_bytes) > at_once,
         )
 
     def duel_spec(self, policy: Document | None) -> DuelSpec:

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, compiles
-from autoprec.precision.hardware import free_bytes
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
@@ -31,7 +30,7 @@ from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.libraries.choice import BACKENDS
-from autoprec.tuning.paired import OF_FREE_MEMORY, OVERRUN, PairedRunner
+from autoprec.tuning.paired import OVERRUN, PairedRunner, room_for
 from autoprec.tuning.schedule import CACHED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
@@ -258,9 +257,7 @@ class Duels:
     def _can_fork(self, runs: Sequence[Run]) -> bool:
         """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
         eager = not any(compiles(run.policy) for run in runs)
-        needed = self._state.reference.memory_bytes
-        free, host = free_bytes(), self._setup.host
-        fits = free is not None and needed < OF_FREE_MEMORY * free
+        host, fits = self._setup.host, room_for(max(1, int(self._state.reference.memory_bytes))) > 0
         return host.launch == "fork" and eager and not host.compiled and fits
 
     def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False, compile_s: float = 0.0) -> float:

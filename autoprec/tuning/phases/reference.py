@@ -141,7 +141,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
             pace if setup.measured and setup.target.is_cpu else pace.of_trials(measured=setup.measured),
             setup_s=setup.host.setup_s,
             host_s=None if setup.host.launch == "fork" else 0.0,  # what the first host found holds for them
-            probes_at_once=runner.scan_spec(None, ()).side_by_side,
+            probes_at_once=runner.probes_at_once,
             workers=runner.workers,
             final_workers=runner.final_workers,
             usual=usual,

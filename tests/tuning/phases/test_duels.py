@@ -278,7 +278,7 @@ def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
 def test_contenders_have_processes_where_memory_that_can_be_had_holds_them(
     monkeypatch: pytest.MonkeyPatch, free: int | None, execution: str, launch: str, can: bool
 ) -> None:
-    monkeypatch.setattr(duels, "free_bytes", lambda: free)
+    monkeypatch.setattr("autoprec.tuning.paired.free_bytes", lambda: free)
     made: Any = SimpleNamespace(
         _state=SimpleNamespace(reference=SimpleNamespace(memory_bytes=100)),
         _setup=SimpleNamespace(host=SimpleNamespace(launch=launch, compiled=False)),
