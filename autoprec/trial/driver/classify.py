@@ -72,7 +72,7 @@ def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_
     lowered = tail.lower()
     if "out of memory" in lowered or "can't allocate memory" in lowered or "memoryerror" in lowered:
         return TrialResult("oom", f"out of memory ({describe_exit(code)})", tail=shown)
-    if code == -signal.SIGKILL:
+    if code == -signal.SIGKILL or "Signal 9 (SIGKILL) received" in tail:  # of a rank, as torchrun puts it
         return TrialResult("oom", "killed by SIGKILL: most likely the kernel's out-of-memory killer", tail=shown)
     if code == 0:
         return TrialResult("too_short", "the script ended before the asked number of steps", tail=shown)

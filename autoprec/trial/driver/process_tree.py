@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autoprec.support.redact import Redactor
+from autoprec.trial.driver.launched import own_words
 from autoprec.trial.processes import end_group, marked_processes, remove_shared_memory, shared_memory_of, sweep
 
 #: What is kept of a process's output in memory and in its log: a script may print without end.
@@ -67,8 +68,8 @@ class ProcessTree(ABC):
 
     @property
     def tail(self) -> str:
-        """The last lines of its output."""
-        return bytes(self._tail).decode("utf-8", "replace")
+        """The last lines of its output, without a launcher's report of a failure."""
+        return own_words(bytes(self._tail).decode("utf-8", "replace"))
 
     def settle(self) -> None:
         """Give the output pump a moment to read what the process wrote last."""
