@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoprec.graph.analysis.linking import MOVES, Links
-from autoprec.graph.trace import Call, Trace
+from autoprec.graph.trace import Call, Ref, Trace
 
 _SQUARES = frozenset({"pow", "mul", "square"})
 _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
@@ -150,24 +150,58 @@ class _Finder:
             if total.name != "sum":
                 continue
             for end, read in self.trace.below(
-                total.outs[0], lambda c: self._moves(c) or c.name in ("add", "clamp", "reciprocal")
+                total.outs[0],
+                lambda c: self._moves(c) or c.name in ("add", "clamp", "reciprocal") or self._by_a_number(c),
             ):
                 if end.name in ("div", "mul"):
                     others = [i for i in end.ins if i != read]
-                    if any(self.source(i) == call.outs[0] for i in others):
-                        yield self._softmax("softmax", call, total, end)
+                    again = next((one for i in others if (one := self._written_again(i, call)) is not None), None)
+                    if again is not None:
+                        yield self._softmax("softmax", call, total, end, again)
                         return
                 elif end.name == "log":
                     yield self._softmax("logsumexp", call, total, end)
                     return
 
-    def _softmax(self, kind: str, exp: Call, total: Call, end: Call) -> Pattern:
-        calls = {exp.index, total.index, end.index} | self._between(exp.outs[0], end.outs[0])
-        shift = self.trace.producer(self.source(exp.ins[0]))
-        if shift is not None and shift.name == "sub" and len(shift.ins) > 1:
-            top = self.trace.producer(self.source(shift.ins[1]))
-            if top is not None and top.name in ("amax", "max"):
-                calls |= {shift.index, top.index}
+    @staticmethod
+    def _by_a_number(call: Call) -> bool:
+        """Say whether a call multiplies a tensor by a number, as ``1 / x`` does after its reciprocal."""
+        return call.name == "mul" and len(call.ins) == 1
+
+    def _written_again(self, value: int, exp: Call) -> Call | None:
+        """Return the call that made a value, where that is an exponential, or the same one computed once more."""
+        made = self.trace.producer(self.source(value))
+        same = made is not None and (made.index == exp.index or self._same(value, exp.outs[0]))
+        return made if same else None
+
+    def _same(self, one: int, other: int, depth: int = 4) -> bool:
+        """Say whether two values are one, or come of the same few operators on the same values."""
+        one, other = self.source(one), self.source(other)
+        if one == other:
+            return True
+        made, also = self.trace.producer(one), self.trace.producer(other)
+        if not depth or made is None or also is None or (made.name, len(made.ins)) != (also.name, len(also.ins)):
+            return False
+        quiet = ("pointwise", "reduction", "transcendental")
+        if self.links.classes[made.index] not in quiet or self._numbers(made) != self._numbers(also):
+            return False
+        return all(self._same(i, j, depth - 1) for i, j in zip(made.ins, also.ins, strict=True))
+
+    @staticmethod
+    def _numbers(call: Call) -> list[str]:
+        """Return what an operator is given that is not a tensor, keyword arguments included."""
+        given = (*call.args, *sorted(call.kwargs.items()))
+        return [repr(one) for one in given if not isinstance(one, Ref)]
+
+    def _softmax(self, kind: str, exp: Call, total: Call, end: Call, again: Call | None = None) -> Pattern:
+        calls = {total.index, end.index} | self._between(exp.outs[0], end.outs[0])
+        for one in (exp, again or exp):
+            calls.add(one.index)
+            shift = self.trace.producer(self.source(one.ins[0]))
+            if shift is not None and shift.name == "sub" and len(shift.ins) > 1:
+                top = self.trace.producer(self.source(shift.ins[1]))
+                if top is not None and top.name in ("amax", "max"):
+                    calls |= {shift.index, top.index}
         return Pattern(kind, "softmax", tuple(sorted(calls)))
 
     def cross_entropies(self, call: Call, logs: set[int], softmaxes: set[int]) -> Iterator[Pattern]:

@@ -82,6 +82,33 @@ def test_softmax_without_maximum_and_logsumexp():
     assert kinds(record_step(model, step)) == {"softmax": 1, "logsumexp": 1}
 
 
+def once_more(y):
+    return (y - y.amax(-1, keepdim=True)).exp()
+
+
+@pytest.mark.parametrize(
+    ("use", "exponentials"),
+    [
+        (lambda y: y.exp() / y.exp().sum(-1, keepdim=True), 2),
+        (lambda y: y.exp() / torch.exp(y).sum(-1)[:, None], 2),
+        (lambda y: (1 / y.exp().sum(-1, keepdim=True)) * y.exp(), 2),
+        (lambda y: once_more(y) / once_more(y).sum(-1, keepdim=True), 2),
+        (lambda y: (y - y.max()).exp() / (y - y.max()).exp().sum(-1, keepdim=True), 2),
+        (lambda y: (y / 2).exp() / (y / 2).exp().sum(-1, keepdim=True), 2),
+        (lambda y: torch.exp(y.clamp(max=9.0)) / (torch.exp(y.clamp(max=9.0)).sum(-1, keepdim=True) + 1e-6), 2),
+        (lambda y: (y / 2).exp() / (y / 3).exp().sum(-1, keepdim=True), 0),
+        (lambda y: (y + 1).exp() / (y - 1).exp().sum(-1, keepdim=True), 0),
+        (lambda y: y.exp() / (y + 1).exp().sum(-1, keepdim=True), 0),
+        (lambda y: y.sin() / y.exp().sum(-1, keepdim=True), 0),
+        (lambda y: F.dropout(y, 0.5).exp() / F.dropout(y, 0.5).exp().sum(-1, keepdim=True), 0),
+    ],
+)
+def test_an_exponential_that_is_written_twice_is_a_softmax(use, exponentials):
+    model = nn.Linear(8, 8)
+    report = record_step(model, lambda: use(model(torch.randn(4, 8))).square().sum().backward())
+    assert kinds(report) == ({"softmax": exponentials} if exponentials else {})
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_cross_entropy_by_hand(fused):
     model = nn.Linear(8, 5)
