@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoprec.graph.census import Observation
+from autoprec.support.units import counted
 
 #: A severity, empty for no finding, and the words that figures are told in.
 Assessed = tuple[str, dict[str, Any]]
@@ -78,7 +79,10 @@ def _more(seen: Observation) -> dict[str, Any]:
     figures = seen.figures
     if seen.code == "positions-16bit":
         error = figures.get("wave_error", 0.0)
-        return {"wave": f"; the sines made of them are {_percent(error)} off" if error > 0.01 else ""}
+        wave = f"; the sines made of them are {_percent(error)} off" if error > 0.01 else ""
+        lines, more = figures.get("derived", 0), figures.get("tables", 1) - 1
+        alike = f"; {counted(more, 'more table')} alike" if more else ""
+        return {"wave": wave + (f"; {_follow(lines)}" if lines else "") + alike}
     if seen.code == "angles-16bit":
         source = (
             f"the frequencies ({figures['table']}) are {figures['to']}"
@@ -101,6 +105,10 @@ def _more(seen: Observation) -> dict[str, Any]:
         flushed = figures.get("flushed", 0.0)
         return {"measured": f" (up to {_percent(flushed)} of a gradient here)" if flushed else ""}
     return {}
+
+
+def _follow(lines: int) -> str:
+    return f"what {lines} other lines make of them follows" if lines > 1 else "what another line makes of them follows"
 
 
 def _updates(figures: Mapping[str, Any]) -> str:

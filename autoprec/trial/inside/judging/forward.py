@@ -16,7 +16,7 @@ LOW = ("bf16", "fp16")
 #: Half a unit in the last place of 1, by dtype: the largest relative error of one rounding.
 HALF_ULP = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 #: A relative error that a chain of single roundings does not come to.
-_LOST = 0.02
+LOST = 0.02
 _LOSSES = ("_log_softmax", "log_softmax", "logsumexp")
 #: Losses of which the last side of what they are given counts classes.
 _OF_CLASSES = (*_LOSSES, "nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss")
@@ -33,6 +33,8 @@ _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach
 _JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
 #: Classes of operators that bring numbers somewhere, and compute nothing.
 _CARRIES = frozenset(("view", "cast", "allocation"))
+#: Those through which positions go, and angles.
+_POSITIONAL = frozenset(("view", "cast", "pointwise", "gemm", "attention", "allocation", "transcendental"))
 #: Error of a loss that is said of itself: what is made of it is not said once more.
 _TOLD = 0.001
 #: What a difference has to lose: that of a value and its mean loses some digits where the mean is large.
@@ -107,6 +109,29 @@ class Step:
                     left += call.ins
         return found
 
+    @cached_property
+    def collapsed(self) -> dict[int, int]:
+        """The calls whose positions are not distinct, by index: the first of them that each is made of, or itself."""
+        found: dict[int, int] = {}
+        for call, operator, measure in self.rows:
+            if operator.phase == "forward" and measure.figures.get("positions", 0) > measure.figures.get("distinct", 0):
+                found[call.index] = next((found[one] for one in self._carried(call) if one in found), call.index)
+        return found
+
+    def is_of_positions(self, call: Call) -> bool:
+        """Say whether a call makes, of positions that are not distinct, what has no gradient: a table, a bias."""
+        if not self.collapsed or any(value.grad for value in self.recorder.trace.outputs(call)):
+            return False
+        return any(one in self.collapsed for one in self._carried(call))
+
+    def carries(self, call: Call) -> bool:
+        """Say whether positions and angles go through a call."""
+        return self.report.operators[call.index].cls in _POSITIONAL
+
+    def _carried(self, call: Call) -> Iterator[int]:
+        trace = self.recorder.trace
+        return (one.index for value in call.ins for one in trace.above(value, self.carries, depth=14))
+
     def values(self, call: Call) -> list[Value]:
         """Return the tensors that a call reads."""
         return self.recorder.trace.inputs(call)
@@ -118,7 +143,7 @@ class Step:
 
 def seen(step: Step) -> list[Observation]:
     """Return everything that forward and backward lose, in the order of the lines that do."""
-    found: list[Observation] = []
+    found = list[Observation]()
     for look in _LOOKS:
         found += look(step)
     return found
@@ -142,55 +167,9 @@ def observed(
     )
 
 
-def _low(operator: Operator) -> str:
+def low_of(operator: Operator) -> str:
+    """Return the 16-bit dtype that an operator reads or gives; empty for none."""
     return next((one for one in (*operator.dtypes, *operator.out_dtypes) if one in LOW), "")
-
-
-# --- positions -------------------------------------------------------------------------------------------------------
-def _positions(step: Step) -> Iterator[Observation]:
-    waves = [(c, o, m) for c, o, m in step.rows if c.name in ("sin", "cos") and c.phase == "forward"]
-    error = max((m.error for _, _, m in waves), default=0.0)
-    told = False
-    for _, operator, measure in step.rows:
-        figures = measure.figures
-        if operator.phase == "forward" and figures.get("positions", 0) > figures.get("distinct", 0):
-            told = True
-            dtype = next((one for one in operator.out_dtypes if one in LOW), "")
-            where = tuple(dict.fromkeys(o.where for _, o, m in waves if m.error > _LOST and o.where != operator.where))
-            yield observed(
-                "positions-16bit", operator, also=(*where, step.cast(dtype)), wave_error=error, to=dtype, **figures
-            )
-    for call, operator, measure in () if told else waves:
-        table = _low_table(step, call)
-        dtype = _low(operator) or (table.dtype if table is not None else "")
-        angle = measure.figures.get("amax", 0.0) * HALF_ULP.get(dtype, 0.0)
-        if angle > 0.1:
-            name = table.name if table is not None else ""
-            yield observed(
-                "angles-16bit",
-                operator,
-                also=(step.cast(dtype),),
-                angle=angle,
-                table=name,
-                to=dtype,
-                error=measure.error,
-            )
-            return
-
-
-def _low_table(step: Step, call: Call) -> Value | None:
-    """Return a 16-bit buffer from which an angle comes; None where there is none."""
-    links = step.report.operators
-    carries = ("view", "cast", "pointwise", "gemm", "attention", "allocation", "transcendental")
-
-    def passes(above: Call) -> bool:
-        return links[above.index].cls in carries
-
-    for above in (call, *step.recorder.trace.above(call.ins[0], passes, depth=14)):
-        for value in step.values(above):
-            if value.origin == "buffer" and value.dtype in LOW:
-                return value
-    return None
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -230,7 +209,7 @@ def _losses(step: Step) -> Iterator[Observation]:
             gradient=max(step.behind.get(c.seq, 0.0) for c, _, _ in several),
             autocast=_by_autocast(step, call),
             classes=operator.shapes[0][-1] if call.name in _OF_CLASSES and operator.shapes[0] else 1,
-            to=_low(operator) or "rounded fp32",
+            to=low_of(operator) or "rounded fp32",
         )
 
 
@@ -297,7 +276,7 @@ def _routers(step: Step) -> Iterator[Observation]:
              if c.name in ("mm", "addmm", "bmm")), None
         )  # fmt: skip
         where = step.report.operators[gate.index].where if gate is not None else ""
-        dtype = _low(step.report.operators[gate.index]) if gate is not None else _low(operator)
+        dtype = low_of(step.report.operators[gate.index]) if gate is not None else low_of(operator)
         auto = gate is not None and _by_autocast(step, call)
         yield observed(
             "router-16bit", operator, where=where, also=(operator.where,), to=dtype, autocast=auto, **measure.figures
@@ -307,7 +286,7 @@ def _routers(step: Step) -> Iterator[Observation]:
 # --- written by hand -------------------------------------------------------------------------------------------------
 def _patterns(step: Step) -> Iterator[Observation]:
     errors: dict[tuple[str, str], float] = {}
-    rows = [(c, o, m) for c, o, m in step.rows if o.phase == "forward" and o.pattern in _PATTERNS and _low(o)]
+    rows = [(c, o, m) for c, o, m in step.rows if o.phase == "forward" and o.pattern in _PATTERNS and low_of(o)]
     for _, operator, measure in rows:
         key = operator.pattern, operator.module
         errors[key] = max(errors.get(key, 0.0), measure.error)
@@ -322,7 +301,7 @@ def _patterns(step: Step) -> Iterator[Observation]:
                 error=errors[operator.pattern, operator.module],
                 gradient=step.behind.get(call.seq, 0.0),
                 what=operator.pattern.replace("_", " "),
-                to=_low(operator),
+                to=low_of(operator),
             )
 
 
@@ -334,7 +313,7 @@ def _lines(step: Step) -> Iterator[Observation]:
     }
     for call, operator, measure in step.rows:
         # of rounded values in FP32 digits are lost where they cancel; another model's optimizer may step in a forward
-        low = bool(_low(operator))
+        low = bool(low_of(operator))
         counts = low if call.phase == "update" else low or call.name in ("sub", "rsub", *_REDUCES)
         counts = counts and call.phase in ("forward", "update")
         counts = counts and bool(operator.where) and measure.error > 0 and not operator.pattern
@@ -347,14 +326,15 @@ def _lines(step: Step) -> Iterator[Observation]:
         quiet = (
             call.name in _JUMPS or operator.cls in ("loss", "softmax", "view", "norm") or call.name in ("sin", "cos")
         )
-        least = _DIFFERENCE if call.name in ("sub", "rsub") else _LOST
+        least = _DIFFERENCE if call.name in ("sub", "rsub") else LOST
         if (
-            not (_low(operator) or measure.before)
+            not (low_of(operator) or measure.before)
             or measure.error < least
             or measure.error < 3 * given
             or quiet
             or (call.phase == "forward" and _line_above(step, call, told))
             or "distinct" in measure.figures
+            or step.is_of_positions(call)
         ):
             continue
         adds = sum(c.name in _ADDS for c, _, _ in several)
@@ -368,17 +348,23 @@ def _lines(step: Step) -> Iterator[Observation]:
             error=measure.error,
             gradient=step.behind.get(call.seq, 0.0),
             adds=adds,
-            to=_low(operator) or "rounded fp32",
+            to=low_of(operator) or "rounded fp32",
             trained=call.index in step.trained,
         )
 
 
 def _other_lines(step: Step, several: list[tuple[Call, Operator, Measure]], where: str) -> Iterator[int]:
+    """Yield the calls of other lines that a line reads, views of what they made left out."""
+    operators = step.report.operators
+
+    def passes(above: Call) -> bool:
+        return operators[above.index].where == where or operators[above.index].cls == "view"
+
     for call, _, _ in several:
         for index in call.ins:
-            made = step.recorder.trace.values[index].producer
-            if made in step.measures and step.report.operators[made].where != where:
-                yield made
+            for made in step.recorder.trace.above(index, passes):
+                if made.index in step.measures and operators[made.index].where != where:
+                    yield made.index
 
 
 # --- sums that are kept ----------------------------------------------------------------------------------------------
@@ -428,10 +414,10 @@ def _range(step: Step) -> Iterator[Observation]:
     for call, operator, measure in step.rows:
         if measure.figures.get("eps") and operator.where not in eps_told and call.phase in ("forward", "update"):
             eps_told.add(operator.where)
-            yield observed("eps-zero", operator, eps=measure.figures["eps"], to=_low(operator), what=call.name)
+            yield observed("eps-zero", operator, eps=measure.figures["eps"], to=low_of(operator), what=call.name)
     for call, operator, measure in step.rows:
         if measure.overflowed and (call.phase == "forward" or (call.phase == "backward" and not step.scaled)):
-            yield observed("overflow-16bit", operator, overflowed=measure.overflowed, to=_low(operator))
+            yield observed("overflow-16bit", operator, overflowed=measure.overflowed, to=low_of(operator))
             return
 
 
@@ -470,11 +456,13 @@ def _wide(step: Step) -> Iterator[Observation]:
         if not computing:
             continue  # numbers that come in wide and are cast before anything is computed
         first = next((o for o in parts if not any(map(is_wide, o.dtypes))), parts[0])
+        held = (v for v in step.recorder.trace.values if v.origin in ("parameter", "buffer"))
+        cast = step.cast(kind) if any(is_wide(value.dtype) for value in held) else ""
         flops = sum(o.flops for o in step.report.operators if any(map(is_wide, o.dtypes)))
         share = flops / step.report.total_flops if step.report.total_flops else 0.0
-        yield observed(
-            "wide-part", first, count=len(computing), share=share, to=next(d for d in first.out_dtypes if is_wide(d))
-        )
+        to = next(d for d in first.out_dtypes if is_wide(d))
+        also = (first.where,) if cast and cast != first.where else ()
+        yield observed("wide-part", first, where=cast, also=also, count=len(computing), share=share, to=to)
 
 
 def _recurrent(step: Step) -> Iterator[Observation]:
@@ -486,7 +474,6 @@ def _recurrent(step: Step) -> Iterator[Observation]:
 
 
 _LOOKS: tuple[Callable[[Step], Iterator[Observation]], ...] = (
-    _positions,
     _losses,
     _routers,
     _patterns,

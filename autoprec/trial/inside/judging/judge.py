@@ -25,9 +25,9 @@ from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import storage_of
 from autoprec.graph.trace import SCRIPT, Ref, dtype_name
-from autoprec.trial.inside.judging import forward, loop, sums
+from autoprec.trial.inside.judging import forward, loop, positions, sums
 from autoprec.trial.inside.judging.forward import LOW, Step
-from autoprec.trial.inside.judging.held import Update, Weights, collapsed_tables, in_fp32, states_of, tensors_of
+from autoprec.trial.inside.judging.held import Update, Weights, in_fp32, states_of, tensors_of
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
@@ -294,8 +294,8 @@ class Judge(Events):
             tuple(pair for pair in self._reduced if pair[1] in LOW),
         )
         census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
-        observations = [*forward.seen(step), *sums.gathered(step), *loop.seen(around, step, census)]
-        observations += self._tables(step)
+        observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step)]
+        observations += [*loop.seen(around, step, census), *positions.tables(step, self._names)]
         if self._broken is not None:
             observations.insert(0, self._broken)
         looked_at = {
@@ -312,15 +312,6 @@ class Judge(Events):
         """Return the tensors of the optimizers' state, of any shape."""
         states = [state for one in self._found.optimizers for state in one.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-    def _tables(self, step: Step) -> Iterator[Observation]:
-        for name, table, distinct, rows in collapsed_tables(self._names):
-            dtype = dtype_name(table.dtype)
-            figures = {"distinct": distinct, "positions": rows, "to": dtype, "table": name, "wave_error": 0.0}
-            yield Observation("positions-16bit", self._made_at(name) or step.cast(dtype), "", name, (dtype,), figures)
-
-    def _made_at(self, name: str) -> str:
-        return self._names.defined_at(name)
 
     def _copies(self) -> Iterator[Held]:
         """Yield copies of the weights that are written between updates: moving averages."""

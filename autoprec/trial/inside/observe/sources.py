@@ -22,8 +22,8 @@ class Sources:
     """What is remembered until the first training step.
 
     Attributes:
-        casts: ``file:line`` and short dtype of every cast of a module to 16 bits, in order, and of every
-            ``set_default_dtype`` in which modules are made in 16 bits.
+        casts: ``file:line`` and short dtype of every cast of a module to 16 or 64 bits, in order, and of every
+            ``set_default_dtype`` in which modules are made in 16 or 64 bits.
         loaded: name -> short dtype of the floating tensors that were last loaded into a module.
     """
 
@@ -34,7 +34,7 @@ class Sources:
 
     def install(self, replace: Callable[[Any, str, Callable[..., Any]], None]) -> None:
         """Watch casts and loading; ``replace`` patches a function as :meth:`Hooks.replace` does."""
-        for name in ("to", "half", "bfloat16"):
+        for name in ("to", "half", "bfloat16", "double"):
             replace(nn.Module, name, self._cast)
         replace(torch, "set_default_dtype", self._default)
         replace(nn.Module, "load_state_dict", self._load)
@@ -61,8 +61,8 @@ class Sources:
         return out
 
     def _remember(self, to: torch.dtype | None) -> None:
-        """Note the script's line that asked for a dtype, where that has 16 bits."""
-        if to in SIXTEEN_BIT and len(self.casts) < _MOST:
+        """Note the script's line that asked for a dtype, where that is another than FP32."""
+        if to in (*SIXTEEN_BIT, torch.float64) and len(self.casts) < _MOST:
             self.casts.append((caller(own=True), dtype_name(to)))
 
     def _load(self, original: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:

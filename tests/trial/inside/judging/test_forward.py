@@ -89,22 +89,6 @@ def test_a_loss_of_rounded_logits_is_seen_and_autocast_is_told_from_a_cast() -> 
     assert codes(F.gelu, dtype=torch.float32, wide=False) == set()
 
 
-def test_a_table_of_angles_in_16_bits_is_seen_by_the_angle_it_is_off() -> None:
-    class Turned(nn.Module):
-        def __init__(self, length: int) -> None:
-            super().__init__()
-            self.length = length
-            self.register_buffer("inv_freq", 0.1 * torch.exp(-torch.arange(32.0) / 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            angle = torch.outer(torch.arange(self.length).float(), self.inv_freq.float())
-            return x + torch.cat([angle.cos(), angle.sin()], -1)[: x.shape[0]].to(x.dtype)
-
-    assert codes(Turned(2048)) == {"angles-16bit"}
-    assert codes(Turned(2048), dtype=torch.float32) == set()
-    assert codes(Turned(64)) == set()
-
-
 @pytest.mark.parametrize(
     ("loss", "classes"),
     [

@@ -25,19 +25,20 @@ def hooks():
         (lambda m: m.to("cpu", torch.bfloat16), "bf16"),
         (lambda m: m.float(), ""),
         (lambda m: m.to("cpu"), ""),
-        (lambda m: m.double(), ""),
+        (lambda m: m.double(), "fp64"),
+        (lambda m: m.to(torch.float64), "fp64"),
     ],
 )
-def test_the_line_of_a_cast_to_16_bits_is_known(hooks, cast, dtype) -> None:
+def test_the_line_of_a_cast_to_16_or_64_bits_is_known(hooks, cast, dtype) -> None:
     assert cast(model := nn.Linear(2, 2)) is model
     assert [to for _, to in hooks.sources.casts] == [dtype] * bool(dtype)
     assert all(where.startswith(__file__) for where, _ in hooks.sources.casts)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kept"), [(torch.bfloat16, ["bf16"]), (torch.float16, ["fp16"]), (torch.float64, [])]
+    ("dtype", "kept"), [(torch.bfloat16, ["bf16"]), (torch.float16, ["fp16"]), (torch.float64, ["fp64"])]
 )
-def test_the_line_of_a_default_dtype_of_16_bits_is_known(hooks, dtype, kept) -> None:
+def test_the_line_of_a_default_dtype_is_known(hooks, dtype, kept) -> None:
     try:
         torch.set_default_dtype(dtype)
         assert nn.Linear(2, 2).weight.dtype is dtype
