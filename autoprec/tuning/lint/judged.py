@@ -54,7 +54,9 @@ def _word(name: str, value: Any) -> Any:
     if name in _SHARES and isinstance(value, (int, float)):
         return _percent(float(value))
     if isinstance(value, float):
-        return f"{value:g}" if name in ("scale", "beta", "rate", "eps") else f"{value:.2g}"
+        if name == "scale":
+            return f"{value:.12g}"
+        return f"{value:g}" if name in ("beta", "rate", "eps") else f"{value:.2g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -101,6 +103,9 @@ def _more(seen: Observation) -> dict[str, Any]:
         return {"behind": ", in the backward of this line," if figures.get("backward") else ""}
     if seen.code in ("norm-16bit", "softmax-16bit"):
         return {"what": _BY_HAND.get(figures["what"], f"a {figures['what']}")}
+    if seen.code == "scaler-fixed":
+        skipped = figures["skipped"]
+        return {"why": f"{skipped} updates in a row were skipped at it" if skipped else "no `update()` adapts it"}
     if seen.code == "fp16-unscaled":
         flushed = figures.get("flushed", 0.0)
         return {"measured": f" (up to {_percent(flushed)} of a gradient here)" if flushed else ""}
@@ -184,6 +189,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "clip-before-unscale": _always("error"),
     "step-before-unscale": _always("error"),
     "scaler-bf16": _always("warning"),
+    "scaler-fixed": lambda figures: "error" if figures["skipped"] else "warning",
     "stale-casts": _always("error"),
     "function-backward": _always("error"),
     "recurrent-fp32": _always("note"),

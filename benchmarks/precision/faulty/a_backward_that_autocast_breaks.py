@@ -30,7 +30,6 @@ class Own(nn.Module):
 
 net = nn.Sequential(Own(), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(4):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
     with torch.autocast("cpu", torch.bfloat16):

@@ -18,7 +18,6 @@ class Spectral(nn.Module):
 
 net = nn.Sequential(Spectral(), nn.Linear(64, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(6):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
     loss = F.cross_entropy(net(x), y)

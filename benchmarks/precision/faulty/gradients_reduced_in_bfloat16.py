@@ -22,7 +22,6 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)))
 net.register_comm_hook(None, compress)  # fault: gradients-reduced-16bit
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(6):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
     loss = F.cross_entropy(net(x), y)

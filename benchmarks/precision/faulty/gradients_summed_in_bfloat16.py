@@ -8,7 +8,6 @@ torch.manual_seed(0)
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(3):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
     total = [torch.zeros_like(p, dtype=torch.bfloat16) for p in net.parameters()]

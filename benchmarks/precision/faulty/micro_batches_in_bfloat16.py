@@ -9,7 +9,6 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 net = net.to(torch.bfloat16)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(3):
     optimizer.zero_grad()
     for part in range(64):

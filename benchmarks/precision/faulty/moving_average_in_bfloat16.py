@@ -10,7 +10,6 @@ net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
 average = [p.detach().to(torch.bfloat16) for p in net.parameters()]
-
 for step in range(6):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
     loss = F.cross_entropy(net(x), y)

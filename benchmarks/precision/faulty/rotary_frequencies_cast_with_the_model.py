@@ -45,7 +45,6 @@ class Model(nn.Module):
 net = Model()
 net = net.bfloat16()
 optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-
 for step in range(4):
     ids = torch.randint(0, 64, (2, 600))
     logits = net(ids[:, :-1])

@@ -45,7 +45,6 @@ class Model(nn.Module):
 net = Model()
 net.attention.inv_freq = net.attention.inv_freq.bfloat16()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(4):
     ids = torch.randint(0, 64, (2, 600))
     logits = net(ids[:, :-1])

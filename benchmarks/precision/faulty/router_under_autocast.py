@@ -26,7 +26,6 @@ class Mixture(nn.Module):
 
 net = nn.Sequential(nn.Linear(64, 64), Mixture(), nn.Linear(64, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(4):
     x, y = torch.randn(512, 64), torch.randint(0, 10, (512,))
     with torch.autocast("cpu", torch.bfloat16):

@@ -20,7 +20,6 @@ class Centre(nn.Module):
 
 net = nn.Sequential(nn.Linear(64, 256), Centre(256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(6):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
     loss = F.cross_entropy(net(x), y)

@@ -21,7 +21,6 @@ class Positions(nn.Module):
 
 net = nn.Sequential(nn.Embedding(64, 64), Positions(), nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 for step in range(4):
     ids = torch.randint(0, 64, (2, 600))
     logits = net(ids[:, :-1])

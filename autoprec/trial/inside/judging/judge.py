@@ -66,7 +66,9 @@ class Judge(Events):
         self._roots: list[int] = []
         self._scaled, self._scale, self._scaler = False, 1.0, ""
         self._stale = self._inside_autocast = self._bare = ""
-        self._by_scaler = False
+        self._by_scaler = self._fixed = False
+        self._skipped: list[float] = []
+        self._rescales = 0
         self._clears = self._tries = 0
         self._unseen: list[str] = []
         self._census: list[Held] = []
@@ -141,6 +143,7 @@ class Judge(Events):
         self._end_step()
         if self._update is None:
             self._tries += 1
+            self._rescales = self._hooks.rescales
             self._weights.hold()
             if torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled():
                 self._inside_autocast = caller(own=True)
@@ -164,6 +167,8 @@ class Judge(Events):
         if optimizer is self._found.optimizers[0]:
             self._end_step()
             self._tries += 1
+            if self._hooks.scaler is not None:
+                self._skipped.append(float(self._hooks.scaler[0].get_scale()))
             if self._tries >= _TRIES:
                 self._unseen.append(f"the GradScaler skipped {self._tries} updates in a row: none was looked at")
                 self._finish()
@@ -186,6 +191,7 @@ class Judge(Events):
         wide = any(p.dtype is torch.float32 and p.requires_grad for p in self._found.parameters)
         if self._inside_autocast and still and wide:
             self._stale = self._inside_autocast
+        self._fixed = self._rescales == self._hooks.rescales and self._is_rescaled_each_step()
         rate = self._weights.rate
         if not rate and self._tries < _TRIES:
             self._close_update(keep=False)
@@ -193,6 +199,12 @@ class Judge(Events):
         if not rate:
             self._unseen.append("the learning rate was 0 in every update that was looked at: updates were not judged")
         self._finish()
+
+    def _is_rescaled_each_step(self) -> bool:
+        """Say whether an ``update`` has to follow this step: of several optimizers it follows the last one's."""
+        scaler = self._hooks.scaler
+        known = scaler is not None and type(scaler[0]).update is torch.amp.GradScaler.update
+        return known and len(self._hooks.optimizers) == 1
 
     # ---------------------------------------------------------------- what ends
     def _end_step(self) -> None:
@@ -292,6 +304,8 @@ class Judge(Events):
             self._bare,
             tuple(self._stepping),
             tuple(pair for pair in self._reduced if pair[1] in LOW),
+            tuple(self._skipped),
+            self._fixed,
         )
         census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
         observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step)]

@@ -43,6 +43,8 @@ class Loop:
         bare: the line of an optimizer's own step after a loss that a GradScaler scaled; empty for none.
         stepping: first and last call of each optimizer's step in that record.
         reduced: tensors that ranks reduced in 16 bits: line or hook, and dtype.
+        skipped: the loss scale of each update that a GradScaler skipped, in order.
+        fixed: an update was taken, and the next forward began without ``GradScaler.update``.
     """
 
     optimizers: list[tuple[Optimizer, str]] = field(default_factory=list)
@@ -56,6 +58,8 @@ class Loop:
     bare: str = ""
     stepping: tuple[tuple[int, int], ...] = ()
     reduced: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[float, ...] = ()
+    fixed: bool = False
 
     def cast(self, dtype: str) -> str:
         """Return the line that cast a module to a dtype last; empty where none did."""
@@ -71,11 +75,12 @@ def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
         census: what the step holds.
     """
     found = [*_updates(loop), *_moments(loop), *_epsilons(loop), *_copies(loop)]
+    scaled = list(_unscaled_step(loop, step))
     return [
         *found,
         *_clipping(step),
-        *_unscaled_step(loop, step),
-        *_scaling(loop, step),
+        *scaled,
+        *_scaling(loop, step, fixed=loop.fixed and not scaled),
         *_stale(loop),
         *_reduced(loop),
         *_kept(loop, census),
@@ -196,12 +201,17 @@ def _unscaled_step(loop: Loop, step: Step) -> Iterator[Observation]:
     yield Observation("step-before-unscale", loop.bare, "GradScaler", "", dtypes, {"scale": step.scale}, (loop.scaler,))
 
 
-def _scaling(loop: Loop, step: Step) -> Iterator[Observation]:
+def _scaling(loop: Loop, step: Step, *, fixed: bool) -> Iterator[Observation]:
     if not loop.scaler:
         return
     dtypes = {d for o in step.report.operators if o.cls in ("gemm", "conv", "attention") for d in o.dtypes}
     if "bf16" in dtypes and "fp16" not in dtypes:
         yield Observation("scaler-bf16", loop.scaler, "GradScaler", "", ("bf16",), {"scale": step.scale})
+        return
+    stays = len(loop.skipped) > 1 and loop.skipped[-1] >= loop.skipped[0]
+    if stays or fixed:
+        figures = {"scale": step.scale, "skipped": len(loop.skipped) if stays else 0}
+        yield Observation("scaler-fixed", loop.scaler, "GradScaler", "", tuple(sorted({"fp16"} & dtypes)), figures)
 
 
 def _stale(loop: Loop) -> Iterator[Observation]:

@@ -41,9 +41,7 @@ def positions(step: Step) -> Iterator[Observation]:
         if angle > 0.1:
             name = table.name if table is not None else ""
             cast = (step.cast(dtype),)
-            yield observed(
-                "angles-16bit", operator, also=cast, angle=angle, table=name, to=dtype, error=measure.error
-            )
+            yield observed("angles-16bit", operator, also=cast, angle=angle, table=name, to=dtype, error=measure.error)
             return
 
 

@@ -1,9 +1,9 @@
 """The few global points where a training loop can be watched without the script knowing.
 
 Patched: ``Optimizer.__init__`` and the global optimizer step hooks, ``torch.autograd.backward`` and ``grad`` (where it
-differentiates by parameters), ``functional_call``, ``GradScaler.scale``
-and ``step``, ``clip_grad_norm_``, casts of modules and ``load_state_dict`` (:mod:`.sources`), and, only until the first
-training forward, ``nn.Module.__call__``. Nothing is a module hook, so Dynamo sees an ordinary model.
+differentiates by parameters), ``functional_call``, ``GradScaler.scale``, ``step`` and ``update``, ``clip_grad_norm_``,
+casts of modules and ``load_state_dict`` (:mod:`.sources`), and, only until the first training forward,
+``nn.Module.__call__``. Nothing is a module hook, so Dynamo sees an ordinary model.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class Hooks:
         self.backwards = 0
         #: The GradScaler that scaled a loss last, and the line that did.
         self.scaler: tuple[Any, str] | None = None
+        #: Calls of ``GradScaler.update``.
+        self.rescales = 0
         #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
         self.unseen: nn.Module | None = None
         #: The script tells its steps itself (``Session.observe``): gradients taken as values are not steps as well.
@@ -139,6 +141,7 @@ class Hooks:
         self._functional.install()
         self.replace(torch.amp.GradScaler, "scale", self._scale)
         self.replace(torch.amp.GradScaler, "step", self._scaled_step)
+        self.replace(torch.amp.GradScaler, "update", self._rescale)
         self.replace(nn.utils, "clip_grad_norm_", self._clip)
         nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
 
@@ -281,6 +284,10 @@ class Hooks:
         if self._steps == before:
             self.events.skipped_step(optimizer)
         return out
+
+    def _rescale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self.rescales += 1
+        return original(scaler, *args, **kwargs)
 
     def unscale(self, factors: dict[int, float], optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
         """Divide factors, by ``id``, by what gradients are still multiplied with when those of an optimizer are ready.

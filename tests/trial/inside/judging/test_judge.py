@@ -24,6 +24,7 @@ QUICK = (
     "a_backward_that_autocast_breaks",
     "a_fourier_layer",
     "a_module_that_asks_for_float32",
+    "a_scaler_of_each_step_in_float16",
     "a_scaler_with_bfloat16",
     "adam_s_epsilon_in_float16",
     "autocast_around_the_loop",
@@ -413,3 +414,84 @@ def test_a_sum_whose_terms_cancel_is_held_against_its_terms(more: str) -> None:
     line = f"ratio = now{more}; spread = (ratio - ratio.mean()) / ratio.std(); ratio = spread.mean() + spread"
     found = found_in_text(_DIFFERS.replace("LINE", line))
     assert "error" not in {one.severity for one in found if one.code == "reduction-16bit"}
+
+
+_SCALED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net, head = nn.Linear(16, 16), nn.Linear(16, 4)
+MADE
+for step in range(5):
+    with torch.autocast("cpu", torch.float16):
+        loss = head(net(torch.randn(8, 16))).float().square().mean()
+    for one in several:
+        one.zero_grad()
+    scaler.scale(loss).backward()
+    for one in several:
+        STEP
+    AFTER
+"""
+_MADE = "scaler, several = torch.amp.GradScaler('cpu', init_scale=256.0), "
+_ONE = _MADE + "[torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)]"
+_TWO = _MADE + "[torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, head)]"
+_OWN = "class Own(torch.amp.GradScaler):\n    def update(self):\n        self._per_optimizer_states.clear()\n"
+_OWN += _ONE.replace("torch.amp.GradScaler", "Own")
+_BY_HAND = (
+    "scale = scaler.get_scale(); [p.grad.mul_(1 / scale) for g in one.param_groups for p in g['params']]; one.step()"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "taken", "after", "severities"),
+    [
+        (_ONE, "scaler.step(one)", "scaler.update()", []),
+        (_TWO, "scaler.step(one)", "scaler.update()", []),
+        (_OWN, "scaler.step(one)", "scaler.update()", []),
+        (_ONE, "scaler.unscale_(one); scaler.step(one)", "scaler.update(256.0)", []),
+        (_ONE, "scaler.step(one)", "", ["warning"]),
+        (_ONE, _BY_HAND, "", ["warning"]),
+        (_ONE.replace("256.0", "2.0**30"), "scaler.step(one)", "scaler.update(2.0**30)", ["error"]),
+        (_ONE.replace("256.0", "2.0**30"), "scaler.step(one)", "scaler._per_optimizer_states.clear()", ["error"]),
+        (_ONE.replace("256.0", "2.0**30"), "scaler.step(one)", "scaler.update()", []),
+    ],
+)
+def test_a_scaler_that_nobody_updates_is_seen(made: str, taken: str, after: str, severities: list[str]) -> None:
+    found = found_in_text(_SCALED.replace("MADE", made).replace("STEP", taken).replace("AFTER", after))
+    assert [(one.code, one.severity) for one in found] == [("scaler-fixed", severity) for severity in severities]
+
+
+_DOUBLE = """
+import numpy, torch
+from torch import nn
+torch.manual_seed(0)
+x = torch.from_numpy(numpy.ones((8, 16)))
+net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+CAST
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    y = x.to(net[0].weight.dtype)
+    loss = net(y).square()
+    LATER
+    optimizer.zero_grad()
+    loss.mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("cast", "later", "line"),
+    [
+        ("net.double()", "", 7),
+        ("net = net.double()", "", 7),
+        ("net.to(torch.float64)", "", 7),
+        ("net.float().to(dtype=torch.double)", "", 7),
+        ("", "loss = loss.double().sqrt()", 12),
+        ("", "loss = loss.to(torch.float64) / 3", 12),
+        ("", "loss = loss * torch.ones(4, dtype=torch.float64)", 12),
+        ("net.double()", "loss = loss.float()", 7),
+    ],
+)
+def test_the_line_that_makes_a_part_wide_is_named(cast: str, later: str, line: int) -> None:
+    (found,) = found_in_text(_DOUBLE.replace("CAST", cast).replace("LATER", later))
+    assert (found.code, int(found.place.rpartition(":")[2])) == ("wide-part", line)

@@ -99,3 +99,29 @@ def test_a_moving_average_is_what_is_kept_and_not_the_optimizer_s_own() -> None:
     assert seen(Loop(update=update, stepping=((0, 99),)), step(), []) == []
     storage = frozenset((average.untyped_storage()._cdata,))
     assert seen(Loop(update=update, trained=storage), step(), []) == []
+
+
+@pytest.mark.parametrize(
+    ("loop", "skipped"),
+    [
+        (Loop(scaler="t.py:8", skipped=(2.0**24,) * 4), 4),
+        (Loop(scaler="t.py:8", skipped=(1024.0, 2048.0)), 2),
+        (Loop(scaler="t.py:8", skipped=(1024.0,) * 2, fixed=True), 2),
+        (Loop(scaler="t.py:8", fixed=True), 0),
+        (Loop(scaler="t.py:8", skipped=(1024.0,), fixed=True), 0),
+        (Loop(scaler="t.py:8", skipped=(65536.0, 32768.0, 16384.0, 8192.0)), None),  # which is how one begins
+        (Loop(scaler="t.py:8", skipped=(65536.0,)), None),
+        (Loop(scaler="t.py:8", fixed=True, bare="t.py:9"), None),  # that gradients are scaled still is said
+        (Loop(scaler="t.py:8"), None),
+        (Loop(skipped=(1024.0,) * 3, fixed=True), None),
+    ],
+)
+def test_a_loss_scale_that_stays_is_an_error_where_updates_are_skipped_at_it(loop: Loop, skipped: int | None) -> None:
+    model = nn.Linear(4, 4)
+    with ShadowRecorder(model) as recorder, torch.autocast("cpu", torch.float16):
+        model(torch.randn(2, 4)).sum().backward()
+    found = seen(loop, Step(recorder, recorder.report(), scaled=True, scale=256.0), [])
+    said = [(one.code, one.figures.get("skipped")) for one in found]
+    assert said == (
+        [("scaler-fixed", skipped)] if skipped is not None else [("step-before-unscale", None)] * bool(loop.bare)
+    )
