@@ -153,6 +153,8 @@ class Search:
             named = sqlite_file(self.options.storage)
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
+            if not self.options.resume:  # of a study that was removed
+                KeptAnswers(self.study_dir / "kept", self.study_dir / "hosts", "").clear()
             try:
                 self._choose_variant(stack)
                 return self._run(self._pools[self._chosen["name"] if self._chosen else AS_GIVEN], stack)
@@ -210,7 +212,7 @@ class Search:
 
     def _start_script(self, pool: HostPool, stack: ExitStack) -> _Host:
         """Start the script, and wait until it is at its first training forward."""
-        if self.options.resume:
+        if self.options.resume and self._store is None:
             self._open_store(stack)
         self.listener.phase("script", self.command.label)
         if self._unnamed and is_numbered(self.options.study):
@@ -226,13 +228,12 @@ class Search:
             raise
         # it may have been started for its variants
         start_s = max(time.monotonic() - began, info.setup_s)
-        origin = origin_of(self.command, sources, info)
-        kept = KeptAnswers(self.study_dir / "kept", self.study_dir / "hosts", origin)
-        if not self.options.resume:
-            kept.clear()
-        host = _Host(pool, store, info, start_s, probe, sources, kept)
+        host = _Host(pool, store, info, start_s, probe, sources, self._answers(self.command, sources, info))
         self._check_time(host, starts=2)  # for the recorded step, and for the reference
         return host
+
+    def _answers(self, command: ScriptCommand, sources: dict[str, str], info: HostInfo) -> KeptAnswers:
+        return KeptAnswers(self.study_dir / "kept", self.study_dir / "hosts", origin_of(command, sources, info))
 
     def _record_graph(self, host: _Host) -> GraphReport:
         """Record one step: which operators ran, on which shapes, and what of them can be tuned."""
@@ -330,15 +331,21 @@ class Search:
             self._variants = [row for row in read_document(kept)["rows"] if row["name"] in names]
         elif asked:
             budget = self.options.budget_s or math.inf
+            store = self._open_store(stack)  # so that one that is killed from here on can be continued
             self.listener.phase("variants")
-            self._variants, self._pools = choose(
-                self.options,
-                self.command,
-                self._hosts,
-                self.study_dir / "hosts",
-                lambda: SHARE * budget - (time.monotonic() - self._started),
-                stack,
-            )
+            try:
+                self._variants, self._pools = choose(
+                    self.options,
+                    self.command,
+                    self._hosts,
+                    self.study_dir / "hosts",
+                    lambda: SHARE * budget - (time.monotonic() - self._started),
+                    stack,
+                    partial(self._answers, self.command, source_digests(self.command)),
+                )
+            except ScriptError:
+                store.discard_empty()
+                raise
             write_json(kept, {"rows": self._variants})
             for row in self._variants:
                 self.listener.note(f"variant {typed(row)}: {row['status']}: {row['reason']}")

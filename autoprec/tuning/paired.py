@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -236,14 +237,23 @@ class PairedRunner:
         """Run a duel; the rounds of one that an earlier session was killed in count."""
         return self.on_host(spec) if self._kept is None else self._kept.duel(spec, self.on_host)
 
-    def _is_kept(self, spec: TrialSpec) -> bool:
-        """Say whether the study does not hold what a trial finds: the reference's runs, and gradient errors.
+    def duels_are_stored(self) -> None:
+        """Say that the study holds what all duels so far have shown."""
+        if self._kept is not None:
+            self._kept.duels_are_stored()
 
-        On several devices the reference's first run is also what their speeds are compared by.
+    def turns(self, specs: Sequence[TrialSpec]) -> Path | None:
+        """Return the file for the rounds of trials that take turns, or None where nothing is kept."""
+        asked = {"turns": [spec.to_json() | {"within_s": None, "timeout_s": None} for spec in specs]}
+        return None if self._kept is None else self._kept.turns(asked)
+
+    def _is_kept(self, spec: TrialSpec) -> bool:
+        """Say whether what a trial finds is kept: the study holds none of it before all that belongs to it has ended.
+
+        A policy under a further seed, for example, is stored with the reference of that seed. On several devices the
+        reference's first run is also what their speeds are compared by.
         """
-        if isinstance(spec, TrainSpec):
-            return spec.policy == self._setup.reference_policy() and self._pool.slots() == 1
-        return isinstance(spec, ScanSpec)
+        return isinstance(spec, ScanSpec) or (isinstance(spec, TrainSpec) and self._pool.slots() == 1)
 
     def _count(self, spec: TrialSpec, result: TrialResult, wall_s: float) -> None:
         done = Work(1.0, result.start_s, result.training_s, wall_s, float(_passes(spec, result)))

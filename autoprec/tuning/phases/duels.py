@@ -24,6 +24,7 @@ from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, compil
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
+from autoprec.trial.probe_log import append_round, read_rounds
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrialResult
 from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
@@ -180,6 +181,8 @@ class Duels:
         tags, seconds = (BY_BLOCK,) if by_block else (), time.monotonic() - began[1]
         timed = [run for run in wanted if len(times[run.name]) >= FEWEST]
         found = [self._store(run, times[run.name], tags, began[0], seconds) for run in timed]
+        if found:  # what gave no interval is known to the next session, which does not try it again
+            self._runner.duels_are_stored()
         short = [run.name for run in together if len(times[run.name]) < FEWEST]
         if short and not failure and self._setup.options.budget_s is not None:
             self._state.cut("the time budget ended a duel before it had an interval")
@@ -238,6 +241,7 @@ class Duels:
         """
         by_block = (BY_BLOCK,) if self._by_block(False) else ()
         self._store(run, times, (*by_block, BACKENDS))
+        self._runner.duels_are_stored()
 
     def _store(
         self,
@@ -305,24 +309,25 @@ class Duels:
 
     def _apart(self, run: Run, within_s: float, *, by_block: bool) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
-        found: list[tuple[float, float]] = []
-        began = time.monotonic()
+        both = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
+        steps = {"steps": STEPS_APART, "warmup": WARMUP_APART, "by_block": by_block}
+        log = self._runner.turns([self._runner.train_spec(*one, **steps) for one in both])
+        rounds, taken = read_rounds([log] if log is not None else [])
+        found, began = times_of(rounds, run.name), time.monotonic() - taken
         while len(found) < 2 * FEWEST and (len(found) < FEWEST or time.monotonic() - began < within_s):
-            contest = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
-            if len(found) % 2:
-                contest.reverse()
-            specs = [
-                self._runner.train_spec(*one, steps=STEPS_APART, warmup=WARMUP_APART, by_block=by_block)
-                for one in contest
-            ]
-            results = [self._runner.on_host(spec) for spec in specs]
+            contest = both[::-1] if len(found) % 2 else both
+            results = [self._runner.on_host(self._runner.train_spec(*one, **steps)) for one in contest]
             if not all(result.ok for result in results):
                 break
             ms = [step_time(result.step_ms, result.warmup) for result in results]
             found.append((ms[0], ms[1]) if not len(found) % 2 else (ms[1], ms[0]))
+            times = {REFERENCE: found[-1][0], run.name: found[-1][1]}
+            append_round(log or "", times, time.monotonic() - began)
             budget = self._setup.options.budget_s
             if budget is not None and self._state.elapsed() > budget:
                 break
+        if log is not None:
+            log.unlink(missing_ok=True)
         return found
 
 

@@ -220,13 +220,12 @@ class SeedAllocation:
         The noise floor is that of one seed. Under another, or near a loss of zero, the same rounding may move the loss
         much further: that is known before anything is rejected for such a gap.
         """
-        budget = self._setup.options.max_divergence
+        budget, known = self._setup.options.max_divergence, len(self._seeds.rounding_gaps)
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
-        if self._seeds.rounding_gaps or all(run["divergence"] <= budget for run in runs) or self._must_end():
+        if all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
-        for seed in [seed for seed in self._seeds.references if seed]:
-            self._seeds.perturb(seed)
-        return bool(self._seeds.rounding_gaps)
+        self._seeds.perturb(*sorted({run.seed for run in runs} - {0}))
+        return len(self._seeds.rounding_gaps) > known
 
     def _confirm(self) -> None:
         """Measure the gradient error of the best that is accepted by a predicted one, and judge it again."""

@@ -6,6 +6,7 @@ A search and a verification measure alike: :class:`PairedSeeds` runs each policy
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior, build_prior
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.reference import reference_of
+from autoprec.tuning.phases.reference import ROUNDED, own_record, reference_of
 from autoprec.tuning.schedule import REFERENCE_RUNS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
@@ -98,7 +99,8 @@ class PairedSeeds:
 
     Attributes:
         references: the reference's run by seed, compiled as runs are.
-        rounding_gaps: (divergence, signed gap) of the benign perturbation by seed, where it was run.
+        rounding_gaps: (divergence, signed gap) of the benign perturbation by seed, where it was run, those of an
+            earlier session included.
         unusable: why the reference could not be run, by seed.
     """
 
@@ -106,7 +108,8 @@ class PairedSeeds:
         self._setup, self._runner, self._state = setup, runner, state
         self.references = {0: state.reference}
         self._whole = {} if state.whole is None else {0: state.whole}
-        self.rounding_gaps: dict[int, tuple[float, float]] = {}
+        noise = [run for run in state.store.records if run.kind == "noise" and run.seed]
+        self.rounding_gaps = {run.seed: _gaps(run.losses, run.reference_losses) for run in noise}
         self.unusable: dict[int, str] = {}
 
     @property
@@ -154,12 +157,23 @@ class PairedSeeds:
                 self.perturb(seed)
         return references[seed]
 
-    def perturb(self, seed: int) -> None:
-        """Run the benign perturbation under a paired seed: what the gaps of policies are compared with."""
-        result = self._runner.measure(self._runner.train_spec(self._setup.reference_policy(), perturb="bf16"), seed)
-        if result.ok:
-            losses = self.references[seed].losses
-            self.rounding_gaps[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
+    def perturb(self, *seeds: int) -> None:
+        """Run the benign perturbation under paired seeds: what the gaps of policies are compared with.
+
+        All are stored when the last was run: a search that is killed between them judges nothing by some of them.
+        """
+        spec = self._runner.train_spec(self._setup.reference_policy(), perturb="bf16")
+        asked = [seed for seed in seeds if seed not in self.rounding_gaps]
+        results = {seed: self._runner.measure(spec, seed) for seed in asked}
+        for seed, result in results.items():
+            if result.ok:
+                reference, number = self.reference(seed), self._state.store.next_number()
+                self.rounding_gaps[seed] = _gaps(result.losses, reference.losses)
+                self._state.store.add(own_record(self._setup, reference, result, number, "noise", ROUNDED, seed=seed))
+
+
+def _gaps(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    return divergence(losses, reference), signed_gap(losses, reference)
 
 
 def scored(

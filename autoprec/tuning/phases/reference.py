@@ -18,6 +18,8 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import MODELLED, Metric, Run, reference_name
 
+#: Name of the benign perturbation in a study.
+ROUNDED = "weights rounded once to bf16"
 #: Policies that are measured whatever the budget says, each under two seeds.
 FEWEST_RUNS = 2
 
@@ -69,11 +71,11 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
         state.whole = written
     state.own = reference
     name = reference_name(setup.options.reference)
-    noise = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
+    noise = [("noise", f"{ROUNDED}{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
     stored = {(record.kind, record.name) for record in state.store.records if record.seed == 0}
     for kind, label, result in (("reference", name, first), *noise):
         if (kind, label) not in stored:
-            record = _record(setup, reference, result, state.store.next_number(), kind, label)
+            record = own_record(setup, reference, result, state.store.next_number(), kind, label)
             state.store.add(record)
             state.listener.trial(record, 0, setup.options.trials, None, 0.0)
     _tell_uninformative(setup, state)
@@ -219,7 +221,20 @@ def _too_short(options: SearchOptions, why: str, where: str, elapsed_s: float, r
     )
 
 
-def _record(setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str) -> Run:
+def own_record(
+    setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str, *, seed: int = 0
+) -> Run:
+    """Return a run of the script without a policy, benignly perturbed or not, as a record of its study.
+
+    Args:
+        setup: what is searched.
+        reference: of the same paired seed.
+        result: of the run.
+        number: of the record.
+        kind: ``reference`` or ``noise``.
+        name: of the record.
+        seed: the paired seed.
+    """
     gap, error = divergence(result.losses, reference.losses), Metric(0.0, setup.source)
     metrics = run_metrics(reference, reference.step_ms, reference.memory_bytes, gap, error, source=setup.source)
     if not result.memory_bytes:
@@ -234,6 +249,7 @@ def _record(setup: Setup, reference: Reference, result: TrialResult, number: int
         metrics=metrics,
         losses=result.losses,
         reference_losses=reference.losses,
+        seed=seed,
         started=time.time() - result.wall_s,
         seconds=result.wall_s,
     )

@@ -23,11 +23,13 @@ from autoprec.errors import AutoPrecError
 from autoprec.support.units import percent_text, speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.intervals import FEWEST, median_interval
+from autoprec.trial.probe_log import append_round, read_rounds
 from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrainSpec, TrialResult
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
 from autoprec.tuning.phases.duels import STEPS_APART, WARMUP_APART
+from autoprec.tuning.study.kept import KeptAnswers
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 
 #: Share of a time budget that variants may take before the search.
@@ -52,7 +54,6 @@ _ROUNDING = 1e-6
 Row = dict[str, Any]
 #: Seconds that the time budget leaves for variants.
 Left = Callable[[], float]
-_Ran = tuple[TrialResult, HostPool]
 
 
 def choose(
@@ -62,6 +63,7 @@ def choose(
     folder: Path,
     left: Left,
     keep: ExitStack,
+    answers: Callable[[HostInfo], KeptAnswers],
 ) -> tuple[list[Row], dict[str, HostPool]]:
     """Time the script under each variant; the row of the fastest that is surely faster says ``chosen``.
 
@@ -69,6 +71,7 @@ def choose(
         hosts: starts a command that may take so many seconds to its first step.
         folder: for logs.
         keep: closes the hosts that go on.
+        answers: returns those that an earlier session was given, by what the host of the script as given found.
 
     Returns:
         A row of the result for each variant; none where the script itself does not run as it was given, which the
@@ -78,43 +81,38 @@ def choose(
     rows: list[Row] = []
     given = keep.enter_context(HostPool(hosts(command, PATIENCE_S), folder / "as-given"))
     pools, info = {AS_GIVEN: given}, given.info()
+    known = answers(info)
     spec = replace(spec, seed=None if info.launch == "fork" else options.seed)
     runs = [spec, spec, replace(spec, perturb="bf16")] if left() > 0 else []
-    results = [given.host().run(one) for one in runs]
+    results = [known.ask(one, given.host().run) for one in runs]
     if not all(result.ok for result in results):
         return [], pools
     needed = info.setup_s + results[0].wall_s if results else math.inf
     best: Row = {"name": "the script as given", "speedup": 1.0}
-    ran: list[tuple[Row, _Ran]] = []
+    ran: list[tuple[Row, HostPool]] = []
     variants = parse_variants(options.variant)
     for number, variant in enumerate(variants):
         row: Row = {"name": variant.name, "arguments": variant.arguments, "status": "failed"}
         rows.append(row)
-        rest = left()
-        if rest < needed or not results:
+        rest, asked = left(), {"first run": variant.arguments, "steps": options.steps, "warmup": options.warmup}
+        earlier = known.found(asked)
+        if earlier is None and (rest < needed or not results):
             row |= {"status": NOT_TRIED, "reason": "the time budget left no time for it"}
             continue
-        first, second, *rounding_gaps = results
-        limit = max(baseline_of(first, second, rounding_gaps).noise_floor_upper, _ROUNDING)
         # its share of what is left, so that one that hangs leaves the others theirs
         within = min(rest, max(_SLOWER * needed, rest / (len(variants) - number)))
-        ends = time.monotonic() + within
         pool = HostPool(hosts(command.under(variant), min(PATIENCE_S, within)), folder / variant.name)
         pools[variant.name] = keep.enter_context(pool)
-        try:
-            now = pool.info()
-            within = max(1.0, ends - time.monotonic())
-            own = pool.host().run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
-            if _is_same(row, (info, first), (now, own), limit):
-                _compare(row, first, own)
-                ran.append((row, (own, pool)))
-        except AutoPrecError as error:
-            row |= {"status": "failed", "reason": _in_short(error)}
-        if row["status"] != "accepted":
+        row |= _first_run(row, spec, (info, results), pool, within) if earlier is None else earlier["row"]
+        if earlier is None and row["status"] != NOT_TRIED:
+            known.keep(asked, {"row": row})
+        if row["status"] == "accepted":
+            ran.append((row, pool))
+        else:
             pools.pop(variant.name).close()
     for row, other in sorted(ran, key=lambda pair: -float(pair[0]["speedup"])):  # when all had their first run
         try:
-            _time_script(row, spec, (results[0], given), other, best, left)
+            _time_script(row, spec, (given, other), best, left, known)
         except AutoPrecError as error:
             row |= {"status": "failed", "reason": _in_short(error)}
             pools.pop(row["name"]).close()
@@ -139,6 +137,28 @@ def shapes(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     base = next((name for name, row in accepted.items() if row.get("chosen")), AS_GIVEN)
     names, first = [base, *(name for name in known if name != base)], known[base]
     return {n: (first["speedup"] / known[n]["speedup"], known[n]["memory"] / first["memory"]) for n in names}
+
+
+def _first_run(
+    row: Row, spec: TrainSpec, given: tuple[HostInfo, Sequence[TrialResult]], pool: HostPool, within: float
+) -> Row:
+    """Return the row of a variant after its first run, in so many seconds: whether it is accepted, and why not.
+
+    Args:
+        given: the script as given: what it looks like from the inside, and its two runs and the perturbed ones.
+        pool: the variant's host.
+    """
+    (info, (first, second, *rounding_gaps)), row, ends = given, dict(row), time.monotonic() + within
+    limit = max(baseline_of(first, second, rounding_gaps).noise_floor_upper, _ROUNDING)
+    try:
+        now = pool.info()
+        within = max(1.0, ends - time.monotonic())
+        own = pool.host().run(replace(spec, within_s=within, timeout_s=min(_HUNG_S, within)))
+        if _is_same(row, (info, first), (now, own), limit):
+            _compare(row, first, own)
+    except AutoPrecError as error:
+        row |= {"status": "failed", "reason": _in_short(error)}
+    return row
 
 
 def _is_same(row: Row, given: tuple[HostInfo, TrialResult], other: tuple[HostInfo, TrialResult], limit: float) -> bool:
@@ -178,13 +198,17 @@ def _compare(row: Row, given: TrialResult, other: TrialResult) -> None:
     row["memory"] = (other.memory_bytes or 1) / given.memory_bytes if given.memory_bytes else 1.0
 
 
-def _time_script(row: Row, spec: TrainSpec, given: _Ran, other: _Ran, best: Row, left: Left) -> None:
+def _time_script(
+    row: Row, spec: TrainSpec, pools: tuple[HostPool, HostPool], best: Row, left: Left, known: KeptAnswers
+) -> None:
     """Time the script under a variant beside the script as given, where one run does not show that another is faster.
 
     In turns, whose order changes, until the speed-up is known well; with no seconds ``left`` once it has an interval.
 
     Args:
+        pools: hosts of the script as given, and under the variant.
         best: ``name`` and ``speedup`` over the script as given of the fastest so far.
+        known: has the rounds of an earlier session.
     """
     over = f"the script is {speed_text(row['speedup'])} over the script as given"
     if row["speedup"] * _CLOSE < best["speedup"]:
@@ -194,19 +218,22 @@ def _time_script(row: Row, spec: TrainSpec, given: _Ran, other: _Ran, best: Row,
         row["reason"] = f"{over} in one run: the time budget left no time for more"
         return
     short = replace(spec, steps=STEPS_APART, warmup=WARMUP_APART)
-    ratios: list[float] = []
-    while len(ratios) < _ROUNDS:
+    log = known.turns({"in turns": row["arguments"], "steps": short.steps, "warmup": short.warmup})
+    ratios = [one[AS_GIVEN] / one[row["name"]] for one in read_rounds([log])[0]]
+    while True:
+        middle, low, high = median_interval(ratios) if len(ratios) >= FEWEST else (1.0, 0.0, math.inf)
+        enough = high - low < 2 * _PRECISE * middle or (len(ratios) >= FEWEST and left() <= 0)
+        if enough or len(ratios) >= _ROUNDS:
+            break
         ms = [0.0, 0.0]
         for at in (0, 1) if len(ratios) % 2 == 0 else (1, 0):
-            result = (given, other)[at][1].host().run(short)
+            result = pools[at].host().run(short)
             if not result.ok:
                 row["reason"] = f"it could not be timed: {result.status}: {_first_line(result.reason)}"
                 return
             ms[at] = step_time(result.step_ms, result.warmup)
         ratios.append(ms[0] / ms[1])
-        middle, low, high = median_interval(ratios) if len(ratios) >= FEWEST else (1.0, 0.0, math.inf)
-        if high - low < 2 * _PRECISE * middle or (len(ratios) >= FEWEST and left() <= 0):
-            break
+        append_round(log, {AS_GIVEN: ms[0], row["name"]: ms[1]}, 0.0)
     row |= {"speedup": middle, "low": low, "high": high}
     row["reason"] = f"the script is {speed_text(middle, low, high)} over the script as given"
 

@@ -1,9 +1,9 @@
-"""What a search knows before its study holds a trial, kept as soon as it is known: one that is killed goes on there.
+"""What a search knows and its study does not hold yet, kept as soon as it is known: one that is killed goes on there.
 
 The recorded step, the runs of the reference and the gradient errors are answers of trials that the study does not hold;
-a duel it holds when that has ended. Each is a file under a key of all that it depends on: what was asked, of which
-sources and arguments, by which versions, on which machine. What belongs to another key is never found, and so
-answers no question of this search.
+duels, and runs under a further seed, it holds when all that belongs to them has ended. Each is a file under a key of
+all that it depends on: what was asked, of which sources and arguments, by which versions, on which machine. What
+belongs to another key is never found, and so answers no question of this search.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ class KeptAnswers:
     def __init__(self, folder: Path, hosts: Path, origin: str) -> None:
         self._folder, self._hosts, self._origin = folder, hosts, origin
         self._asked, self._lock = Counter[str](), threading.Lock()
+        self._duels: list[str] = []
 
     def question(self, spec: TrialSpec, seed: int = 0) -> Question:
         """Return a question with what is known of its answer.
@@ -139,10 +140,7 @@ class KeptAnswers:
             spec: what is asked.
             seed: the paired seed.
         """
-        key = self._key(spec, seed)
-        with self._lock:
-            name = f"{key}-{self._asked[key]}"
-            self._asked[key] += 1
+        name = self._next(self._key(spec, seed))
         path = self._folder / f"{name}.json"
         known = _read(path)
         if known is not None or not isinstance(spec, ScanSpec):
@@ -154,24 +152,63 @@ class KeptAnswers:
         return Question(spec, None, replace(spec, probes=probes, log=log), path, rows)
 
     def duel(self, spec: DuelSpec, run: Callable[[TrialSpec], TrialResult]) -> TrialResult:
-        """Return a duel with the rounds of one that was killed; the study holds those of all others.
+        """Return a duel with the rounds of one that was killed; it is kept until :meth:`duels_are_stored`.
 
         Args:
             spec: of the duel, with the seconds that it may take.
             run: runs a trial.
+
+        Raises:
+            NoSpaceError: the disk is full.
         """
-        log = f"part-{self._key(spec, 0)}-duel.jsonl"
+        name = self._next(self._key(spec, 0))
+        self._duels.append(name)
+        path, log = self._folder / f"{name}.json", f"part-{name}.jsonl"
+        if (known := _read(path)) is not None:
+            return known
         rounds, taken = read_rounds(sorted(self._hosts.glob(f"**/{log}")))
         within, left = spec.within_s or 0.0, replace(spec, log=log)
         if rounds:  # blocks are as long as if there had been none
             left = replace(left, within_s=max(0.5 * within, within - taken))
         enough = len(rounds) >= FEWEST and taken >= _ENOUGH * within
         result = TrialResult("ok", answer=DuelRounds()) if enough else run(left)
-        for one in self._hosts.glob(f"**/{log}"):
-            one.unlink(missing_ok=True)
         if not isinstance(result.answer, DuelRounds):
             return result
-        return replace(result, answer=replace(result.answer, rounds=(*rounds, *result.answer.rounds)))
+        result = replace(result, answer=replace(result.answer, rounds=(*rounds, *result.answer.rounds)))
+        write_json(path, with_checksum({"result": finite(result.to_json())}), indent=None)
+        return result
+
+    def duels_are_stored(self) -> None:
+        """Forget all duels so far: one that is asked again is another one, whose rounds are new."""
+        for name in self._duels:
+            for file in (self._folder / f"{name}.json", *self._hosts.glob(f"**/part-{name}.jsonl")):
+                file.unlink(missing_ok=True)
+            self._asked.pop(name.rpartition("-")[0], None)
+        self._duels.clear()
+
+    def found(self, question: Document) -> Document | None:
+        """Return what an earlier session has found out of something that is no single trial; None for nothing."""
+        return _document(self._path_of(question, "json"))
+
+    def keep(self, question: Document, found: Document) -> None:
+        """Keep what was found out of something that is no single trial.
+
+        Args:
+            question: what was asked; the script, its arguments and so on need not be part of it.
+            found: what is given to the next session.
+
+        Raises:
+            NoSpaceError: the disk is full.
+        """
+        write_json(self._path_of(question, "json"), with_checksum(finite(found)), indent=None)
+
+    def turns(self, question: Document) -> Path:
+        """Return the file for rounds of runs in turns (:mod:`autoprec.trial.probe_log`), removed once they are used."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._path_of(question, "jsonl")
+
+    def _path_of(self, question: Document, suffix: str) -> Path:
+        return self._folder / f"{checksum({'origin': self._origin, 'asked': finite(question)})}.{suffix}"
 
     def ask(self, spec: TrialSpec, run: Callable[[TrialSpec], TrialResult]) -> TrialResult:
         """Return the answer to a question under the script's own seed, known or not.
@@ -190,17 +227,30 @@ class KeptAnswers:
             with contextlib.suppress(OSError):
                 log.unlink()
 
+    def _next(self, key: str) -> str:
+        with self._lock:
+            self._asked[key] += 1
+            return f"{key}-{self._asked[key] - 1}"
+
     def _key(self, spec: TrialSpec, seed: int) -> str:
         asked = {name: value for name, value in spec.to_json().items() if name not in _ASIDE}
         return checksum({"origin": self._origin, "seed": seed, "asked": finite(asked)})
 
 
-def _read(path: Path) -> TrialResult | None:
-    """Return a kept answer; None where there is none, or it is damaged."""
+def _document(path: Path) -> Document | None:
+    """Return what a file holds; None where there is none, or it is damaged."""
     if not path.exists():
         return None
     try:
-        document: Document = without_checksum(read_document(path, most_bytes=_MOST_BYTES), where=str(path))
-        return TrialResult.from_json(document["result"])
+        return without_checksum(read_document(path, most_bytes=_MOST_BYTES), where=str(path))
     except (FileError, KeyError, ValueError, TypeError):
+        return None
+
+
+def _read(path: Path) -> TrialResult | None:
+    """Return a kept answer; None where there is none, or it is damaged."""
+    document = _document(path)
+    try:
+        return None if document is None else TrialResult.from_json(document["result"])
+    except (KeyError, ValueError, TypeError):
         return None

@@ -284,3 +284,31 @@ def test_contenders_have_processes_where_memory_that_can_be_had_holds_them(
         _setup=SimpleNamespace(host=SimpleNamespace(launch=launch, compiled=False)),
     )
     assert Duels._can_fork(made, [Run(0, DUEL, "a", {}, {"execution": execution}, "ok")]) is can
+
+
+def test_runs_in_turns_of_a_search_that_was_killed_count(tmp_path: Path) -> None:
+    """A policy that cannot be exchanged is timed in adjacent runs, and those began anew after each kill."""
+    asked: list[TrainSpec] = []
+    log = tmp_path / "rounds.jsonl"
+
+    def on_host(spec: TrainSpec) -> TrialResult:
+        asked.append(spec)
+        if len(asked) == 2 * FEWEST + 2:
+            raise KeyboardInterrupt
+        return TrialResult("ok", step_ms=(1.0 if spec.policy else 2.0,) * spec.steps)
+
+    runner: Any = SimpleNamespace(
+        on_host=on_host,
+        turns=lambda specs: log if [bool(spec.policy) for spec in specs] == [False, True] else None,
+        train_spec=lambda policy, _params, **changes: TrainSpec(policy=policy, **changes),
+    )
+    setup: Any = SimpleNamespace(reference_policy=lambda: None, options=SimpleNamespace(budget_s=None))
+    state: Any = SimpleNamespace(store=SimpleNamespace(records=[]))
+    run = Run(0, "search", "a", {}, {"optimizer": {"exp_avg": "bf16"}}, "ok")
+    with pytest.raises(KeyboardInterrupt):
+        Duels(setup, runner, state)._apart(run, 1e9, by_block=False)
+    assert len(asked) == 2 * FEWEST + 2, "the last pair is not whole"
+    found = Duels(setup, runner, state)._apart(run, 1e9, by_block=False)
+    assert found == [(2.0, 1.0)] * 2 * FEWEST
+    assert len(asked) == 2 * FEWEST + 2 + 2 * FEWEST
+    assert not log.exists(), "what was used is not used again"

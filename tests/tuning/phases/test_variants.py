@@ -23,9 +23,11 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.variants import choose
+from autoprec.tuning.study.kept import KeptAnswers
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.telling import introduction
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+from tests.tuning.study.test_kept import killed_every
 from tests.tuning.test_engine import here, options  # noqa: F401
 
 
@@ -97,7 +99,8 @@ def all_kinds(simulated: SimulatedScript) -> Any:
 def chosen_of(asked: SearchOptions, start: Any, folder: Path, left: Callable[[], float] = lambda: math.inf) -> Any:
     with ExitStack() as keep:
         command = ScriptCommand.parse(("train.py",), folder)
-        return choose(asked, command, start, folder / "hosts", left, keep)[0]
+        answers = KeptAnswers(folder / "kept", folder / "hosts", "")
+        return choose(asked, command, start, folder / "hosts", left, keep, lambda _: answers)[0]
 
 
 def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path) -> None:  # noqa: F811
@@ -121,6 +124,34 @@ def test_each_variant_is_accepted_refused_or_fails_with_one_sentence(here: Path)
     assert told["crash"]["reason"] == f"{ended}: train.py: error: unrecognized arguments: --crash"
     assert told["oom"]["reason"] == "the script ended as oom under it: out of memory: 3 GiB"
     assert all("\n" not in row["reason"] for row in rows)
+
+
+def test_variants_of_a_search_that_was_killed_are_not_tried_again(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All were, from the first one on, and a study that was not there yet could not be continued."""
+    simulated, starts = SimulatedScript(), list[str]()
+    asked = options(variant=VARIANTS, target="cpu", space="cpu", trials=2, seeds=1)
+    _, whole = search(simulated, replace(asked, study="whole"), all_kinds(simulated))
+    alone = len(simulated.calls)
+    plain = Broken.start
+
+    def start(broken: Broken) -> HostInfo:
+        starts.append("crash")
+        return plain(broken)
+
+    monkeypatch.setattr(Broken, "start", start)
+    simulated.calls.clear()
+    _, result = killed_every(
+        2,  # runs that take turns are measured anew where only one of them was
+        monkeypatch,
+        lambda resume: search(simulated, replace(asked, study="killed", resume=resume), all_kinds(simulated)),
+    )
+    assert result.variants == whole.variants
+    assert (result.verdict, result.best) == (whole.verdict, whole.best)
+    assert len(simulated.calls) <= alone + 2
+    assert starts == ["crash"]
 
 
 def test_without_time_nothing_is_run(here: Path) -> None:  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from autoprec.errors import NoSpaceError
 from autoprec.support.files import canonical_json
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.probe_log import append_round, append_row
+from autoprec.trial.probe_log import append_round, append_row, read_rounds
 from autoprec.trial.protocol import (
     DuelRounds,
     DuelSpec,
@@ -28,8 +29,10 @@ from autoprec.trial.protocol import (
     TrialResult,
     TrialSpec,
 )
+from autoprec.tuning.engine import Search
 from autoprec.tuning.study import kept
 from autoprec.tuning.study.kept import KeptAnswers, origin_of
+from autoprec.tuning.study.records import SearchResult
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -163,15 +166,34 @@ def test_the_rounds_of_a_duel_that_was_killed_count(
     with pytest.raises(Killed):
         held(tmp_path).duel(DUEL, killed)
     (folder := tmp_path / "hosts" / "host-0").mkdir(parents=True)
-    log = folder / f"part-{held(tmp_path)._key(DUEL, 0)}-duel.jsonl"
+    log = folder / f"part-{held(tmp_path)._key(DUEL, 0)}-0.jsonl"
     for number in range(earlier):
         append_round(log, {"": 8.0, "all bf16": 2.0 + number}, seconds * (number + 1) / earlier)
-    answer = held(tmp_path).duel(DUEL, run).answer
+    session = held(tmp_path)
+    answer = session.duel(DUEL, run).answer
     assert isinstance(answer, DuelRounds)
     assert [one["all bf16"] for one in answer.rounds[:earlier]] == [2.0 + number for number in range(earlier)]
     assert len(answer.rounds) == earlier + (left is not None)
     assert [spec.within_s for spec in asked] == ([] if left is None else [pytest.approx(left)])
-    assert held(tmp_path).duel(DUEL, run).answer == DuelRounds(({"": 9.0, "all bf16": 3.0},), steps=4), "the next one"
+    assert held(tmp_path).duel(DUEL, killed).answer == answer, "until it is stored"
+    another = session.duel(DUEL, run).answer
+    assert another == DuelRounds(({"": 9.0, "all bf16": 3.0},), steps=4), "in another process, as the script ends soon"
+    session.duels_are_stored()
+    assert not list(tmp_path.rglob("*.json*"))
+    assert held(tmp_path).duel(DUEL, run).answer == another, "the next one"
+
+
+def test_what_no_single_trial_finds_out_is_kept_until_the_search_has_ended(tmp_path: Path) -> None:
+    one, row = held(tmp_path), {"name": "half", "speedup": 2.0}
+    assert one.found({"variant": "half"}) is None
+    one.keep({"variant": "half"}, {"row": row})
+    assert held(tmp_path).found({"variant": "half"}) == {"row": row}
+    assert held(tmp_path).found({"variant": "other"}) is None
+    assert held(tmp_path, "b").found({"variant": "half"}) is None
+    append_round(one.turns({"variant": "half"}), {"": 2.0}, 1.0)
+    assert read_rounds([held(tmp_path).turns({"variant": "half"})]) == ([{"": 2.0}], 1.0)
+    one.clear()
+    assert held(tmp_path).found({"variant": "half"}) is None
 
 
 def killed(_spec: TrialSpec) -> TrialResult:
@@ -268,20 +290,15 @@ def before_trials(simulated: SimulatedScript) -> Counter[str]:
     return asked
 
 
-SHORT = {"trials": 3, "seeds": 2, "sampler": "random"}
+SHORT = {"trials": 3, "seeds": 2}
 
 
 class Killed(BaseException):
     """What ``kill -9`` is to a search in this process: nothing of it runs any more."""
 
 
-def test_a_search_that_is_ended_again_and_again_answers_as_one_that_was_not(
-    here: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each session is ended after two runs of the script, the first ones long before a trial."""
-    alone, simulated = script(), script()
-    _, whole = search(alone, options(study="whole", **SHORT))
+def killed_every(runs: int, monkeypatch: pytest.MonkeyPatch, session: Callable[[bool], Searched]) -> Searched:
+    """Return what sessions come to each of which is killed when it begins one run of the script more than ``runs``."""
     asked, left, sessions = SimulatedRunner.run, [0], 0
 
     def mortal(runner: SimulatedRunner, spec: TrialSpec) -> TrialResult:
@@ -290,20 +307,53 @@ def test_a_search_that_is_ended_again_and_again_answers_as_one_that_was_not(
         left[0] -= 1
         return asked(runner, spec)
 
-    monkeypatch.setattr(SimulatedRunner, "run", mortal)
-    result = None
-    while result is None:
-        left[0], sessions = 2, sessions + 1
-        assert sessions < 80
-        try:
-            _, result = search(simulated, options(study="killed", resume=sessions > 1, **SHORT))
-        except Killed:
-            continue
-    assert (result.verdict, result.best) == (whole.verdict, whole.best)
-    assert sessions > 2
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedRunner, "run", mortal)
+        while True:
+            left[0], sessions = runs, sessions + 1
+            assert sessions < 80, "it does not get on"
+            try:
+                found = session(sessions > 1)
+            except Killed:
+                continue
+            assert sessions > 2
+            return found
+
+
+Searched = tuple[Search, SearchResult]
+#: How far any change at all moves the loss of a run, by seed; more choices of the search; runs of each session.
+KINDS = {
+    "long before a trial": (lambda _seed: 0.0, {"sampler": "random"}, 2),
+    "between the duels": (lambda _seed: 0.0, {}, 1),
+    "between the references of further seeds": (lambda seed: 0.3 * (1 + seed), {"seeds": 3}, 1),
+    "between perturbations that are asked for late": (lambda seed: 1.0 if seed else 0.0, {"seeds": 3}, 1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_that_is_ended_again_and_again_answers_as_one_that_was_not(
+    kind: str,
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved, more, runs = KINDS[kind]
+    simulated = script(error_scale=0.25, noise=lambda seed, spec: moved(seed) if _changed(spec) else 0.0)
+    alone = replace(simulated, calls=[])
+    _, whole = search(alone, options(study="whole", **SHORT | more))
+    _, result = killed_every(
+        runs,
+        monkeypatch,
+        lambda resume: search(simulated, options(study="killed", resume=resume, **SHORT | more)),
+    )
+    assert (result.verdict, result.best, result.reason) == (whole.verdict, whole.best, whole.reason)
     assert before_trials(simulated) == before_trials(alone), "what was done before a trial is not done again"
+    # a run that was at work beside the one that is killed may be lost
+    assert len(simulated.calls) <= len(alone.calls) + 2, "nor is what was done after it"
     assert not (here / "autoprec-runs" / "killed" / "kept").exists(), "the study has its answer"
+
+
+def _changed(spec: TrialSpec) -> bool:
+    return isinstance(spec, TrainSpec) and bool(spec.perturb or spec.policy)
 
 
 def test_an_edited_script_is_not_given_the_old_ones_answers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
