@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, compiles
 from autoprec.support.plain import Document
@@ -310,7 +311,7 @@ class Duels:
     def _apart(self, run: Run, within_s: float, *, by_block: bool) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
         both = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
-        steps = {"steps": STEPS_APART, "warmup": WARMUP_APART, "by_block": by_block}
+        steps: dict[str, Any] = {"steps": STEPS_APART, "warmup": WARMUP_APART, "by_block": by_block}
         log = self._runner.turns([self._runner.train_spec(*one, **steps) for one in both])
         rounds, taken = read_rounds([log] if log is not None else [])
         found, began = times_of(rounds, run.name), time.monotonic() - taken
