@@ -29,6 +29,8 @@ FAILURES = (
 
 #: How a trial ends that would not be done, or was not, within the seconds it was given; says nothing of its policy.
 OUT_OF_TIME = "out_of_time"
+#: A perturbation of the reference: it does not train.
+STILL = "still"
 #: The reference among the contenders of a duel.
 REFERENCE = ""
 #: Seconds until the first training forward, and without a step in a trial, where the caller names no number.
@@ -102,7 +104,8 @@ class TrainSpec(TrialSpec):
 
     Attributes:
         perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
-            noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.
+            noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed. ``still``: every learning rate
+            is 0 in each step, which shows the loss of a script that does not train.
         anneal: multiply the learning rate by a cosine to 10 % over the trial (chaos shrinks).
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.

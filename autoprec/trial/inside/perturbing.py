@@ -1,10 +1,33 @@
-"""The smallest change of precision there is, for the noise floor: every trained weight rounded once to bfloat16."""
+"""Runs that the reference is compared with: every trained weight rounded once to bfloat16, or no training at all."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.protocol import STILL
+
+
+def perturb_run(found: Found, perturb: str) -> None:
+    """Change what a run of the reference does, as :attr:`autoprec.trial.protocol.TrainSpec.perturb` says.
+
+    Args:
+        found: the models and their weights.
+        perturb: see there.
+    """
+    if perturb == STILL:
+        register_optimizer_step_pre_hook(_without_rate)
+    else:
+        round_weights(found, perturb)
+
+
+def _without_rate(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = 0.0 * group["lr"]
 
 
 def round_weights(found: Found, perturb: str = "bf16") -> None:

@@ -48,7 +48,7 @@ from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import AtGradients, Loop, early_stop, out_of_time
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
-from autoprec.trial.inside.perturbing import round_weights
+from autoprec.trial.inside.perturbing import perturb_run
 from autoprec.trial.inside.sensitivity.staying import serve_scans
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import (
@@ -138,7 +138,7 @@ class Trial:
         if spec.seed is not None:
             reseed(spec.seed + rank())
         if train is not None and train.perturb:  # before the policy, which may store weights in another format
-            round_weights(self.found, train.perturb)
+            perturb_run(self.found, train.perturb)
         blocks = train is not None and train.by_block
         document = by_block(spec.policy, self.found.root) if blocks else spec.policy
         own = document is not None and is_compiled(self.found.root)

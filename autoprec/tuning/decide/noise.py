@@ -55,6 +55,9 @@ _ONE_TRIAL = 2.0
 #: second share of random orders of its losses look as much like a curve by one of three statistics (so the noise of
 #: batches alone passes in at most 1 of 200 scripts that learn nothing); fewer steps than the last say nothing about it.
 _LEAST_MOVE, _BY_CHANCE, _FEWEST_STEPS = 0.01, 0.0015, 7
+#: Where order alone cannot tell, a run is asked whose optimizers do nothing. Its losses tell training from none where
+#: they lie this many budgets off: then the budget tells a policy that trains from one that does not.
+_BUDGETS = 4.0
 #: Random orders that are tried, and the points a curve is averaged to at most before.
 _ORDERS, _MOST_POINTS = 4000, 256
 #: Standard deviation of ln(gradient error / gradient noise) over the seeds of one policy known beforehand, which counts
@@ -154,6 +157,19 @@ def has_learnt(losses: Sequence[float]) -> bool:
     orders = _orders(len(values))
     observed, chance = _curvelike(values[None], ranks[None]), _curvelike(values[orders], ranks[orders])
     return bool(((chance >= observed - 1e-9).mean(axis=1) < _BY_CHANCE).any())
+
+
+def tells_training(gap: float, budget: float) -> bool:
+    """Say whether a loss tells training from none, by how far a run lies off that does not train.
+
+    The two see the same batches, so that a loss shows it which scatters more than it falls. A gap of some budgets it
+    takes, as a policy under which nothing is learnt would else be within the budget, too.
+
+    Args:
+        gap: divergence of a run whose optimizers do nothing from the reference, a fraction.
+        budget: largest acceptable divergence, a fraction.
+    """
+    return _BUDGETS * budget < gap < math.inf
 
 
 @lru_cache(maxsize=8)

@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 
 from autoprec.errors import NothingAcceptableError, ScriptError
-from autoprec.trial.protocol import OUT_OF_TIME, HostInfo, TrialResult
+from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
-from autoprec.tuning.decide.noise import uninformative
+from autoprec.tuning.decide.noise import tells_training, uninformative
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
@@ -29,7 +29,8 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
 
     The second run shows whether the script is deterministic; the perturbation (every weight rounded once to
     bfloat16) shows how large a loss gap means nothing. Where that comes near the budget, more perturbations (rounded up
-    or down at random) tell it better.
+    or down at random) tell it better. Where the order of its losses does not show that the script trains, one run more
+    does, which does not train.
 
     A script that compiles its model is run once as it is, and then by block where that pays.
 
@@ -56,6 +57,10 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
     budget = setup.options.max_divergence
     noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, budget)
     baseline = replace(baseline_of(first, second, noisy), flat_because=flat_because)
+    if not baseline.learnt and uninformative(budget, replace(baseline, learnt=True)) is None:
+        still = runner.measure(runner.train_spec(setup.reference_policy(), perturb=STILL))
+        moves = still.ok and tells_training(divergence(still.losses, first.losses), budget)
+        baseline = replace(baseline, learnt=moves)
     deterministic = first.losses == second.losses
     if not deterministic:
         own = divergence(second.losses, first.losses)

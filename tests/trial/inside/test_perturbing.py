@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from autoprec.trial.inside import perturbing
 from autoprec.trial.inside.observe.discovery import Found
-from autoprec.trial.inside.perturbing import round_weights
+from autoprec.trial.inside.perturbing import perturb_run, round_weights
+from autoprec.trial.protocol import STILL
 
 
 def test_perturbation_is_one_bf16_rounding() -> None:
@@ -47,3 +51,44 @@ def test_complex_weights_are_rounded_in_both_parts(dtype: torch.dtype, perturb: 
     gaps = (torch.view_as_real(weight.detach()) - torch.view_as_real(before)).abs() / torch.view_as_real(before).abs()
     assert 0 < float(gaps[..., 0].max()) < 2**-6
     assert 0 < float(gaps[..., 1].max()) < 2**-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {"weight_decay": 0.5, "fused": True}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("Adagrad", {}),
+        ("Adafactor", {}),
+        ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+        ("LBFGS", {}),
+    ],
+)
+def test_a_still_run_changes_no_weight_whatever_the_schedule(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(x).square().mean()
+        value.backward()
+        return value
+
+    def trains() -> bool:
+        for _ in range(3):
+            optimizer.step(loss)
+            schedule.step()
+        return any(not torch.equal(one, p) for one, p in zip(before, model.parameters(), strict=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(perturbing, "register_optimizer_step_pre_hook", optimizer.register_step_pre_hook)
+        perturb_run(Found([model], [optimizer], list(model.parameters())), STILL)
+    assert not trains()
+    optimizer._optimizer_step_pre_hooks.clear()
+    assert trains()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import STILL, HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from tests.simulated import SimulatedRunner, SimulatedScript
@@ -210,3 +211,40 @@ def test_passes_for_gradient_errors_of_a_rehearsal_do_not_compile(here: Path) ->
         assert scan, told
         seconds.append(int(scan[1]))
     assert seconds[1] <= seconds[0] + 2
+
+
+#: A loss that scatters more than it falls, and the same batches of a script that does not train.
+FALLING = (4.2, 4.5, 4.5, 3.2, 5.2, 3.8, 3.4, 4.6, 4.1, 3.5, 3.2)
+UNTRAINED = (4.2, 4.6, 4.7, 3.5, 5.6, 4.3, 4.0, 5.3, 4.9, 4.4, 4.2)
+
+
+@pytest.mark.parametrize(
+    ("losses", "still", "learnt", "asked"),
+    [
+        (FALLING, {"losses": UNTRAINED}, True, 1),
+        (FALLING, {"losses": FALLING}, False, 1),
+        (FALLING, {"losses": tuple(1.002 * loss for loss in FALLING)}, False, 1),
+        (FALLING, {"losses": (math.nan,) * 11, "status": "diverged"}, False, 1),
+        (FALLING, {"losses": (*FALLING[:-1], math.inf)}, False, 1),
+        (tuple(4.0 / (1 + step) for step in range(11)), {"losses": UNTRAINED}, True, 0),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_what_the_order_of_losses_does_not_show_a_run_shows_that_does_not_train(
+    losses: tuple[float, ...], still: dict[str, object], learnt: bool, asked: int
+) -> None:
+    simulated, options_ = script(), options(trials=1, seeds=1)
+
+    class Scattering(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            ran = super().run(spec)
+            if not isinstance(spec, TrainSpec) or len(ran.losses) != len(losses):
+                return ran
+            return replace(ran, **({"losses": losses} | (still if spec.perturb == STILL else {})))  # type: ignore[arg-type]
+
+    command = ScriptCommand.parse(options_.command)
+    made = Search(options_, command, Listeners(), lambda seed, _folder: Scattering(simulated, seed))
+    made.run()
+    assert made.state is not None
+    assert made.state.reference.baseline.learnt is learnt
+    assert sum(isinstance(spec, TrainSpec) and spec.perturb == STILL for _, spec in simulated.calls) == asked
