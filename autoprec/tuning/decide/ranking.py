@@ -17,6 +17,8 @@ from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS,
 
 #: What is worth so much of the most is worth about the same.
 _TIED = 0.9
+#: Trials that differ by more than this differ by more than a busy machine alone makes of two runs a minute apart.
+_APART = 1.25
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,28 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     open_ones = [i for i in range(len(entrants)) if is_open(i)]
     top = max((float(value[i]) for i in open_ones), default=0.0)
     tied = _TIED if expectation.goals.timed else 1.0  # where times are noisy, of about the same what was tried first
-    ahead = min((i for i in open_ones if value[i] > 0.0 and value[i] >= tied * top), default=None)
+    level = [i for i in open_ones if value[i] > 0.0 and value[i] >= tied * top]
+    by_speed = expectation.goals.objective == "throughput"
+    ahead = _first_of(level, standings, apart=_APART if expectation.goals.timed and by_speed else math.inf)
     gain = float(value[ahead]) if ahead is not None else 0.0
-    shown = _shown_faster(standings, open_ones, accepted) if expectation.goals.objective == "throughput" else None
+    shown = _shown_faster(standings, open_ones, accepted) if by_speed else None
     if shown is not None:
         ahead, gain = shown
     breaking = frozenset(one.name for one in standings if rules.breaks(one))
     return Ranking(standings, accepted, ahead if gain > 0 else None, gain, best, breaking)
+
+
+def _first_of(level: Sequence[int], standings: Sequence[Standing], *, apart: float) -> int | None:
+    """Return the first tried of those of about the same value, or the fastest where its trial was so much faster.
+
+    Values are alike where few runs say what the machine really gives. A search that ends then should not have spent
+    its seeds on what came out slower than the script.
+    """
+    first = min(level, default=None)
+    fastest = max(level, key=lambda i: standings[i].speedup, default=None)
+    if first is None or fastest is None or standings[fastest].speedup <= apart * standings[first].speedup:
+        return first
+    return fastest
 
 
 def _shown_faster(

@@ -23,7 +23,7 @@ from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
 from autoprec.tuning.phases.preset_gain import beside_compiled, best_preset, over_compiled, over_preset
-from autoprec.tuning.phases.reasons import why_nothing, with_faster
+from autoprec.tuning.phases.reasons import why_nothing, with_faster, with_unsure
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
@@ -365,7 +365,7 @@ class SeedAllocation:
             state.note(f"{name} was rejected: {why}")
         chosen = decision.chosen
         if chosen is None:
-            return decision
+            return with_unsure(decision, self.now.standings, self._rules(), self.fewest)
         if self._runner.by_block.active and setup.measured and chosen.name not in self.duels.known(whole=True):
             bounds = {"low": chosen.low, "high": chosen.high} if chosen.timed else {}
             only = Reason("only_blocks", {"name": chosen.name, "speedup": chosen.speedup} | bounds)

@@ -63,3 +63,29 @@ def with_faster(
         first = Reason("faster_not_taken", {"name": name, "speedup": speedup, "why": why, "more": len(found) - 1})
         decision = decision.with_reasons(first)
     return replace(decision, not_taken=others)
+
+
+def with_unsure(decision: Decision, tried: Sequence[Standing], rules: Rules, fewest: int) -> Decision:
+    """Return a decision that nothing gains, with what came out faster under too few seeds to be accepted.
+
+    Args:
+        decision: it adopts nothing.
+        tried: everything that was measured, judged.
+        fewest: paired seeds that it takes to be accepted.
+    """
+    best = decision.reasons[0]
+    if best.code != "no_gain":
+        return decision
+    level = max(1.0 + best.data["noise"], best.data["merit"])
+    faster = [
+        one
+        for one in tried
+        if one.seeds < fewest and one.speedup > level and not rules.breaks(one)
+        if not one.timed or one.is_surely_above(1.0)
+    ]
+    if not faster:
+        return decision
+    first = max(faster, key=lambda one: one.speedup)
+    why = Reason("few_seeds", {"seeds": first.seeds, "needed": fewest})
+    data = {"name": first.name, "speedup": first.speedup, "why": why, "more": len(faster) - 1}
+    return decision.with_reasons(Reason("faster_not_taken", data))

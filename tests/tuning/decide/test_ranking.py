@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
+
 from autoprec.tuning.decide.decision import Rules, Standing
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.ranking import Ranking, rank
@@ -59,6 +61,23 @@ def test_what_a_duel_shows_to_be_faster_gets_its_seed_whatever_the_models_expect
     assert next_of({"fp8_tensorwise": slow, "bf16": fast}) == 1
     assert next_of({"fp8_tensorwise": slow, "bf16": {"low": 1.8, "high": 2.1}}) is None  # not surely
     assert next_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("speedups", "first"),
+    [((0.85, 1.28), 1), ((1.1, 1.2), 0), ((1.2, 1.1), 0), ((0.9, 1.0, 1.3), 2), ((1.3, 0.9, 1.31), 0), ((1.0,), 0)],
+)
+def test_of_about_the_same_value_the_one_that_came_out_much_faster_gets_its_seed(
+    speedups: tuple[float, ...], first: int
+) -> None:
+    """Two trials beside a load: autocast at 0.85x had its second seed, all bf16 at 1.28x none before time was up."""
+    params = FOUND.problem.params_of("bf16")
+    expectation = Expectation(FOUND.problem, FOUND.prior, Goals(BUDGET, reference=(60.0, 1.0), timed=True))
+    expectation.fit([run_of(params, 0, 0.0001, FOUND.step(params)[0])])
+    entrants = [
+        (params, Standing(f"number {i}", speedup, (0.0001,), gradient_error=0.01)) for i, speedup in enumerate(speedups)
+    ]
+    assert rank(expectation, entrants, Rules(BUDGET, Baseline(1e-6)), seeds=4).next == first
 
 
 def test_two_seeds_at_the_noise_floor_are_far_within_the_budget_as_well() -> None:

@@ -10,7 +10,7 @@ import pytest
 from autoprec.tuning.decide.decision import Decision, Rules, Standing
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.phases.reasons import why_nothing, with_faster
+from autoprec.tuning.phases.reasons import why_nothing, with_faster, with_unsure
 from autoprec.tuning.study.run import Run
 
 
@@ -94,3 +94,39 @@ def test_what_came_out_faster_is_told_where_speed_is_what_counts(objective: str)
     assert [reason.code for reason in found.reasons[1:]] == ["faster_not_taken"] * timed
     assert list(found.not_taken) == ["b"] * timed
     assert len(books.notes) == timed
+
+
+SLOW = Reason("no_gain", {"name": "autocast", "merit": 0.88, "noise": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ([Standing("all bf16", 1.28, (0.0,))], "all bf16 came out faster (1.28x"),
+        ([Standing("a", 1.2, (0.0,)), Standing("b", 1.3, (0.0,))], "b came out faster (1.30x"),
+        ([Standing("all bf16", 1.28, (0.0,), low=1.2, high=1.35)], "all bf16 came out faster"),
+        ([Standing("within the noise", 1.05, (0.0,))], None),
+        ([Standing("beyond the budget", 1.4, (0.5,))], None),
+        ([Standing("no faster beside the script", 1.28, (0.0,), low=0.9, high=1.6)], None),
+        ([Standing("seeds enough", 1.28, (0.0, 0.0))], None),
+        ([Standing("slower", 0.8, (0.0,))], None),
+        ([], None),
+    ],
+    ids=lambda value: value[-1].name if isinstance(value, list) and value else "",
+)
+def test_what_seems_faster_under_too_few_seeds_is_told_where_nothing_gains(
+    others: list[Standing], said: str | None
+) -> None:
+    """A table had "all bf16 (1 seed) 1.28x" above "the best acceptable policy is not better: 0.88x"."""
+    decision = with_unsure(Decision("stay", (SLOW,)), [Standing("autocast", 0.88, (0.0, 0.0)), *others], Rules(), 2)
+    assert decision.reasons[0] is SLOW
+    told = [str(one) for one in decision.reasons[1:]]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert told[0].startswith(said)
+        assert "under 1 of the 2 paired seeds" in told[0]
+
+
+def test_other_reasons_to_adopt_nothing_are_left_alone() -> None:
+    decision = Decision("stay", (Reason("none_acceptable", {}),))
+    assert with_unsure(decision, [Standing("a", 1.3, (0.0,))], Rules(), 2) is decision
