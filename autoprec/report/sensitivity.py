@@ -49,7 +49,7 @@ def heat_map(rows: Sequence[Mapping[str, Any]]) -> str:
             table.setdefault(str(row["group"]), {})[str(row["choice"])] = cell
     if not table:
         return ""
-    lines = ["<tr><th>layers</th>" + "".join(f"<th>{escape(choice)}</th>" for choice in choices) + "</tr>"]
+    lines = ["<tr><th>layers</th>" + "".join(f"<th>{_breaking(choice)}</th>" for choice in choices) + "</tr>"]
     for group, cells in table.items():
         line = [f"<td><code>{escape(group)}</code></td>"]
         for choice in choices:
@@ -62,3 +62,8 @@ def heat_map(rows: Sequence[Mapping[str, Any]]) -> str:
             line.append(f'<td class="h" style="background:{heat_colour(place)}" title="{hint}">{text}</td>')
         lines.append(f"<tr>{''.join(line)}</tr>")
     return f'<div class="wide"><table class="heat">{"".join(lines)}</table></div>'
+
+
+def _breaking(choice: str) -> str:
+    """Return a choice that may go on in the next line behind a slash: a map of ten of them fits a page then."""
+    return escape(choice).replace("/", "/<wbr>")

@@ -238,6 +238,6 @@ class Chart:
         keys = "".join(f'<span class="key"><i class="{css}"></i>{escape(label)}</span>' for css, label in self._legend)
         return (
             f'<figure><svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}">'
-            + "".join([*self._axes(), *self._parts])
+            + "".join([*self._axes(), *sorted(self._parts, key=lambda part: part.startswith("<text"))])  # over lines
             + f"</svg><figcaption>{keys}</figcaption></figure>"
         )

@@ -56,6 +56,17 @@ BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
 BUSY = 0.5
 
 
+def other_work(own: int) -> str:
+    """Return that other programs keep this machine's cores busy, and how much; empty where they do not.
+
+    Args:
+        own: processes of the search itself that compute.
+    """
+    count = os.cpu_count() or 1
+    load = os.getloadavg()[0] - own
+    return f"this machine is busy with other work (load {load:.1f} on {count} cores)" if load > BUSY * count else ""
+
+
 class PairedRunner:
     """Runs the trials of one search, or of one verification.
 
@@ -182,12 +193,11 @@ class PairedRunner:
 
     def doubt_load(self) -> None:
         """Say so where other programs keep this machine's cores busy while steps are timed on them."""
-        count = os.cpu_count() or 1
-        load = os.getloadavg()[0] - self.workers  # the script's own processes
-        if self._setup.measured and self._setup.target.is_cpu and load > BUSY * count:
+        busy = other_work(self.workers) if self._setup.measured and self._setup.target.is_cpu else ""
+        if busy:
             self._state.note(
-                f"this machine is busy with other work (load {load:.1f} on {count} cores): measured times are "
-                "uncertain, and speed-ups are those beside it, which are mostly smaller than without"
+                f"{busy}: measured times are uncertain, and speed-ups are those beside it, which are mostly smaller "
+                "than without"
             )
 
     def measure(self, spec: TrialSpec, seed: int = 0) -> TrialResult:

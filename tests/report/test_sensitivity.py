@@ -60,3 +60,8 @@ def test_inferred_and_missing_entries_are_told_apart_from_measured_ones() -> Non
 def test_nothing_measured_is_nothing_drawn() -> None:
     assert heat_map([]) == ""
     assert heat_map([{"group": "g", "choice": "fp8", "gradient_error": None}]) == ""
+
+
+def test_a_long_choice_may_go_on_in_the_next_line() -> None:
+    rows = [{"group": "a", "choice": "int8_tensor/wgrad=keep", "gradient_error": 0.001}]
+    assert "<th>int8_tensor/<wbr>wgrad=keep</th>" in heat_map(rows)

@@ -59,3 +59,19 @@ def test_a_rules_label_covers_no_dot() -> None:
     (_, top, _, bottom), (left, label_top, right, label_bottom) = chart._taken
     assert label_top >= bottom or label_bottom <= top or right < chart.at(9.6, 5.1)[0]
     assert left > 0
+
+
+@pytest.mark.parametrize("first", ["label", "rule", "line"])
+def test_no_line_runs_over_a_label(first: str) -> None:
+    """The front struck through the names of the two policies that it joins."""
+    chart = Chart(Axis(0, 10, "x"), Axis(0, 10, "y"), "t")
+    draw = {
+        "label": lambda: chart.label(2, 2, "all bf16"),
+        "rule": lambda: chart.rule(css="floor", label="noise floor", y=5),
+        "line": lambda: chart.line([2, 8], [2, 2], "front"),
+    }
+    for name in sorted(draw, key=lambda name: name != first):
+        draw[name]()
+    text = chart.text()
+    assert max(text.rfind("<polyline"), text.rfind('<line class="floor"')) < text.find('<text class="label"')
+    assert text.rfind("<polyline") < text.find('<text class="note"')

@@ -11,7 +11,7 @@ from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import tells_training, uninformative
 from autoprec.tuning.options import SearchOptions, fewer_steps
-from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, perturbed_runs
+from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, other_work, perturbed_runs
 from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, schedule
 from autoprec.tuning.setup import Setup
@@ -219,8 +219,10 @@ def _too_short(options: SearchOptions, why: str, where: str, elapsed_s: float, r
     # the reference runs three times, what people write by hand as often, and each gets a further seed; the rest is
     # gradient errors and the answer
     enough = options.with_budget_for(elapsed_s + (REFERENCE_RUNS + 2 * FEWEST_RUNS) * run_s)
+    busy = other_work(max(1, options.workers))
+    beside = f"; {busy}, and all of it takes longer for that" if busy else ""
     return NothingAcceptableError(
-        f"a time budget of {options.budget_s or 0.0:.0f} s is too short: {why}",
+        f"a time budget of {options.budget_s or 0.0:.0f} s is too short: {why}{beside}",
         where=where,
         fix=f"go on with the study (or begin another one with fewer --steps):\n    {enough.resume_command()}",
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import time
@@ -72,6 +73,21 @@ def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
     assert "--resume --" in caught.value.fix
     assert "--budget 240s" in caught.value.fix, "7 runs of 20 s, and half as much again"
     assert f"--study {made.options.study}" in caught.value.fix
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("load", "told"), [(16.6, True), (3.5, True), (2.0, False), (1.0, False), (0.0, False)])
+def test_where_a_budget_is_too_short_beside_a_load_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, load: float, told: bool
+) -> None:
+    """A step of 0.15 s took 1.79 s, and nothing said why."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    made = searching({"status": "out_of_time", "reason": "a step takes 1.79 s", "needed_s": 20.0})
+    made.options = replace(made.options, budget_s=60.0)
+    with pytest.raises(NothingAcceptableError) as caught:
+        made.run()
+    assert ("busy with other work" in caught.value.what) is told
 
 
 def test_a_study_that_ended_before_its_first_run_can_be_gone_on_with(here: Path) -> None:  # noqa: F811
