@@ -29,6 +29,7 @@ from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.driver.results import over_ranks
 from autoprec.trial.driver.staying import Staying
+from autoprec.trial.driver.torn import MOST_TORN, remove_torn
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
@@ -133,13 +134,22 @@ class TrialRunner(Runner):
         with self._lock:
             if self._info is not None:
                 return self._info
-            self._info = self._first_steps(self._start_host())
+            self._info = self._started()
             if self._info.launch == "fork":
                 return self._info
             if self.command.single and self._launcher.ready and self._info.world_size == 1:
                 # Trials are forks of the copy that the host left behind when its imports were done.
                 self._info = replace(self._info, launch="zygote")
             return self._info
+
+    def _started(self) -> HostInfo:
+        for _ in range(MOST_TORN):
+            try:
+                return self._first_steps(self._start_host())
+            except ScriptError as error:
+                if not remove_torn(str(error)):
+                    raise
+        return self._first_steps(self._start_host())
 
     def _first_steps(self, info: HostInfo) -> HostInfo:
         """Find out at once whether the script takes steps, and whether its first model is the one it goes on training.
@@ -282,6 +292,14 @@ class TrialRunner(Runner):
         Raises:
             NoSpaceError: its files do not fit on the disk, which says nothing about the policy.
         """
+        result = self._ran(spec, progress)
+        for _ in range(MOST_TORN):
+            if result.ok or not remove_torn(result.reason + result.tail):
+                break
+            result = self._ran(spec, progress)
+        return result
+
+    def _ran(self, spec: TrialSpec, progress: Progress) -> TrialResult:
         result = None
         try:
             self.start()
