@@ -163,9 +163,7 @@ def test_real_losses_of_scripts_that_train_and_of_the_same_ones_that_do_not() ->
     """24 steps of each script as written, and of the same whose optimizers do nothing: that is the noise of batches.
 
     Of those that train, the ones are here whose last third lies two standard deviations of that noise off, and by 1 %.
-    Scripts are those of ``benchmarks/scripts`` (``scripts.yaml``, ``by_hand``) and of ``examples``, each in a process
-    of its own with every generator seeded, the summed losses of a step of its first optimizer; whoever calls
-    ``Optimizer.step`` of a frozen one calls a function that does nothing.
+    ``python -m tests.tuning.decide.loss_curves`` collects them: scripts of other people, odd loops, examples.
     """
     wrong = [name for name, (expected, _) in REAL.items() if moves(name) != expected]
     assert len(REAL) >= 60
