@@ -44,11 +44,15 @@ class TerminalProgress(Listener):
         self._verbosity = verbosity
         self._phases = Phases(quiet=verbosity < 0)
         self._bounded = False
+        self._latest = ""  # the phase that began last, where nothing was said in it yet
         self._reference = "script"
 
     def phase(self, name: str, detail: str = "") -> None:
         """Begin a phase of the search: its name is a key of :data:`PHASES`."""
         text = PHASES.get(name, name) + (f": {detail}" if detail else "")
+        if text == self._latest:
+            return
+        self._latest = text
         if self._phases.live:
             self._phases.say(text)
         self._phases.begin(text)
@@ -79,6 +83,7 @@ class TerminalProgress(Listener):
             if self._verbosity > 0:
                 self._phases.say(f"{record.name}: {describe(record, self._reference)}")
             return
+        self._latest = ""
         leader = "best: the script as written"
         if best is not None:
             leader = f"best {headline(best.to_row(), self._reference)} ({best.name})"
@@ -97,6 +102,7 @@ class TerminalProgress(Listener):
 
     def note(self, text: str) -> None:
         """Print a note, in yellow."""
+        self._latest = ""
         self._phases.print(f"note: {text}", style="yellow")
 
     def close(self) -> None:

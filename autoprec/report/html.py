@@ -33,7 +33,7 @@ _GLOSSARY = (
      "percent of the reference's norm"),
     ("fprop, dgrad, wgrad", "the three matrix products of a linear layer: forward, gradient of its input, gradient of "
      "its weight"),
-    ("modelled", "computed by the cost model for a GPU that was not there; everything else was measured"),
+    ("modelled", "computed by the cost model for a GPU that was not there; other times and memory were measured"),
 )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ from autoprec.support.safe_yaml import MAX_DEPTH, parse_yaml
 MAX_BYTES = 4 * 1024 * 1024
 #: What SQLite and other readers of JSON take as an integer.
 MAX_INTEGER = 2**63
+#: What a file may hold instead of a mapping, for people.
+_PLAIN_WORDS = {list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
 
 
 def canonical_json(value: Any) -> str:
@@ -329,7 +331,8 @@ def parse_document(
         first = _problem(error)
         raise FileError(f"cannot be read as YAML or JSON: {first}", where=where, fix="correct the file") from error
     if not isinstance(value, dict):
-        raise FileError(f"holds a {type(value).__name__}, not a mapping", where=where, fix="is it the right file?")
+        found = "is empty" if value is None else f"holds {_PLAIN_WORDS.get(type(value), 'a single value')}"
+        raise FileError(f"{found}, not a mapping of keys", where=where, fix="is it the right file?")
     _check_plain(value, where, may_be_infinite=may_be_infinite)
     return value
 

@@ -41,7 +41,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
     lines, fixes = [], []
     for item in error.errors(include_url=False)[:6]:
         location = item["loc"]
-        where = cut(_path(location)) or "document"
+        where = cut(_path(part for part in location if part != "[key]")) or "document"
         if item["type"] == "extra_forbidden":
             valid = _keys_at(model, location[:-1])
             close = nearest(str(location[-1]), valid)

@@ -64,6 +64,25 @@ def test_what_was_found_is_told_before_the_first_trial(
     assert "left" not in told, "the first run, which starts cold, does not tell how long the trials take"
 
 
+@pytest.mark.parametrize(
+    ("between", "times"), [("", 1), ("note", 2), ("trial", 2), ("phase", 2)], ids=lambda value: str(value)
+)
+def test_a_phase_that_did_nothing_is_not_named_twice(
+    capsys: pytest.CaptureFixture[str], between: str, times: int
+) -> None:
+    progress = TerminalProgress()
+    progress.phase("search")
+    if between == "note":
+        progress.note("n")
+    elif between == "trial":
+        progress.trial(record(), 1, 30, None, 65.0)
+    elif between == "phase":
+        progress.phase("finalists")
+    progress.phase("search")
+    progress.close()
+    assert capsys.readouterr().err.count("] trials\n") == times
+
+
 def test_further_seeds_say_how_long_they_may_take(capsys: pytest.CaptureFixture[str]) -> None:
     """They said "0:00 left" each, as if the search had ended."""
     for budget, told in ((None, "; about 1:05 left]"), (90.0, "; at most about 1:05 left]")):

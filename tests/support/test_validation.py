@@ -18,6 +18,7 @@ class Outer(Frozen):
     inner: Inner = Inner()
     several: tuple[Inner, ...] = ()
     named: str = Field("", alias="name")
+    gemms: dict[Literal["fprop", "dgrad", "wgrad"], str] = Field(default_factory=dict)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ class Outer(Frozen):
         ({"several": [{}, {"zzz": 1}]}, "several[1].zzz: unknown key 'zzz'", "valid keys: kind, size"),
         ({"inner": {"kind": "rwo"}}, "inner.kind: 'rwo' is not one of row, tensor", "did you mean 'row'?"),
         ({"inner": {"kind": "zzz"}}, "inner.kind: 'zzz' is not one of row, tensor", "use one of row, tensor"),
+        ({"gemms": {"wgrda": "bf16"}}, "gemms.wgrda: 'wgrda' is not one of fprop", "did you mean 'wgrad'?"),
         ({"inner": {"size": 0}}, "inner.size: Input should be greater", "correct the value; see docs/page.md"),
     ],
 )

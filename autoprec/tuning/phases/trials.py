@@ -239,7 +239,7 @@ class _Loop:
             state.end(f"ended after {done}: {state.reference_text} fails under further paired seeds")
         elif self.best_untried_value() > 0:  # only the time ends a search that has something left to try
             state.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
-            state.end(f"ran out of time after {done}")
+            state.ended = f"ran out of time after {done}"  # the note before says it
         elif self.done >= self.goal:
             state.end(f"ran the {counted(self.goal, 'trial')} that it was allowed")
         elif self.used_up or not isinstance(self.sampler, PrecisionSampler):

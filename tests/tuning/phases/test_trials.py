@@ -104,6 +104,24 @@ def test_what_was_cut_short_has_not_converged() -> None:
     assert told == [f"{word} after 3 of 6 trials: nothing is worth it" for word in ("converged", "ended")]
 
 
+def test_a_search_out_of_time_says_so_once() -> None:
+    """The time budget ended the trials in one note, and the search ran out of time in the next."""
+    from types import SimpleNamespace
+
+    from autoprec.tuning.phases.trials import _Loop
+
+    told: list[str] = []
+    state: Any = SimpleNamespace(cut=told.append, end=told.append, ended="")
+    allocation = SimpleNamespace(seedless=False)
+    setup = SimpleNamespace(options=SimpleNamespace(budget_s=300.0))
+    loop: Any = SimpleNamespace(
+        state=state, setup=setup, done=2, goal=8, best_untried_value=lambda: 0.1, allocation=allocation
+    )
+    _Loop.conclude(loop)
+    assert told == ["the time budget of 300 s ended the trials after 2 of 8 trials"]
+    assert state.ended == "ran out of time after 2 of 8 trials"
+
+
 def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -> None:  # noqa: F811
     from types import SimpleNamespace
 
