@@ -55,7 +55,7 @@ class _Finder:
         if call.name not in ("rsqrt", "sqrt") and exponent not in (-0.5, 0.5):
             return
         small = call.outs and self.trace.values[call.outs[0]].shape
-        for mean in self.trace.above(call.ins[0], lambda c: self._moves(c) or c.name in _SHIFTS):
+        for mean in self.trace.above(call.ins[0], lambda c: self._moves(c) or c.name in _SHIFTS or self._differs(c)):
             if mean.name not in _MEANS or not mean.ins or small == ():
                 continue
             if mean.name.startswith(("var", "std")):
@@ -66,8 +66,21 @@ class _Finder:
                 base = square.ins[0]
                 before = self.trace.producer(self.source(base))
                 centred = before is not None and before.name == "sub"
+                centred = centred or self._less_a_square(mean)
                 yield from self._norm_of(call, mean, base, centred=centred, square=square)
             return
+
+    def _less_a_square(self, mean: Call) -> bool:
+        """Say whether something is taken from a mean of squares."""
+        return any(c.name == "sub" and i == c.ins[0] for c, i in self.trace.below(mean.outs[0], self._moves, depth=2))
+
+    def _differs(self, call: Call) -> bool:
+        """Say whether a call takes the square of a mean from a mean of squares, or makes that difference positive."""
+        if call.name in ("abs", "relu"):
+            return True
+        less = self.trace.producer(self.source(call.ins[1])) if call.name == "sub" and len(call.ins) > 1 else None
+        inner = self.trace.producer(self.source(less.ins[0])) if less is not None and less.name in _SQUARES else None
+        return inner is not None and inner.name in _MEANS
 
     def _square_before(self, mean: Call) -> Call | None:
         call = self.trace.producer(self.source(mean.ins[0]))

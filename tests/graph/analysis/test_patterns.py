@@ -60,6 +60,29 @@ def test_look_alikes_are_left_alone(function):
     assert {o.pattern for o in report.operators} == {"", "output"}
 
 
+@pytest.mark.parametrize(
+    ("variance", "found"),
+    [
+        (lambda y, m: (y * y).mean(-1, keepdim=True) - m * m, True),
+        (lambda y, m: y.pow(2).mean(-1, keepdim=True) - m.pow(2), True),
+        (lambda y, m: (y.square().mean(-1, keepdim=True) - m.square()).abs(), True),
+        (lambda y, m: torch.relu(y.square().mean(-1, keepdim=True) - m**2), True),
+        (lambda y, m: ((y * y).mean(-1, keepdim=True) - m * m).clamp(min=0), True),
+        (lambda y, m: (y * y).mean(-1, keepdim=True) - m, False),  # less its mean, which is no variance
+        (lambda y, m: y.mean(-1, keepdim=True) - m * m, False),
+    ],
+)
+def test_a_variance_by_difference_is_a_layer_norm_s(variance, found):
+    model = nn.Linear(8, 8)
+
+    def step():
+        y = model(torch.randn(4, 8))
+        mean = y.mean(-1, keepdim=True)
+        ((y - mean) / (variance(y, mean) + 9.0).sqrt()).sum().backward()
+
+    assert kinds(record_step(model, step)) == ({"layer_norm": 1} if found else {})
+
+
 def test_l2_norm_by_hand():
     model = nn.Linear(8, 8)
 

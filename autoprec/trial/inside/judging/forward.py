@@ -179,7 +179,8 @@ def _loss_lines(step: Step) -> dict[str, _Rows]:
     for call, operator, measure in step.rows:
         is_loss = operator.cls == "loss" or call.name in _LOSSES or operator.pattern in ("cross_entropy", "logsumexp")
         is_loss = is_loss and operator.cls in ("loss", "softmax")
-        if call.phase == "forward" and is_loss and measure.error > 0 and not _cancels(step, call):
+        lost = measure.before >= LOST and measure.error < 3 * measure.before  # before the loss
+        if call.phase == "forward" and is_loss and measure.error > 0 and not lost and not _cancels(step, call):
             lines.setdefault(operator.where, []).append((call, operator, measure))
     return lines
 
@@ -187,6 +188,12 @@ def _loss_lines(step: Step) -> dict[str, _Rows]:
 def _logarithms(lines: dict[str, _Rows]) -> dict[str, _Rows]:
     """Return the lines that take a logarithm: where the digits of a likelihood go, whatever is made of it later."""
     return {at: rows for at, rows in lines.items() if any(c.name in (*_LOSSES, "log") for c, _, _ in rows)}
+
+
+def _told(step: Step) -> set[str]:
+    """Return the lines that are named for the logarithm of a loss."""
+    lines = _logarithms(_loss_lines(step))
+    return {where for where, rows in lines.items() if max(m.error for _, _, m in rows) >= _TOLD}
 
 
 def _losses(step: Step) -> Iterator[Observation]:
@@ -290,7 +297,7 @@ def _patterns(step: Step) -> Iterator[Observation]:
     for _, operator, measure in rows:
         key = operator.pattern, operator.module
         errors[key] = max(errors.get(key, 0.0), measure.error)
-    told: set[tuple[str, str]] = set()
+    told = {("logsumexp", where) for where in _told(step)}
     for call, operator, _ in rows:
         key = operator.pattern, operator.where
         if call.name in _REDUCES and key not in told and any(one in LOW for one in operator.dtypes):
@@ -308,9 +315,7 @@ def _patterns(step: Step) -> Iterator[Observation]:
 def _lines(step: Step) -> Iterator[Observation]:
     """Lines whose result has an error that what they were given had not: sums, cancellations."""
     lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
-    told = {
-        where for where, rows in _logarithms(_loss_lines(step)).items() if max(m.error for _, _, m in rows) >= _TOLD
-    }
+    told = _told(step)
     for call, operator, measure in step.rows:
         # of rounded values in FP32 digits are lost where they cancel; another model's optimizer may step in a forward
         low = bool(low_of(operator))

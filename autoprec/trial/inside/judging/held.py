@@ -30,6 +30,8 @@ _KNOWN_STATE = frozenset(
         *("exp_inf", "mu_product", "sum", "ax", "prev", "step_size"),
     )
 )
+#: What may remain of a lost update that a state is to hold, relative to it.
+_HOLDS = 0.3
 _SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64"}
 
 
@@ -160,7 +162,7 @@ class Weights:
         scale = peak / rate if rate else 1.0
         moved = stayed = lost = 0
         inner = size = 0.0
-        ulps, steps, seen = [], [], False
+        ulps, steps, seen, kept = [], [], False, ""
         for one in held:
             after, _ = self._exact(at, one.parameter)
             meant, twin = self._meant.get(id(one.parameter)), recorder.twin_of(one.parameter)
@@ -172,6 +174,7 @@ class Weights:
             if meant is not None:
                 seen = True
                 step = meant.double() - before
+                kept = kept or compensation(self.optimizers[at], one.parameter, after, meant)
                 inner += float(((after.double() - before) * step).sum())
                 size += float(step.square().sum())
             moves = (step != 0) if meant is not None else one.moves
@@ -194,7 +197,7 @@ class Weights:
             _median(steps),
             rate,
             peak,
-            compensation(self.optimizers[at], [one.parameter for one in held]),
+            kept,
         )
 
     def _name(self, parameter: Tensor) -> str:
@@ -206,14 +209,26 @@ def _median(parts: list[Tensor]) -> float:
     return float(whole.median()) if whole.numel() else 0.0
 
 
-def compensation(optimizer: Optimizer, parameters: Iterable[Tensor]) -> str:
-    """Return the name of a state, of a parameter's shape, that may hold what 16-bit weights lose; empty for none.
+def compensation(optimizer: Optimizer, parameter: Tensor, after: Tensor, meant: Tensor) -> str:
+    """Return the name of a state that holds what a 16-bit weight has lost of its update; empty for none.
 
-    States of torch's own optimizers do not count.
+    That is a master copy, or the part that was rounded away, of either sign. A momentum of the same shape is neither.
+
+    Args:
+        optimizer: whose state it is.
+        parameter: the weight.
+        after, meant: samples of it after the update, and of what the update computed, of shape ``[count]``.
     """
-    for parameter in parameters:
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and name not in _KNOWN_STATE:
+    lost = meant.double() - after.double()
+    size = float(lost.norm())
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or name in _KNOWN_STATE:
+            continue
+        if not value.is_floating_point():
+            return str(name)  # the bits that the weight has no room for
+        held = sampled(value, SAMPLE).double()
+        for rest in (lost - held, lost + held, held - meant.double()):
+            if size and float(rest.norm()) <= _HOLDS * size:
                 return str(name)
     return ""
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from autoprec.graph.census import Held, Observation
 from autoprec.graph.report import Operator
+from autoprec.graph.saved import storage_of
 from autoprec.graph.trace import bare_name
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, lost_epsilon, moments
@@ -24,6 +26,7 @@ _NORMS = (
     "_foreach_clamp_min",
     "_foreach_clamp_max",
 )
+_NOTHING = Observation("", "", "", "", (), {"kept": 0.0})
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale"
 
 
@@ -115,8 +118,10 @@ def _updates(loop: Loop) -> Iterator[Observation]:
 
 
 def _moments(loop: Loop) -> Iterator[Observation]:
+    told = set[str]()
     for optimizer, where in loop.optimizers:
         for row in moments(optimizer):
+            told.add(row["name"])
             figures = {**row, "optimizer": type(optimizer).__name__, "to": row["dtype"]}
             del figures["dtype"]
             yield Observation(
@@ -128,6 +133,36 @@ def _moments(loop: Loop) -> Iterator[Observation]:
                 figures,
                 tuple(filter(None, (loop.cast(row["dtype"]),))),
             )
+    yield from _decays(loop, told)
+
+
+def _decays(loop: Loop, told: set[str]) -> Iterator[Observation]:
+    """What an optimizer of the script's own multiplies by a factor just below 1, of any shape, in 16 bits."""
+    recorder = loop.update
+    names = {
+        _address(value): (name, type(optimizer).__name__)
+        for optimizer, _ in loop.optimizers
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name not in told
+    }
+    lines: dict[str, Observation] = {}
+    for index, measure in recorder.measures.items() if recorder is not None and names else ():
+        call, kept = recorder.trace.calls[index], measure.figures.get("kept", 0.0)
+        to = recorder.trace.values[call.ins[0]] if call.ins and call.op.endswith("_") else None
+        if to is None or to.storage not in names or kept <= lines.get(call.where, _NOTHING).figures["kept"]:
+            continue
+        name, optimizer = names[to.storage]
+        figures = {"name": name, "optimizer": optimizer, "beta": measure.figures["factor"], "kept": kept}
+        lines[call.where] = Observation(
+            "moment-16bit", call.where, optimizer, "", (to.dtype,), figures | {"to": to.dtype, "tensors": 1}
+        )
+    yield from lines.values()
+
+
+def _address(tensor: Tensor) -> int:
+    storage = storage_of(tensor)
+    return 0 if storage is None else int(storage._cdata)
 
 
 def _epsilons(loop: Loop) -> Iterator[Observation]:

@@ -367,6 +367,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             before = sampled(made[0]) / factor if made else sampled(outs[0])
             there = before != 0
             same = sampled(outs[0]).float() == before.to(outs[0].dtype).float()
+            measure.figures["factor"] = factor
             measure.figures["kept"] = float((same & there).sum()) / max(int(there.sum()), 1)
 
     def _unchanged(self, measure: Measure, before: list[tuple[Tensor, Tensor]]) -> None:
@@ -383,7 +384,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _positions(self, measure: Measure, name: str) -> None:
         """Look at positions that are rounded: a row that increases, and of which several are the same afterwards."""
-        if name not in ("_to_copy", "arange", "copy", "linspace", "mul", "div") or not self._made:
+        if name not in ("_to_copy", "arange", "copy", "linspace", "mul", "div", "cumsum") or not self._made:
             return
         real, twin, table, _ = self._made[-1]
         row, wide = (
@@ -391,7 +392,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         )
         if table is not self._twins or real.dtype not in self.low or not 16 <= row.numel() <= 1 << 20:
             return
-        if bool((wide[1:] > wide[:-1]).all()):
+        counts = name != "cumsum" or bool((wide == wide.round()).all())  # positions by a mask, and no sum of reals
+        if counts and bool((wide[1:] > wide[:-1]).all()):
             measure.figures |= {"distinct": int(torch.unique(row).numel()), "positions": int(row.numel())}
 
     def _chosen(self, measure: Measure, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> None:

@@ -95,10 +95,20 @@ def test_a_second_moment_that_never_decays(dtype: torch.dtype, beta: float, kept
 def test_an_unknown_state_of_the_weight_s_shape_may_hold_what_is_lost() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=BF16))
     optimizer = torch.optim.Adam([parameter])
-    optimizer.state[parameter] = {"exp_avg": torch.ones(4), "step": torch.ones(())}
-    assert compensation(optimizer, [parameter]) == ""
-    optimizer.state[parameter]["kahan_comp"] = torch.zeros(4, dtype=BF16)
-    assert compensation(optimizer, [parameter]) == "kahan_comp"
+    after, lost = parameter.detach(), torch.tensor([1e-3, -1e-3, 1e-3, 2e-3])
+    for state, found in (
+        ({"exp_avg": lost, "step": torch.ones(())}, ""),
+        ({"kahan_comp": lost.to(BF16)}, "kahan_comp"),
+        ({"shift": -lost}, "shift"),
+        ({"master": after.float() + lost}, "master"),
+        ({"low_bits": torch.zeros(4, dtype=torch.int16)}, "low_bits"),
+        ({"m": torch.tensor([0.3, -0.1, 0.02, 0.9]) * 1e-3}, ""),
+        ({"slow": after.float()}, ""),
+        ({"comp": torch.zeros(4)}, ""),
+    ):
+        optimizer.state[parameter] = state
+        assert compensation(optimizer, parameter, after, after.float() + lost) == found
+    assert compensation(optimizer, parameter, after, after.float()) == ""  # nothing is lost
 
 
 @pytest.mark.parametrize(

@@ -461,6 +461,95 @@ def test_a_scaler_that_nobody_updates_is_seen(made: str, taken: str, after: str,
     assert [(one.code, one.severity) for one in found] == [("scaler-fixed", severity) for severity in severities]
 
 
+_OWN_STEP = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-5):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                BODY
+net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).to(WEIGHTS)
+optimizer = Own(net.parameters())
+for step in range(3):
+    loss = nn.functional.cross_entropy(net(torch.randn(16, 32).to(WEIGHTS)).float(), torch.randint(8, (16,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+_LION = "m = state.setdefault('m', torch.zeros_like(p)); p.add_((0.9 * m + 0.1 * p.grad).sign(), alpha=-group['lr']); "
+_SIGN = "state.setdefault('slow', p.detach().clone()); p.add_(p.grad.sign(), alpha=-group['lr'])"
+_KAHAN = (
+    "c = state.setdefault('c', torch.zeros_like(p)); u = c - group['lr'] * p.grad.sign(); w = p + u; "
+    "c.copy_(u - (w - p)); p.copy_(w)"
+)
+_MASTER = (
+    "m = state.setdefault('m', p.detach().float()) if state else state.setdefault('m', p.detach().float()); "
+    "m.add_(p.grad.float().sign(), alpha=-group['lr']); p.copy_(m)"
+)
+_FACTORED = (
+    "sq = p.grad.float().square().reshape(len(p), -1).mean(1); v = state.setdefault('row', sq.to(torch.bfloat16)); "
+    "v.mul_(0.999).add_(sq.to(v.dtype), alpha=0.001); p.sub_(group['lr'] * p.grad)"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "weights", "codes"),
+    [
+        (_LION + "m.mul_(0.99).add_(p.grad, alpha=0.01)", "torch.bfloat16", {"updates-lost"}),
+        (_LION + "m.lerp_(p.grad, 0.01)", "torch.bfloat16", {"updates-lost"}),
+        (_SIGN, "torch.bfloat16", {"updates-lost"}),
+        (_KAHAN, "torch.bfloat16", set()),
+        (_MASTER, "torch.bfloat16", set()),
+        (_LION + "m.mul_(0.99).add_(p.grad, alpha=0.01)", "torch.float32", set()),
+        (_FACTORED, "torch.float32", {"moment-16bit"}),
+        (_FACTORED.replace("sq.to(torch.bfloat16)", "sq.clone()"), "torch.float32", set()),
+        (_FACTORED.replace("0.999", "0.9").replace("0.001", "0.1"), "torch.float32", set()),
+    ],
+)
+def test_a_hand_written_optimizer_s_state_is_told_from_a_compensation(body: str, weights: str, codes: set[str]) -> None:
+    found = found_in_text(_OWN_STEP.replace("BODY", body).replace("WEIGHTS", weights))
+    assert {one.code for one in found if one.severity == "error"} == codes
+
+
+_NEAR = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net, near = nn.Linear(32, 32), nn.Parameter(10 + 0.1 * torch.randn(16, 32))
+optimizer = torch.optim.SGD([*net.parameters(), near], lr=0.1)
+for step in range(3):
+    with torch.autocast("cpu", torch.bfloat16):
+        z, c = net(torch.randn(64, 32)) * 0.1 + 10, near.to(torch.bfloat16)
+        logits = -(z.square().sum(1)[:, None] + c.square().sum(1) - 2 * z @ c.T)
+    y = torch.randint(0, 16, (64,))
+    LOSS
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "loss = nn.functional.cross_entropy(logits.float(), y)",
+        "loss = nn.functional.nll_loss(logits.float().log_softmax(-1), y)",
+        "logits = logits.float(); loss = (logits.logsumexp(-1) - logits.gather(-1, y[:, None])[:, 0]).mean()",
+        "loss = nn.functional.multi_margin_loss(logits.float(), y)",
+        "loss = nn.functional.cross_entropy(logits.float() / 2, y, label_smoothing=0.1)",
+    ],
+)
+def test_a_loss_of_what_was_lost_before_it_is_not_named(loss: str) -> None:
+    found = found_in_text(_NEAR.replace("LOSS", loss))
+    assert [(one.code, int(one.place.rpartition(":")[2])) for one in found] == [("reduction-16bit", 10)]
+
+
 _DOUBLE = """
 import numpy, torch
 from torch import nn

@@ -21,6 +21,7 @@ MADE = (
     lambda: torch.arange(ROWS).to(BF16),
     lambda: torch.linspace(0, ROWS - 1, ROWS, dtype=BF16),
     lambda: torch.arange(ROWS).float().bfloat16(),
+    lambda: torch.ones(ROWS, dtype=BF16).cumsum(0),
 )
 
 
@@ -101,6 +102,21 @@ def test_a_table_of_angles_in_16_bits_is_seen_by_the_angle_it_is_off(dtype: torc
 
     step = recorded(turned, 0.1 * torch.exp(-torch.arange(4.0) / 4), dtype)
     assert [one.code for one in positions(step)] == ["angles-16bit"] * seen
+
+
+@pytest.mark.parametrize(("times", "severity"), [(BF16, "error"), (torch.float16, "warning"), (torch.float32, "")])
+def test_angles_that_are_computed_in_16_bits_are_an_error_by_how_far_they_are_off(
+    times: torch.dtype, severity: str
+) -> None:
+    def waves() -> Tensor:
+        angle = torch.randint(0, 1000, (ROWS, 1)).to(times) * torch.exp2(-torch.arange(4.0)).to(times)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+    assert [assess(one)[0] for one in positions(recorded(waves))] == ([severity] if severity else [])
+
+
+def test_a_sum_of_reals_is_no_row_of_positions() -> None:
+    assert list(positions(recorded(lambda: torch.rand(ROWS, dtype=BF16).cumsum(0)[:8]))) == []
 
 
 @pytest.mark.parametrize("layers", [1, 3])
