@@ -30,7 +30,7 @@ SIZE = (1, 8192)
 
 @contextmanager
 def running(
-    script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = ""
+    script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = "", tunes: bool = True
 ) -> Iterator[tuple[TrialRunner, HostInfo, str]]:
     """Start a script and hold it at its first training step; yield its runner, what it is, and its label.
 
@@ -41,21 +41,24 @@ def running(
         phases: is told what goes on.
         timeout_s: seconds until the first training step.
         weights: empty, or ``fake``.
+        tunes: refuse a model without a layer that a policy could decide about; where a step is only judged it need
+            not have one.
 
     Raises:
+        NothingAcceptableError: it has no such layer.
         ScriptError: it failed before its first training step.
         UsageError: the script was not found.
     """
     from autoprec.trial.driver.runner import TrialRunner
 
     command = ScriptCommand.parse(list(script))
-    with TrialRunner(command, setup_timeout_s=timeout_s, weights=weights) as runner:
+    with TrialRunner(command, setup_timeout_s=timeout_s, weights=weights, tunes=tunes) as runner:
         phases.begin(f"running {command.label} to its first training step")
         yield runner, runner.start(), command.label
 
 
 def record_step(
-    script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = ""
+    script: Sequence[str], phases: Phases, *, timeout_s: float = PATIENCE_S, weights: str = "", tunes: bool = True
 ) -> tuple[GraphReport, HostInfo]:
     """Record one step of a script; return it and what the script was found to be.
 
@@ -63,12 +66,13 @@ def record_step(
         script: its command line, a launcher behind ``--``.
         phases: is told what goes on.
         timeout_s: seconds until the first training step.
-        weights: empty, or ``fake``, see :func:`running`.
+        weights: empty, or ``fake``, see :func:`running`, as is ``tunes``.
+        tunes: refuse a model without a layer that a policy could decide about.
 
     Raises:
         ScriptError: the script failed before or in its first step.
     """
-    with running(script, phases, timeout_s=timeout_s, weights=weights) as (runner, host, label):
+    with running(script, phases, timeout_s=timeout_s, weights=weights, tunes=tunes) as (runner, host, label):
         return record(runner, label, phases, timeout_s=timeout_s), host
 
 
@@ -90,13 +94,14 @@ def step_of(
     recompute: str = "",
     weights: str = "",
     timeout_s: float = PATIENCE_S,
+    tunes: bool = True,
 ) -> tuple[GraphReport, HostInfo | None]:
     """Return one step of what a command line ends with; what its script was found to be, where it is one.
 
     Args:
         words: a script with its arguments, or else one word: a ``config.json``, a saved step.
         batch, seq, recompute: of a configuration, see :func:`autoprec.cost.configuration.config_report`.
-        weights, timeout_s: of a script, see :func:`running`.
+        weights, timeout_s, tunes: of a script, see :func:`running`.
 
     Raises:
         ScriptError: the script failed before or in its first step.
@@ -104,7 +109,7 @@ def step_of(
         FileError, MissingDependencyError: see :func:`autoprec.cost.configuration.config_report`.
     """
     if not is_description(words[0]):
-        return record_step(words, phases, timeout_s=timeout_s, weights=weights)
+        return record_step(words, phases, timeout_s=timeout_s, weights=weights, tunes=tunes)
     if len(words) > 1:
         raise UsageError(f"{words[0]} takes no arguments: found {words[1]}", fix="options come before it")
     if is_saved_step(words[0]):

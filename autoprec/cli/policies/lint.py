@@ -96,7 +96,8 @@ def _facts(loaded: Policy | None, path: str, words: tuple[str, ...], phases: Pha
         return facts, ["no script was named: only the policy's own text was looked at"] if loaded else []
     try:
         # with a policy no value is needed, and so no memory for weights; without one the script's own step is judged
-        report, _ = step_of(words, phases, weights="fake" if loaded else "", timeout_s=_WITHIN_S)
+        weights = "fake" if loaded else ""
+        report, _ = step_of(words, phases, weights=weights, timeout_s=_WITHIN_S, tunes=loaded is not None)
     except (UsageError, FileError):
         raise
     except AutoPrecError as error:

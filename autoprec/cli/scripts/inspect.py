@@ -81,7 +81,7 @@ def _census(judged: Judged) -> list[tuple[str, ...]]:
 
 def _step(words: tuple[str, ...]) -> GraphReport:
     with Phases() as phases:
-        report, host = step_of(words, phases)
+        report, host = step_of(words, phases, tunes=False)
     return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes)))) if host else report
 
 

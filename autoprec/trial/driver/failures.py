@@ -37,7 +37,8 @@ _ADVICE = {
     ),
     "no_module": (
         "what it trains are tensors that belong to no torch.nn.Module",
-        "a policy decides about layers: put the weights into a Module, and call it",
+        "put the weights into a Module: in an nn.ParameterDict whose parameters the optimizer has, the step can be "
+        "judged; a policy decides about the layers of a Module that the script calls",
     ),
     "no_backward": (
         "the script never called backward() or torch.autograd.grad",

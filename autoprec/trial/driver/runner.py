@@ -73,6 +73,7 @@ class TrialRunner(Runner):
         setup_timeout_s: how long the script may take to reach its first training forward.
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
         weights: ``fake`` gives the script parameters without data, so that a step of any model can be recorded here.
+        tunes: a model without a layer that a policy could decide about is refused; without it its step can be judged.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class TrialRunner(Runner):
         setup_timeout_s: float = PATIENCE_S,
         environment: Mapping[str, str] | None = None,
         weights: str = "",
+        tunes: bool = True,
     ) -> None:
-        self.command = command
+        self.command, self._tunes = command, tunes
         self._environment, self._weights = dict(environment or {}), weights
         self._seed_offset, self._launch = seed_offset, launch
         self._setup_timeout = setup_timeout_s
@@ -129,7 +131,7 @@ class TrialRunner(Runner):
 
         Raises:
             ScriptError: the script failed, ended, or took too long before its first training step, trains nothing
-                AutoPrec can see, or has no layer a policy could decide about.
+                AutoPrec can see, or has no layer a policy could decide about where this runner ``tunes``.
         """
         with self._lock:
             if self._info is not None:
@@ -210,7 +212,7 @@ class TrialRunner(Runner):
             raise failures.no_host(self.command, message, self._host.poll(), self._host.tail, self._log)
         info = HostInfo.from_json(message["info"])
         info = replace(info, notes=(*info.notes, *self._passed_over), passed_over=len(self._passed_over))
-        if not info.layers:
+        if self._tunes and not info.layers:
             control.close()
             self._host.end()
             raise failures.nothing_tunable(self.command, str(info.model.get("class", "")), scripted=info.scripted)

@@ -39,6 +39,57 @@ def test_a_sound_script_is_said_to_be_and_what_was_looked_at(tmp_path: Path, mon
     assert "exp_avg_sq of" in autoprec("inspect", "--json", "train.py").out
 
 
+_BARE = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+MADE
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    loss = use(torch.randn(4, 16).bfloat16()).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+_MADE = {
+    "a dict": "net = nn.ParameterDict({'a': torch.ones(16, 16)})\ndef use(x): return x @ net['a'].to(x.dtype) * LOST",
+    "a list": "net = nn.ParameterList([torch.ones(16, 16)])\ndef use(x): return F.linear(x, net[0].to(x.dtype)) * LOST",
+    "a table": "net = nn.Embedding(8, 16)\ndef use(x): return net(x[:, 0].int() % 8) * LOST",
+    "parameters": "class Net(nn.Module):\n  def __init__(s):\n    super().__init__()\n"
+    "    s.table = nn.Parameter(torch.ones(16, 16))\n  def forward(s, x):\n"
+    "    return x @ s.table.to(x.dtype) * LOST\nnet = use = Net()",
+}
+
+
+def bare(made: str) -> int:
+    """Write a script whose model has no layer that a policy could decide about; return its line that loses digits."""
+    text = _BARE.replace("MADE", _MADE[made].replace("LOST", "((x + 500) - 500)"))
+    Path("train.py").write_text(text)
+    return 1 + next(i for i, line in enumerate(text.splitlines()) if "+ 500" in line)
+
+
+@pytest.mark.parametrize(("command", "made"), [("check", "a list"), ("check", "a table"), ("lint", "parameters")])
+def test_a_model_without_a_layer_for_a_policy_is_judged(
+    command: str, made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = bare(made)
+    found = autoprec(command, *["--"] * (command == "lint"), "train.py")
+    assert f"train.py:{line}: error: the " in found.out, found.err
+    assert "of bf16 values loses digits" in found.out
+    assert found.code == 1
+
+
+def test_a_model_without_a_layer_for_a_policy_has_a_census_and_no_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bare("a dict")
+    assert "parameter" in autoprec("inspect", "train.py").out
+    assert "no trainable GEMM" in autoprec("inspect", "--sensitivity", "train.py").err
+
+
 def test_what_was_not_lifted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(

@@ -147,7 +147,9 @@ def _decays(loop: Loop, told: set[str]) -> Iterator[Observation]:
         if isinstance(value, Tensor) and name not in told
     }
     lines: dict[str, Observation] = {}
-    for index, measure in recorder.measures.items() if recorder is not None and names else ():
+    if recorder is None:
+        return
+    for index, measure in recorder.measures.items() if names else ():
         call, kept = recorder.trace.calls[index], measure.figures.get("kept", 0.0)
         to = recorder.trace.values[call.ins[0]] if call.ins and call.op.endswith("_") else None
         if to is None or to.storage not in names or kept <= lines.get(call.where, _NOTHING).figures["kept"]:
