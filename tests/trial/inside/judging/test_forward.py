@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autoprec.trial.inside.judging.forward import Step, seen
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from benchmarks.precision.running import found_in_text
 
 BF16 = torch.bfloat16
 
@@ -168,3 +169,72 @@ def test_the_state_of_another_optimizer_in_fp32_loses_no_digits_of_its_own(
         out.sum().backward()
     found = [one for one in seen(Step(recorder, recorder.report())) if one.code == "reduction-16bit"]
     assert [one.operator for one in found] == ["aten::sub"]
+
+
+_NEAR = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net, near = nn.Linear(32, 32), nn.Parameter(10 + 0.1 * torch.randn(16, 32))
+optimizer = torch.optim.SGD([*net.parameters(), near], lr=0.1)
+for step in range(3):
+    with torch.autocast("cpu", torch.bfloat16):
+        z, c = net(torch.randn(64, 32)) * 0.1 + 10, near.to(torch.bfloat16)
+        logits = -(z.square().sum(1)[:, None] + c.square().sum(1) - 2 * z @ c.T)
+    y = torch.randint(0, 16, (64,))
+    LOSS
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "loss = nn.functional.cross_entropy(logits.float(), y)",
+        "loss = nn.functional.nll_loss(logits.float().log_softmax(-1), y)",
+        "logits = logits.float(); loss = (logits.logsumexp(-1) - logits.gather(-1, y[:, None])[:, 0]).mean()",
+        "loss = nn.functional.multi_margin_loss(logits.float(), y)",
+        "loss = nn.functional.cross_entropy(logits.float() / 2, y, label_smoothing=0.1)",
+    ],
+)
+def test_a_loss_of_what_was_lost_before_it_is_not_named(loss: str) -> None:
+    found = found_in_text(_NEAR.replace("LOSS", loss))
+    assert [(one.code, int(one.place.rpartition(":")[2])) for one in found] == [("reduction-16bit", 10)]
+
+
+_DOUBLE = """
+import numpy, torch
+from torch import nn
+torch.manual_seed(0)
+x = torch.from_numpy(numpy.ones((8, 16)))
+net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+CAST
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    y = x.to(net[0].weight.dtype)
+    loss = net(y).square()
+    LATER
+    optimizer.zero_grad()
+    loss.mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("cast", "later", "line"),
+    [
+        ("net.double()", "", 7),
+        ("net = net.double()", "", 7),
+        ("net.to(torch.float64)", "", 7),
+        ("net.float().to(dtype=torch.double)", "", 7),
+        ("", "loss = loss.double().sqrt()", 12),
+        ("", "loss = loss.to(torch.float64) / 3", 12),
+        ("", "loss = loss * torch.ones(4, dtype=torch.float64)", 12),
+        ("net.double()", "loss = loss.float()", 7),
+    ],
+)
+def test_the_line_that_makes_a_part_wide_is_named(cast: str, later: str, line: int) -> None:
+    (found,) = found_in_text(_DOUBLE.replace("CAST", cast).replace("LATER", later))
+    assert (found.code, int(found.place.rpartition(":")[2])) == ("wide-part", line)

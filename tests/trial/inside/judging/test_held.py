@@ -20,6 +20,7 @@ from autoprec.trial.inside.judging.held import (
     saved_dtypes,
 )
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from benchmarks.precision.running import found_in_text
 
 BF16 = torch.bfloat16
 
@@ -151,3 +152,59 @@ def test_positional_tables_whose_neighbours_are_the_same() -> None:
     ((name, _, distinct, rows),) = collapsed_tables(ModelNames(model))
     assert (name, rows) == ("pe", 1024)
     assert distinct < 600
+
+
+_OWN_STEP = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-5):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                BODY
+net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).to(WEIGHTS)
+optimizer = Own(net.parameters())
+for step in range(3):
+    loss = nn.functional.cross_entropy(net(torch.randn(16, 32).to(WEIGHTS)).float(), torch.randint(8, (16,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+_LION = "m = state.setdefault('m', torch.zeros_like(p)); p.add_((0.9 * m + 0.1 * p.grad).sign(), alpha=-group['lr']); "
+_SIGN = "state.setdefault('slow', p.detach().clone()); p.add_(p.grad.sign(), alpha=-group['lr'])"
+_KAHAN = (
+    "c = state.setdefault('c', torch.zeros_like(p)); u = c - group['lr'] * p.grad.sign(); w = p + u; "
+    "c.copy_(u - (w - p)); p.copy_(w)"
+)
+_MASTER = (
+    "m = state.setdefault('m', p.detach().float()) if state else state.setdefault('m', p.detach().float()); "
+    "m.add_(p.grad.float().sign(), alpha=-group['lr']); p.copy_(m)"
+)
+_FACTORED = (
+    "sq = p.grad.float().square().reshape(len(p), -1).mean(1); v = state.setdefault('row', sq.to(torch.bfloat16)); "
+    "v.mul_(0.999).add_(sq.to(v.dtype), alpha=0.001); p.sub_(group['lr'] * p.grad)"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "weights", "codes"),
+    [
+        (_LION + "m.mul_(0.99).add_(p.grad, alpha=0.01)", "torch.bfloat16", {"updates-lost"}),
+        (_LION + "m.lerp_(p.grad, 0.01)", "torch.bfloat16", {"updates-lost"}),
+        (_SIGN, "torch.bfloat16", {"updates-lost"}),
+        (_KAHAN, "torch.bfloat16", set()),
+        (_MASTER, "torch.bfloat16", set()),
+        (_LION + "m.mul_(0.99).add_(p.grad, alpha=0.01)", "torch.float32", set()),
+        (_FACTORED, "torch.float32", {"moment-16bit"}),
+        (_FACTORED.replace("sq.to(torch.bfloat16)", "sq.clone()"), "torch.float32", set()),
+        (_FACTORED.replace("0.999", "0.9").replace("0.001", "0.1"), "torch.float32", set()),
+    ],
+)
+def test_a_hand_written_optimizer_s_state_is_told_from_a_compensation(body: str, weights: str, codes: set[str]) -> None:
+    found = found_in_text(_OWN_STEP.replace("BODY", body).replace("WEIGHTS", weights))
+    assert {one.code for one in found if one.severity == "error"} == codes

@@ -12,6 +12,7 @@ from autoprec.trial.inside.judging.forward import Step
 from autoprec.trial.inside.judging.held import Update
 from autoprec.trial.inside.judging.loop import Loop, seen
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from benchmarks.precision.running import found_in_text
 
 
 def step(*, clip: bool = False, scale: float = 1.0) -> Step:
@@ -125,3 +126,48 @@ def test_a_loss_scale_that_stays_is_an_error_where_updates_are_skipped_at_it(loo
     assert said == (
         [("scaler-fixed", skipped)] if skipped is not None else [("step-before-unscale", None)] * bool(loop.bare)
     )
+
+
+_SCALED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net, head = nn.Linear(16, 16), nn.Linear(16, 4)
+MADE
+for step in range(5):
+    with torch.autocast("cpu", torch.float16):
+        loss = head(net(torch.randn(8, 16))).float().square().mean()
+    for one in several:
+        one.zero_grad()
+    scaler.scale(loss).backward()
+    for one in several:
+        STEP
+    AFTER
+"""
+_MADE = "scaler, several = torch.amp.GradScaler('cpu', init_scale=256.0), "
+_ONE = _MADE + "[torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)]"
+_TWO = _MADE + "[torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, head)]"
+_OWN = "class Own(torch.amp.GradScaler):\n    def update(self):\n        self._per_optimizer_states.clear()\n"
+_OWN += _ONE.replace("torch.amp.GradScaler", "Own")
+_BY_HAND = (
+    "scale = scaler.get_scale(); [p.grad.mul_(1 / scale) for g in one.param_groups for p in g['params']]; one.step()"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "taken", "after", "severities"),
+    [
+        (_ONE, "scaler.step(one)", "scaler.update()", []),
+        (_TWO, "scaler.step(one)", "scaler.update()", []),
+        (_OWN, "scaler.step(one)", "scaler.update()", []),
+        (_ONE, "scaler.unscale_(one); scaler.step(one)", "scaler.update(256.0)", []),
+        (_ONE, "scaler.step(one)", "", ["warning"]),
+        (_ONE, _BY_HAND, "", ["warning"]),
+        (_ONE.replace("256.0", "2.0**30"), "scaler.step(one)", "scaler.update(2.0**30)", ["error"]),
+        (_ONE.replace("256.0", "2.0**30"), "scaler.step(one)", "scaler._per_optimizer_states.clear()", ["error"]),
+        (_ONE.replace("256.0", "2.0**30"), "scaler.step(one)", "scaler.update()", []),
+    ],
+)
+def test_a_scaler_that_nobody_updates_is_seen(made: str, taken: str, after: str, severities: list[str]) -> None:
+    found = found_in_text(_SCALED.replace("MADE", made).replace("STEP", taken).replace("AFTER", after))
+    assert [(one.code, one.severity) for one in found] == [("scaler-fixed", severity) for severity in severities]
