@@ -27,7 +27,7 @@ from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, Proposal, make_sampler
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.libraries.choice import BACKENDS, able, fastest, row_of, run_by
-from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import explained
 from autoprec.tuning.phases.duels import times_of
 from autoprec.tuning.phases.finalists import SeedAllocation
@@ -254,10 +254,12 @@ class _Loop:
         budget = self.setup.options.budget_s
         if budget is None:
             return False
-        # what people write by hand is run before anything else, whatever is kept for further seeds
-        if self.by_hand - self.seen.keys():
-            return self.state.elapsed() > budget
-        kept = reserve(self.setup, self.allocation, self.state) + self.allocation.duel_s
+        kept = reserve(self.setup, self.allocation, self.state)
+        if self.by_hand - self.seen.keys():  # run before anything else but the seed without which nothing is adopted
+            due = 0.0 if self.allocation.now.accepted else kept
+            needed = self.state.seconds_per_run() + due if due else 0.0
+            return self.state.elapsed() + needed > (OVERRUN if due else 1.0) * budget
+        kept += self.allocation.duel_s
         needed = self.state.seconds_per_run() + kept + self.state.seconds_to_close()
         return self.state.elapsed() + needed > budget
 

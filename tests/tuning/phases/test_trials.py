@@ -104,6 +104,38 @@ def test_what_was_cut_short_has_not_converged() -> None:
     assert told == [f"{word} after 3 of 6 trials: nothing is worth it" for word in ("converged", "ended")]
 
 
+@pytest.mark.parametrize(
+    ("elapsed", "speedup", "accepted", "over"),
+    [
+        (1109.0, 1.75, (), True),  # 240 s of a trial and 600 s of a seed do not fit into 1800 s
+        (900.0, 1.75, (), False),  # they do
+        (1109.0, 0.9, (), False),  # nothing may be adopted so far, so that no seed is due
+        (1109.0, 1.75, (0,), False),  # it had its seed
+        (1501.0, 1.75, (0,), True),
+        (1501.0, 0.9, (), True),
+    ],
+)
+def test_what_is_written_by_hand_leaves_time_for_the_seed_of_what_is_faster(
+    elapsed: float, speedup: float, accepted: tuple[int, ...], over: bool
+) -> None:
+    """A search of two ranks spent its last 7 of 25 minutes on compiled blocks; autocast at 1.75x had one seed."""
+    from types import SimpleNamespace
+
+    from autoprec.tuning.phases.trials import _Loop
+
+    made = plain_search().made
+    assert made.setup is not None
+    assert made.state is not None
+    setup = replace(made.setup, options=replace(made.setup.options, budget_s=1500.0))
+    best = made.state.acceptable_ones()[0].with_metrics({"speedup": Metric(speedup)})
+    state: Any = SimpleNamespace(
+        acceptable_ones=lambda: [best], elapsed=lambda: elapsed, seconds_per_run=lambda: 240.0, whole=None
+    )
+    allocation: Any = SimpleNamespace(seed_s=600.0, fewest=2, now=SimpleNamespace(accepted=accepted))
+    loop: Any = SimpleNamespace(setup=setup, state=state, allocation=allocation, by_hand=frozenset({1}), seen={})
+    assert _Loop.out_of_time(loop) is over
+
+
 def test_a_search_out_of_time_says_so_once() -> None:
     """The time budget ended the trials in one note, and the search ran out of time in the next."""
     from types import SimpleNamespace
