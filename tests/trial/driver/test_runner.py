@@ -144,7 +144,7 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
     assert zygote.start_s < 20
     assert other.ok
     assert other.losses != forked.losses
-    assert forked.start_s < 5.0  # 0.05 s on a quiet machine; a new process takes 5 s there, and as much longer beside others
+    assert forked.start_s < 5.0  # 0.05 s on a quiet machine, where a new process takes 5 s
 
 
 FRESH = """
