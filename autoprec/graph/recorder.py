@@ -63,6 +63,11 @@ def _is_wrapper(cls: type) -> bool:
     return hasattr(cls, "__tensor_flatten__") and cls is not FakeTensor
 
 
+def _holds_shards(module: nn.Module) -> bool:
+    """Say whether a parameter of a module's own is a rank's part of one (FSDP2, tensor parallelism)."""
+    return any(hasattr(parameter, "to_local") for parameter in module._parameters.values())
+
+
 def _filled(tensor: torch.Tensor) -> float:
     """Return the share of a tensor's entries that is stored: below 1 for a sparse one, whose products count as many."""
     if tensor.layout is torch.strided or not tensor.numel():
@@ -123,6 +128,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_task = -1
         self._plain: set[int] = set()  # graph tasks whose operators run without gradients
         self._after_backward = False
+        self._sharded: tuple[nn.Module, str] | None = None  # entered last, its parameters not gathered yet
         self._all_fake = any(isinstance(tensor, FakeTensor) for _, tensor in self.names.tensors())
         self._register_parameters()
 
@@ -203,7 +209,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.append((name, task))
         if task == -1 and not nested_root:
             self._count(name)
+        self._learn_gathered()
         self._learn_stand_ins(module, name)
+        self._sharded = (module, name) if _holds_shards(module) else None
+
+    def _learn_gathered(self) -> None:
+        """Know what FSDP2 has gathered in the pre-hook of the module that was entered last: it runs after ours."""
+        if self._sharded is not None and not _holds_shards(self._sharded[0]):
+            module, name = self._sharded
+            self._sharded = None
+            self._learn_stand_ins(module, name)
 
     def _learn_stand_ins(self, module: nn.Module, name: str) -> None:
         """Know the tensors that stand for a module's parameters during ``functional_call`` by the parameters' names."""
@@ -214,7 +229,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             key = self._storages.key(on_this_rank(tensor))
             known = self._known.get(key)
-            if known is None or self.trace.values[known].origin in ("input", "foreign"):
+            gathered = hasattr(own, "to_local") and isinstance(tensor, nn.Parameter)  # FSDP2's, from all ranks
+            if known is None or gathered or self.trace.values[known].origin in ("input", "foreign"):
                 canonical = self.names.canonical(full)
                 self._known[key] = self._new_value(on_this_rank(tensor), "parameter", name=canonical)
                 self._storages.exclude(on_this_rank(tensor))
@@ -248,6 +264,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.zeroed_late |= bool(self.trace.calls) and not self.trace.backwards
         if namespace in _SKIPPED or (not self._all_fake and any(issubclass(one, FakeTensor) for one in types)):
             return func(*args, **kwargs)  # DTensor asks shapes of whole tensors of fake ones: nothing is computed
+        self._learn_gathered()
         before = self._recorded(func, self._before, func, args, kwargs)
         out = self._run(func, args, kwargs)
         if before is not None:
