@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
 from autoprec.support.optional import is_available
-from autoprec.support.units import counted, memory_text
+from autoprec.support.units import counted, memory_text, parameters_text
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.study.run import Run, headline
 
@@ -64,7 +64,7 @@ class TerminalProgress(Listener):
         self._reference = str(info.options.get("reference") or "script")
         groups = f"{counted(len(info.groups), 'group')} of layers"
         self._phases.say(
-            f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {groups}; "
+            f"{model['class']}, {parameters_text(model['parameters'])}, {groups}; "
             f"target {info.target} ({info.source}); trials start by {info.launch}"
         )
 

@@ -52,6 +52,18 @@ def time_text(ms: float) -> str:
     return f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms"
 
 
+def parameters_text(count: int) -> str:
+    """Return a number of parameters, two digits of it at least.
+
+    >>> parameters_text(8705), parameters_text(2_236_000), parameters_text(8_030_000_000)
+    ('8,705 parameters', '2.2 M parameters', '8.0 B parameters')
+    """
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit} parameters"
+    return f"{count:,} parameters"
+
+
 def counted(count: int, thing: str) -> str:
     """Return a number of things, one of them in the singular.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoprec.support.units import memory_text, percent_text, time_text
+from autoprec.support.units import memory_text, parameters_text, percent_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,18 @@ def test_a_share_keeps_the_digits_that_mean_something(value: float, half_width: 
 @pytest.mark.parametrize(("ms", "text"), [(9.876, "9.88 ms"), (0.01234, "0.0123 ms"), (588.506, "588.5 ms")])
 def test_times_are_in_milliseconds(ms: float, text: str) -> None:
     assert time_text(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (1, "1"),
+        (8705, "8,705"),
+        (999_999, "999,999"),
+        (1_000_704, "1.0 M"),
+        (5_500_000, "5.5 M"),
+        (8_030_000_000, "8.0 B"),
+    ],
+)
+def test_a_small_model_has_parameters(count: int, text: str) -> None:
+    assert parameters_text(count) == f"{text} parameters"

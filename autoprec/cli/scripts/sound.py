@@ -36,9 +36,10 @@ def judge(script: tuple[str, ...], *, strict: bool, as_json: bool) -> None:
         AuditError: something of severity error was found; where that is to be ``strict``, a warning.
         ScriptError: the script failed before or in its first training step.
     """
-    with Phases() as phases, running(script, phases, tunes=False) as (runner, _, label):
+    with Phases() as phases, running(script, phases, tunes=False) as (runner, host, label):
         report = record(runner, label, phases)
-        phases.begin("the step again, with lines lifted to more bits, one at a time and all at once")
+        if host.world_size == 1:  # else it only says why not
+            phases.begin("the step again, with lines lifted to more bits, one at a time and all at once")
         lifted = runner.run(LiftSpec(within_s=_WITHIN_S))
     here = Path.cwd()
     judged = report.judged.within(str(here)) if report.judged is not None else None

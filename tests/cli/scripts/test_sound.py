@@ -1,11 +1,14 @@
 """``autoprec check`` without a policy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autoprec.cli.recording import running
 from autoprec.cli.scripts import sound
 from autoprec.cli.scripts.sound import record
 from autoprec.graph.census import Judged
@@ -99,6 +102,23 @@ def test_what_was_not_lifted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     found = autoprec("check", "train.py")
     assert "no line was lifted: nothing in this step is computed in 32 or 16 bits" in found.out
+
+
+def test_lifting_is_not_announced_where_ranks_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks read "the step again, with lines lifted", and then that no line was lifted."""
+
+    @contextmanager
+    def of_ranks(*args: Any, **named: Any) -> Iterator[tuple[Any, Any, str]]:
+        with running(*args, **named) as (runner, host, label):
+            yield runner, replace(host, world_size=ranks), label
+
+    monkeypatch.setattr(sound, "running", of_ranks)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SOUND)
+    for ranks in (2, 1):
+        found = autoprec("check", "train.py")
+        assert found.code == 0, found.err
+        assert ("the step again" in found.err) is (ranks == 1)
 
 
 def test_a_step_that_was_not_judged_is_not_called_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

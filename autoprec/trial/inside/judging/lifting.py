@@ -224,7 +224,7 @@ class Lift(Events):
         self._step.stop()
         self._hooks.events = Events()
         if world_size() > 1:
-            self._done(Unanswered("ranks train together: lines are not lifted there"))
+            self._done(Unanswered("a step is played again only where one process trains alone"))
             return
         kept, random = [p.grad for p in self._found.parameters], random_state(self._device)
         self._updates = Updates([] if self._found.copied else self._found.optimizers)
