@@ -106,9 +106,10 @@ def _facts(loaded: Policy | None, path: str, words: tuple[str, ...], phases: Pha
         return facts, [*unseen, f"no step was recorded, so layers were not looked at: {why}"]
     here = str(Path.cwd())
     layers = tuple(replace(layer, where=layer.where.removeprefix(f"{here}/")) for layer in report.layers)
-    judged = report.judged.within(here) if report.judged is not None else None
+    own = loaded is None or is_description(words[0])  # weights of shards hold values under a policy, too
+    judged = report.judged.within(here) if own and report.judged is not None else None
     unseen += judged.unseen if judged is not None else ()
-    if loaded and not is_description(words[0]):
+    if not own:
         again = shlex.join(redact_arguments(words))
         unseen.append(f"the script's own precision was not judged: `autoprec lint {again}` does that")
     return replace(facts, report=replace(report, layers=layers, judged=judged)), unseen

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autoprec.cli.policies import lint
 from autoprec.cli.policies.lint import _policies, _split, _where_meant
 from tests.cli.helpers import Outcome, autoprec
 from tests.stub_transformers import LLAMA_8B, install
@@ -182,3 +184,21 @@ def test_a_policy_of_a_later_schema_says_upgrade(project: Path) -> None:
     found = autoprec("lint", "policy.yaml", "--", "train.py")
     assert (found.code, "upgrade" in found.err) == (2, True)
     assert json.dumps(found.out) == '""'
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("weights", ["fake", ""])
+def test_with_a_policy_the_scripts_own_precision_is_not_called_sound(
+    project: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """Under FSDP2 weights hold values all the same: one line said "not judged", the next "sound"."""
+    recorded = lint.step_of
+
+    def with_values(*args: Any, **named: Any) -> Any:
+        return recorded(*args, **named | {"weights": weights})
+
+    monkeypatch.setattr(lint, "step_of", with_values)
+    (project / "train.py").write_text(SCRIPT)
+    found: Outcome = autoprec("lint", "policy.yaml", "--", "train.py")
+    assert "was not judged" in found.err + found.out
+    assert "sound" not in found.err + found.out
