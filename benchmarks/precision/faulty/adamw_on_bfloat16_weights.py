@@ -5,9 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-
 net = net.bfloat16()  # fault: updates-lost moment-16bit
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)  # fault: moment-16bit
 for step in range(6):

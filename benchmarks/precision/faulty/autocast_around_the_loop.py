@@ -7,7 +7,6 @@ from torch import nn
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 with torch.autocast("cpu", torch.bfloat16):  # fault: stale-casts
     for step in range(4):
         x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))

@@ -10,7 +10,6 @@ import copy
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 average = copy.deepcopy(net).to(torch.bfloat16)
 for step in range(6):
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
