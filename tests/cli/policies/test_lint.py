@@ -199,6 +199,8 @@ def test_with_a_policy_the_scripts_own_precision_is_not_called_sound(
 
     monkeypatch.setattr(lint, "step_of", with_values)
     (project / "train.py").write_text(SCRIPT)
-    found: Outcome = autoprec("lint", "policy.yaml", "--", "train.py")
+    (project / "plain.yaml").write_text("schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n")
+    found: Outcome = autoprec("lint", "plain.yaml", "--", "train.py")
+    assert "nothing found" in found.out
     assert "was not judged" in found.err + found.out
     assert "sound" not in found.err + found.out
