@@ -68,6 +68,8 @@ _SHARES = frozenset(
 def _percent(value: float) -> str:
     if not math.isfinite(value):
         return "an unknown part"
+    if value >= 10:
+        return "more than 1,000 %"
     return f"{value:.0%}" if value >= 0.9995 or value == 0 else f"{100 * value:.3g} %"
 
 

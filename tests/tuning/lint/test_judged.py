@@ -109,3 +109,14 @@ def test_running_statistics_that_still_move_are_not_said_to_stay(unchanged: floa
 def test_what_is_written_by_hand_has_its_article(code: str, what: str, begins: str) -> None:
     seen = Observation(code, figures={"what": what, "to": "bf16", "error": 0.1})
     assert Finding(code, data=assess(seen)[1], seen=seen).message.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(0.0399, "3.99 %"), (1.26, "126%"), (9.99, "999%"), (10.0, "more than 1,000 %"), (606.87, "more than 1,000 %")],
+)
+def test_an_error_of_many_times_the_value_is_said_as_such(error: float, text: str) -> None:
+    seen = Observation(
+        "reduction-16bit", "t.py:3", "aten::sub", "", ("bf16",), {"error": error, "to": "bf16", "trained": True}
+    )
+    assert f"its result is {text} off" in Finding(seen.code, data=assess(seen)[1], seen=seen).message
