@@ -157,11 +157,6 @@ def _router(figures: Mapping[str, Any]) -> str:
     return "warning" if figures["changed"] > _ROUTED_SEEN else ""
 
 
-def _angles(figures: Mapping[str, Any]) -> str:
-    """A table whose frequencies were cast with the model is off at its last positions alone: models are shipped so."""
-    return "error" if not figures["table"] and figures["angle"] >= 0.5 and figures["error"] >= 0.1 else "warning"
-
-
 def _by(name: str, error: float, warning: float) -> Callable[[Mapping[str, Any]], str]:
     return lambda figures: "error" if figures[name] >= error else "warning" if figures[name] >= warning else ""
 
@@ -184,7 +179,10 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accumulator-16bit": _sum,
     "statistics-16bit": _by("unchanged", 0.5, 0.0),
     "positions-16bit": _always("error"),
-    "angles-16bit": _angles,
+    # a table whose frequencies were cast with the model is off at its last positions alone: models are shipped so
+    "angles-16bit": lambda seen: (
+        "error" if not seen["table"] and seen["angle"] >= 0.5 and seen["error"] >= 0.1 else "warning"
+    ),
     "loss-16bit": _loss,
     "router-16bit": _router,
     "norm-16bit": _by("error", _HAND, 0.0),

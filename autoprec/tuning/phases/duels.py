@@ -19,14 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, compiles
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
 from autoprec.trial.probe_log import append_round, read_rounds
-from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrialResult
+from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrainSpec, TrialResult
 from autoprec.tuning.decide.decision import Standing
 from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
@@ -36,7 +35,7 @@ from autoprec.tuning.paired import OVERRUN, PairedRunner, room_for
 from autoprec.tuning.schedule import CACHED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
-from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
+from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Params, Run, last_duels
 
 #: Half the width of an interval that is enough, relative to the speed-up.
 PRECISE = 0.02
@@ -310,14 +309,17 @@ class Duels:
 
     def _apart(self, run: Run, within_s: float, *, by_block: bool) -> list[tuple[float, float]]:
         """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
+
+        def short(policy: Document | None, params: Params) -> TrainSpec:
+            return self._runner.train_spec(policy, params, steps=STEPS_APART, warmup=WARMUP_APART, by_block=by_block)
+
         both = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
-        steps: dict[str, Any] = {"steps": STEPS_APART, "warmup": WARMUP_APART, "by_block": by_block}
-        log = self._runner.turns([self._runner.train_spec(*one, **steps) for one in both])
+        log = self._runner.turns([short(*one) for one in both])
         rounds, taken = read_rounds([log] if log is not None else [])
         found, began = times_of(rounds, run.name), time.monotonic() - taken
         while len(found) < 2 * FEWEST and (len(found) < FEWEST or time.monotonic() - began < within_s):
             contest = both[::-1] if len(found) % 2 else both
-            results = [self._runner.on_host(self._runner.train_spec(*one, **steps)) for one in contest]
+            results = [self._runner.on_host(short(*one)) for one in contest]
             if not all(result.ok for result in results):
                 break
             ms = [step_time(result.step_ms, result.warmup) for result in results]
