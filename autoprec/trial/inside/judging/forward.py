@@ -81,10 +81,15 @@ class Step:
 
     @cached_property
     def behind(self) -> dict[int, float]:
-        """The largest error of the backward operators of each forward call, by its sequence number."""
+        """The largest error of the backward operators of each forward call, by its sequence number.
+
+        An error that was there before is another operator's, or nobody's: of the gradient of a maximum that a softmax
+        subtracts the terms cancel, and nothing is left to compare.
+        """
         out: dict[int, float] = {}
         for call, _, measure in self.rows:
-            if call.phase == "backward" and call.seq >= 0:
+            own = measure.error < _DIFFERENCE or measure.before < 0.5 * measure.error
+            if call.phase == "backward" and call.seq >= 0 and own:
                 out[call.seq] = max(out.get(call.seq, 0.0), measure.error)
         return out
 
