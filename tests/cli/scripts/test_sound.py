@@ -141,7 +141,7 @@ def test_a_fault_is_named_by_line_and_ends_with_one(tmp_path: Path, monkeypatch:
     document = found.json()
     assert (found.code, document["ok"], document["sound"]) == (1, False, False)
     first = document["findings"][0]
-    assert (first["code"], first["file"], first["line"]) == ("updates-lost", "train.py", 11)
+    assert (first["code"], first["file"], first["line"]) == ("updates-lost", "train.py", 9)
     assert first["figures"]["unchanged"] > 0.9
     assert document["judged"]["census"]
     assert document["lifted"]["wide"] == "fp32"
