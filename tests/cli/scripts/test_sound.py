@@ -147,7 +147,7 @@ def test_a_fault_is_named_by_line_and_ends_with_one(tmp_path: Path, monkeypatch:
     assert document["lifted"]["wide"] == "fp32"
     assert 0 < document["lifted"]["every"] < 0.2
     text = autoprec("lint", "--", "train.py")
-    assert (text.code, text.out.startswith("train.py:11: error: 9")) == (1, True)
+    assert (text.code, text.out.startswith("train.py:9: error: 9")) == (1, True)
 
 
 ANSWER = LiftedLines(rows=({"where": "train.py:3"},), every=0.01, noise=1e-4)
