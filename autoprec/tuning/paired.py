@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from autoprec.policy import compiles
 from autoprec.precision.hardware import cores, free_bytes
 from autoprec.support.plain import Document
 from autoprec.trial.protocol import (
@@ -52,6 +53,8 @@ OF_FREE_MEMORY = 0.5
 OVERRUN = 1.2
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.
 BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
+#: The same where something compiles: at least, and in starts of the script, which compiles its model in them.
+COMPILING_S, STARTS = 300.0, 5.0
 #: Other programs that keep more than this share of the cores busy disturb a timed step's caches and clocks.
 BUSY = 0.5
 
@@ -118,7 +121,7 @@ class PairedRunner:
             policy=None if policy is None else self.as_run(policy),
             backend=self._backend,
             seed=self._reseed,
-            timeout_s=self.trial_timeout(),
+            timeout_s=self.trial_timeout(compiling=policy is not None and compiles(policy)),
             variant=str(params.get(VARIANT, "")),
             steps=options.steps,
             warmup=options.warmup,
@@ -180,16 +183,21 @@ class PairedRunner:
         budget = self._setup.options.budget_s
         return None if budget is None else max(0.1, OVERRUN * budget - self._state.elapsed())
 
-    def trial_timeout(self) -> float:
+    def trial_timeout(self, *, compiling: bool = False) -> float:
         """Return how many seconds of its own time a trial may spend without a step before it is ended as hung.
 
         Waiting for a core on a busy machine does not count (:mod:`autoprec.trial.progress`). One step of a slow policy
         may take as long as twenty whole runs of the reference; a script that has not run yet gets fifteen minutes, in
-        which it may compile.
+        which it may compile. Where that finds its graphs in torch's cache, another policy does not.
+
+        Args:
+            compiling: what runs compiles something that the script does not.
         """
         if self._state.own is None:
             return BEFORE_REFERENCE_S
-        return max(LEAST_TIMEOUT_S, SLOWEST * (self._state.seconds.reference_run_s or LEAST_TIMEOUT_S))
+        host = self._setup.host
+        least = max(COMPILING_S, STARTS * host.setup_s) if compiling or host.compiled else LEAST_TIMEOUT_S
+        return max(least, SLOWEST * (self._state.seconds.reference_run_s or LEAST_TIMEOUT_S))
 
     def doubt_load(self) -> None:
         """Say so where other programs keep this machine's cores busy while steps are timed on them."""

@@ -11,7 +11,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, PairedRunner
+from autoprec.tuning.paired import BEFORE_REFERENCE_S, COMPILING_S, LEAST_TIMEOUT_S, PairedRunner
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL
@@ -49,6 +49,22 @@ def test_a_trial_may_stand_still_for_twenty_runs_of_the_reference(
     assert runner.train_spec(None).timeout_s == pytest.approx(800.0)
     state.own = None
     assert runner.trial_timeout() == BEFORE_REFERENCE_S
+
+
+def test_what_compiles_may_stand_still_for_five_starts_of_the_script(
+    setup: Setup, state: SearchState, tmp_path: Path
+) -> None:
+    """The reference's graphs are in torch's cache by its first run: those of a U-Net took longer than twenty runs."""
+    state.seconds.reference_run_s = 4.8
+    setup = replace(setup, host=replace(setup.host, setup_s=93.0))
+    eager = runner_of(setup, state, tmp_path)
+    assert eager.train_spec({"activations": "bf16"}).timeout_s == pytest.approx(96.0)
+    assert eager.train_spec({"execution": "compile"}).timeout_s == pytest.approx(465.0)
+    compiled = runner_of(replace(setup, host=replace(setup.host, compiled=True)), state, tmp_path)
+    assert compiled.train_spec({"activations": "bf16"}).timeout_s == pytest.approx(465.0)
+    assert compiled.scan_spec(None, ()).timeout_s == pytest.approx(465.0)
+    setup = replace(setup, host=replace(setup.host, setup_s=3.0, compiled=True))
+    assert runner_of(setup, state, tmp_path).trial_timeout() == COMPILING_S
 
 
 def test_forked_trials_share_their_random_state_and_others_are_reseeded(

@@ -99,7 +99,7 @@ class Standing:
             runs: its runs, one per paired seed, and its duel.
             gradient_error: relative to the gradient's norm; None when unknown.
         """
-        known, paired = pooled(runs).get(name), [run for run in runs if run.kind != DUEL]
+        known, paired = pooled(runs, to_rank=True).get(name), [run for run in runs if run.kind != DUEL]
         speedup = Metric(0.0) if known is None else known.metrics["speedup"]
         return cls(
             name=name,

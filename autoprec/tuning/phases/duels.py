@@ -203,6 +203,7 @@ class Duels:
             side_by_side=2 if forks else 1,
             on_the_clock=self._setup.options.budget_s is not None,
             by_block=by_block,
+            timeout_s=self._runner.trial_timeout(compiling=not forks),
         )
 
     def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:

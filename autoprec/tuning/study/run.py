@@ -274,16 +274,19 @@ class Run:
         return rebuild(cls, document | {"metrics": metrics})
 
 
-def pooled(runs: Iterable[Run]) -> dict[str, Run]:
+def pooled(runs: Iterable[Run], *, to_rank: bool = False) -> dict[str, Run]:
     """Return every policy that was measured, by name: its first run, with the figures of all its paired runs.
 
-    The speed-up is that of its duel, with its interval; without one the median over the runs that compiled the model as
+    The speed-up is that of its duel, with its interval, that of a duel of blocks only ``to_rank``: whole models were
+    once a quarter off (:func:`last_duels`). Without a duel it is the median over the runs that compiled the model as
     the script does, where there are any, whose memory counts then. What else is of time follows it; the divergence is
     the mean over paired seeds, and ``metrics["seeds"]`` says over how many.
     """
     by_name: dict[str, list[Run]] = {}
     runs = list(runs)
     duels = last_duels(runs)
+    if not to_rank:
+        duels = {name: _without_bounds(duel) if BY_BLOCK in duel.tags else duel for name, duel in duels.items()}
     for run in sorted(runs, key=lambda r: (r.kind == "finalist", r.seed)):
         if run.ok and run.kind not in ("reference", "noise"):
             by_name.setdefault(run.name, []).append(run)
@@ -302,6 +305,10 @@ def last_duels(runs: Iterable[Run]) -> dict[str, Run]:
     logs = [math.log(whole[name]["speedup"] / blocks[name]["speedup"]) for name in whole if name in blocks]
     off = math.exp(statistics.fmean(logs)) if logs else 1.0
     return {name: _times_as_fast(run, off) for name, run in blocks.items()} | whole
+
+
+def _without_bounds(duel: Run) -> Run:
+    return duel.with_metrics({name: replace(one, low=None, high=None) for name, one in duel.metrics.items()})
 
 
 def _times_as_fast(duel: Run, factor: float) -> Run:

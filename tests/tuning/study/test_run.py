@@ -87,7 +87,11 @@ def test_duels_of_whole_models_stand_and_say_how_far_those_of_blocks_are_off() -
     later = last_duels([*blocks, _duel("a", 1.8), _duel("a", 2.2, BY_BLOCK)])
     assert later["a"]["speedup"] == 1.8, "blocks that are timed later change nothing of it"
     trial = replace(_run("search", 0, 1.6, 0.001, tags=(BY_BLOCK,)), name="b")
-    assert pooled([trial, *blocks, _duel("a", 1.8)])["b"]["speedup"] == pytest.approx(1.35)
+    runs = [trial, *blocks, _duel("a", 1.8)]
+    assert pooled(runs)["b"]["speedup"] == pytest.approx(1.35)
+    assert pooled(runs)["b"].intervals == {}, "by blocks it is ranked, and no interval of the whole model is known"
+    assert pooled(runs, to_rank=True)["b"].metrics["speedup"].low == pytest.approx(1.26)
+    assert pooled([replace(trial, name="a"), *runs])["a"].metrics["speedup"].low == pytest.approx(1.7)
 
 
 def test_a_stored_record_is_refused_when_it_is_not_what_was_stored() -> None:
