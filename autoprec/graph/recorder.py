@@ -29,7 +29,7 @@ from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.places import caller
 from autoprec.graph.report import GraphReport, Operator
-from autoprec.graph.saved import SavedTensors, StorageTable
+from autoprec.graph.saved import SavedTensors, StorageTable, address_of
 from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
 from autoprec.support.living import uncollected
@@ -345,7 +345,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = tuple(int(size) for size in tensor.shape)
         filled = _filled(tensor)
         count = int(tensor.element_size() * prod(shape) * filled)
-        storage, dtype = self._storages.address(tensor), dtype_name(tensor.dtype)
+        storage, dtype = address_of(tensor), dtype_name(tensor.dtype)
         self.trace.values.append(
             Value(shape, dtype, count, origin, name, producer, slot, tensor.requires_grad, storage, filled)
         )

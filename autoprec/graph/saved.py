@@ -26,6 +26,16 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return what the views of one storage have in common; 0 without storage.
+
+    Args:
+        tensor: of any shape, dtype and layout.
+    """
+    storage = storage_of(tensor)
+    return 0 if storage is None else int(storage._cdata)
+
+
 class StorageTable:
     """Weak references to every storage seen in a step.
 
@@ -52,11 +62,6 @@ class StorageTable:
         if tensor.layout is not torch.strided:
             return (address, tuple(tensor.shape), tensor.dtype)
         return (address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-
-    def address(self, tensor: torch.Tensor) -> int:
-        """Return what the views of one storage have in common, whatever their shapes; 0 without storage."""
-        storage = storage_of(tensor)
-        return 0 if storage is None else int(storage._cdata)
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         """Keep a storage's address from being reused."""

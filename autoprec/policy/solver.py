@@ -25,9 +25,9 @@ IntVector = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float64]
 #: Assignments that are enumerated.
 _MAX_ENUMERATED = 50_000
-#: Bisection steps per multiplier, by how many multipliers are nested; and the logarithm of the factor by which a price
-#: may differ from time per unit of cost.
-_STEPS, _WIDEST = {1: 48, 2: 28, 3: 16}, 30.0
+#: Bisection steps per multiplier around the innermost, by how many there are in all; and the logarithm of the factor by
+#: which a price may differ from time per unit of cost.
+_STEPS, _WIDEST = {2: 28, 3: 16}, 30.0
 #: Bounds are met up to float64 rounding of the sums.
 _ROUNDING = 1 + 1e-12
 

@@ -157,9 +157,10 @@ class PairedRunner:
             stays=self._setup.host.launch == "fork" and room_for(self._copy_bytes) > at_once,
         )
 
-    def duel_spec(self, policy: Document | None) -> DuelSpec:
-        """Return the spec of a duel against a policy, without contenders."""
-        return DuelSpec(policy=policy, backend=self._backend, seed=self._reseed, timeout_s=self.trial_timeout())
+    def duel_spec(self, policy: Document | None, *, compiling: bool) -> DuelSpec:
+        """Return the spec of a duel against a policy, without contenders, which may be ``compiling``."""
+        timeout_s = self.trial_timeout(compiling=compiling)
+        return DuelSpec(policy=policy, backend=self._backend, seed=self._reseed, timeout_s=timeout_s)
 
     @property
     def _backend(self) -> str:

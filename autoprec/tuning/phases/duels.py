@@ -199,11 +199,10 @@ class Duels:
     def _spec(self, *, forks: bool, by_block: bool) -> DuelSpec:
         """Return a duel beside the reference, without its contenders and the seconds that it may take."""
         return replace(
-            self._runner.duel_spec(self._setup.reference_policy()),
+            self._runner.duel_spec(self._setup.reference_policy(), compiling=not forks),
             side_by_side=2 if forks else 1,
             on_the_clock=self._setup.options.budget_s is not None,
             by_block=by_block,
-            timeout_s=self._runner.trial_timeout(compiling=not forks),
         )
 
     def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:

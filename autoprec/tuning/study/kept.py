@@ -115,7 +115,7 @@ class Question:
             result = replace(result, answer=replace(result.answer, probes=found))
             whole = whole and len(found) == len(self.spec.probes)
         if whole:
-            write_json(self.path, with_checksum({"result": finite(result.to_json())}), indent=None)
+            _write(self.path, {"result": result.to_json()})
         return result
 
 
@@ -175,7 +175,7 @@ class KeptAnswers:
         if not isinstance(result.answer, DuelRounds):
             return result
         result = replace(result, answer=replace(result.answer, rounds=(*rounds, *result.answer.rounds)))
-        write_json(path, with_checksum({"result": finite(result.to_json())}), indent=None)
+        _write(path, {"result": result.to_json()})
         return result
 
     def duels_are_stored(self) -> None:
@@ -200,7 +200,7 @@ class KeptAnswers:
         Raises:
             NoSpaceError: the disk is full.
         """
-        write_json(self._path_of(question, "json"), with_checksum(finite(found)), indent=None)
+        _write(self._path_of(question, "json"), found)
 
     def turns(self, question: Document) -> Path:
         """Return the file for rounds of runs in turns (:mod:`autoprec.trial.probe_log`), removed once they are used."""
@@ -235,6 +235,10 @@ class KeptAnswers:
     def _key(self, spec: TrialSpec, seed: int) -> str:
         asked = {name: value for name, value in spec.to_json().items() if name not in _ASIDE}
         return checksum({"origin": self._origin, "seed": seed, "asked": finite(asked)})
+
+
+def _write(path: Path, found: Document) -> None:
+    write_json(path, with_checksum(finite(found)), indent=None)
 
 
 def _document(path: Path) -> Document | None:

@@ -23,7 +23,7 @@ from autoprec.graph.census import Held, Judged, Observation
 from autoprec.graph.places import caller
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
-from autoprec.graph.saved import storage_of
+from autoprec.graph.saved import address_of
 from autoprec.graph.trace import SCRIPT, Ref, dtype_name
 from autoprec.trial.inside.judging import forward, loop, positions, sums
 from autoprec.trial.inside.judging.forward import LOW, Step
@@ -291,13 +291,13 @@ class Judge(Events):
         if step is None:
             return Judged(unseen=("no step was seen",))
         optimizers = [(one, self._hooks.sources.of(one)) for one in self._found.optimizers]
-        weights = {_address(p) for p in self._found.root.parameters()}
+        weights = {address_of(p) for p in self._found.root.parameters()}
         around = loop.Loop(
             optimizers,
             step.casts,
             self._kept_update,
             self._updates,
-            frozenset(weights.union(map(_address, [*self._states(), *self._found.parameters]))),
+            frozenset(weights.union(map(address_of, [*self._states(), *self._found.parameters]))),
             frozenset(weights),
             self._scaler,
             self._stale,
@@ -334,7 +334,7 @@ class Judge(Events):
         shapes = {tuple(p.shape) for p in self._found.root.parameters()}
         grads = [p.grad for p in self._found.parameters if p.grad is not None]
         own = [*self._found.root.parameters(), *grads, *self._states()]
-        told = {_address(one) for one in own}
+        told = {address_of(one) for one in own}
         trace, outside = self._kept_update.trace, self._kept_update.outside
         names = {value.storage: value.name for value in trace.values if value.name}
         for call in trace.calls:
@@ -379,11 +379,6 @@ def broken_backward(error: BaseException) -> Observation | None:
     file, line, name = found
     said = str(error).splitlines()[0][:200]
     return Observation("function-backward", f"{file}:{line}", name, "", (), {"what": name, "error": said})
-
-
-def _address(tensor: Tensor) -> int:
-    storage = storage_of(tensor)
-    return 0 if storage is None else int(storage._cdata)
 
 
 def _read(step: Step) -> Iterator[Held]:

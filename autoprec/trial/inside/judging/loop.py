@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from autoprec.graph.census import Held, Observation
 from autoprec.graph.report import Operator
-from autoprec.graph.saved import storage_of
+from autoprec.graph.saved import address_of
 from autoprec.graph.trace import bare_name
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, lost_epsilon, moments
@@ -26,7 +26,6 @@ _NORMS = (
     "_foreach_clamp_min",
     "_foreach_clamp_max",
 )
-_NOTHING = Observation("", "", "", "", (), {"kept": 0.0})
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale"
 
 
@@ -140,7 +139,7 @@ def _decays(loop: Loop, told: set[str]) -> Iterator[Observation]:
     """What an optimizer of the script's own multiplies by a factor just below 1, of any shape, in 16 bits."""
     recorder = loop.update
     names = {
-        _address(value): (name, type(optimizer).__name__)
+        address_of(value): (name, type(optimizer).__name__)
         for optimizer, _ in loop.optimizers
         for state in optimizer.state.values()
         for name, value in state.items()
@@ -152,7 +151,8 @@ def _decays(loop: Loop, told: set[str]) -> Iterator[Observation]:
     for index, measure in recorder.measures.items() if names else ():
         call, kept = recorder.trace.calls[index], measure.figures.get("kept", 0.0)
         to = recorder.trace.values[call.ins[0]] if call.ins and call.op.endswith("_") else None
-        if to is None or to.storage not in names or kept <= lines.get(call.where, _NOTHING).figures["kept"]:
+        known = lines[call.where].figures["kept"] if call.where in lines else 0.0
+        if to is None or to.storage not in names or kept <= known:
             continue
         name, optimizer = names[to.storage]
         figures = {"name": name, "optimizer": optimizer, "beta": measure.figures["factor"], "kept": kept}
@@ -160,11 +160,6 @@ def _decays(loop: Loop, told: set[str]) -> Iterator[Observation]:
             "moment-16bit", call.where, optimizer, "", (to.dtype,), figures | {"to": to.dtype, "tensors": 1}
         )
     yield from lines.values()
-
-
-def _address(tensor: Tensor) -> int:
-    storage = storage_of(tensor)
-    return 0 if storage is None else int(storage._cdata)
 
 
 def _epsilons(loop: Loop) -> Iterator[Observation]:
