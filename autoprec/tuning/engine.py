@@ -47,7 +47,7 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import Bound, bound_of
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.kept import KeptAnswers, origin_of
-from autoprec.tuning.study.naming import check_named, free_name, is_numbered
+from autoprec.tuning.study.naming import check_named, free_name, is_numbered, may_begin
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import REPAIR, Run, headline
 from autoprec.tuning.study.storage import sqlite_file
@@ -279,7 +279,7 @@ class Search:
             state.note(note)
         state.seconds.verdict_s = state.elapsed()
         missed = [row["name"] for row in self._variants if row["status"] == NOT_TRIED]
-        if missed and not self.options.resume:
+        if missed and host.store.is_new:
             state.cut(f"the time budget left no time for the script under {', '.join(missed)}")
         return runner, state
 
@@ -290,7 +290,7 @@ class Search:
             measure_reference(bound.setup, runner, state, flat_because=bound.soundness.why_flat())
         runner.doubt_load()
         for line in expected(bound.setup, runner, state):
-            if not self.options.resume:
+            if state.store.is_new:
                 self.listener.note(line)
 
     def _measure_errors(self, setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:
@@ -368,15 +368,13 @@ class Search:
 
     def _open_store(self, stack: ExitStack) -> StudyStore:
         url = self.options.storage or default_storage(self.study_dir)
-        # killed before the study's first transaction, unless the graph is there, which is written after it
-        begun = not self.options.storage and not (self.study_dir / "graph.json").exists()
-        begun = begun and (self.study_dir / "study.db").exists()
         self._store = StudyStore(
             url,
             self.options.study,
             ("step_time_ms", "divergence"),
             resume=self.options.resume,
-            begun=begun,
+            may_begin=may_begin(self.study_dir),
+            script=self.options.script_text(),
             tell=self.listener.note,
             started=self._started,
         )

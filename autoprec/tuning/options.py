@@ -115,7 +115,7 @@ class SearchOptions:
     trials: int = option(30, "Trials at most, presets included.", HOW_LONG, metavar="N", least=1)
     budget_s: float | None = option(
         None,
-        "Stop in time: 20m, 90s.",
+        "Stop in time: 20m, 90s, of this session alone.",
         HOW_LONG,
         metavar="TIME",
         flag="--budget",
@@ -154,7 +154,7 @@ class SearchOptions:
     output: str = option("policy.yaml", "Where the policy goes.", KEPT, metavar="FILE", short="-o")
     study: str = option("", "Name of the study; default: from the script.", KEPT, metavar="NAME")
     storage: str = option("", "Optuna RDB; default: SQLite.", KEPT, metavar="URL", envvar="OPTUNA_STORAGE")
-    resume: bool = option(False, "Continue a study; finished trials are not repeated.", KEPT)
+    resume: bool = option(False, "Continue a study, or begin it; finished trials are not repeated.", KEPT)
     track: bool = option(True, "Track nothing.", KEPT, flag="--no-mlflow")
     workers: int = option(0, "Parallel trials; default: by target, on one GPU 1.", TRIALS, metavar="N", least=0)
     engine: str = option("local", "Where trials run.", TRIALS, choices=("local", "ray"))
@@ -201,13 +201,17 @@ class SearchOptions:
         """
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: Document = {key: value for key, value in asdict(self).items() if key in kept}
-        out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
+        out["script"] = self.script_text()
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         out["versions"] = versions()
         if sources:
             out["sources"] = dict(sources)
         return out
+
+    def script_text(self) -> str:
+        """Return the script and its arguments as a study stores them: a new password does not make another script."""
+        return shlex.join(redact_arguments(self.command))
 
     def resume_command(self, *, stored: bool = False) -> str:
         """Return the command line that continues this search; to be ``stored``, with the script's secrets hidden."""

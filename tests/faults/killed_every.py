@@ -3,7 +3,7 @@
     python -m tests.faults.killed_every 40 --trials 10 examples/train_gpt.py --steps 60 --width 192 --depth 2
 
 Each session is killed, with all that it started, after so many seconds of CPU time, in which a busy machine gets as far
-as an idle one; then the same command goes on with ``--resume``. Prints what both answer and what they took.
+as an idle one; then the very same command goes on. Prints what both answer and what they took.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def session(words: list[str], folder: Path, most_s: float) -> tuple[int | None, 
 
 def search(words: list[str], folder: Path, most_s: float) -> list[str]:
     """Search in sessions of at most so many CPU seconds; what there is to say of it, a cell each."""
-    command = [sys.executable, "-m", "autoprec", "search", "--study", "killed", "--no-mlflow", "--json"]
+    command = [sys.executable, "-m", "autoprec", "search", "--resume", "--study", "killed", "--no-mlflow", "--json"]
     began, spent = time.monotonic(), 0.0
     for number in range(1, MOST_SESSIONS + 1):
-        code, text, seconds = session([*command, *(["--resume"] if number > 1 else []), *words], folder, most_s)
+        code, text, seconds = session([*command, *words], folder, most_s)
         spent += seconds
         print(
             f"session {number}: {'killed' if code is None else code}, {seconds:.0f} CPU s", file=sys.stderr, flush=True

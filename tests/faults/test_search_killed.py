@@ -80,7 +80,7 @@ def asked(folder: Path) -> list[Document]:
 
 
 def begin(folder: Path, *words: str) -> Forked:
-    return Forked(searching, "search", *WORDS, *LENGTH, *words, "--study", "s", "train.py", cwd=folder)
+    return Forked(searching, "search", *WORDS, *LENGTH, *words, "--resume", "--study", "s", "train.py", cwd=folder)
 
 
 def folder_of(base: Path, name: str) -> Path:
@@ -124,14 +124,15 @@ def test_a_search_that_is_killed_before_its_first_trial_goes_on_where_it_was(tmp
     whole = asked(alone)
 
     moments: list[Callable[[], bool]] = [
+        lambda: (cut / "autoprec-runs" / "s" / "lock").exists(),  # nothing is written yet
         lambda: answered(cut) >= 2,  # the reference was run once
         lambda: probed(cut) >= 3,
         lambda: probed(cut) >= 9,
     ]
-    for number, reached in enumerate(moments):
-        killed_when(begin(cut, *(["--resume"] if number else [])), reached)
+    for reached in moments:
+        killed_when(begin(cut), reached)
         assert not (cut / "policy.yaml").exists(), "it was killed before it had an answer"
-    process = begin(cut, "--resume")
+    process = begin(cut)
     output = process.communicate()
     assert process.returncode == 0, output
     assert answer(cut) == answer(alone)

@@ -95,7 +95,7 @@ def make_study(
 ) -> TrackedStudy:
     """Make the folder of a study as a search leaves it; without a result as one that was killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    store = StudyStore(default_storage(folder), folder.name, ("step_time_ms", "divergence"), resume=False, begun=True)
+    store = StudyStore(default_storage(folder), folder.name, ("step_time_ms", "divergence"), resume=False)
     for record in records:
         store.add(record)
     store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sqlite3
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def stored_records(url: str, name: str) -> list[Run]:
         raise StudyError(what, where=without_password(url), fix="is its server running?") from error
     where = f"{without_password(url)}, study {name}"
     return [Run.from_stored(one, where=where) for one in stored if isinstance(one.get("record"), dict)]
+
+
+def script_of(path: Path, name: str) -> str | None:
+    """Return the script and its arguments that a study was started with; None where that is not known.
+
+    Args:
+        path: of a SQLite file.
+        name: of the study in it.
+    """
+    asked = (
+        "select value_json from study_user_attributes join studies using (study_id) where study_name = ? and key = ?"
+    )
+    with contextlib.suppress(sqlite3.Error, ValueError, TypeError, KeyError), opened(path, "ro") as connection:
+        return str(json.loads(connection.execute(asked, (name, "signature")).fetchone()[0])["script"])
+    return None
 
 
 @functools.lru_cache(maxsize=64)

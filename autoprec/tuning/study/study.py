@@ -25,6 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.errors import AutoPrecError, FileError, NoSpaceError, StudyError
 from autoprec.support.files import canonical_json, resource_error, sqlite_url, with_checksum, without_checksum
 from autoprec.support.plain import Document
+from autoprec.tuning.study.naming import check_mistyped
 from autoprec.tuning.study.run import REPAIR, Params, Run
 from autoprec.tuning.study.sqlite_check import check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, process_limit, root_cause, without_password
@@ -49,6 +50,12 @@ def default_storage(study_dir: Path) -> str:
     return sqlite_url(study_dir / "study.db")
 
 
+def _script_of(attrs: Mapping[str, object]) -> str | None:
+    signature = attrs.get("signature")
+    found = signature.get("script") if isinstance(signature, dict) else None
+    return None if found is None else str(found)
+
+
 class StudyStore:
     """One study in one storage.
 
@@ -56,10 +63,13 @@ class StudyStore:
         url: an SQLAlchemy URL (SQLite by default, PostgreSQL for several machines).
         objectives: names of the minimised objectives, in order.
         resume: continue an existing study; without it an existing one is refused.
-        begun: the storage was there before; then a resumed study that is missing was killed before its first
-            transaction, and is begun anew.
+        may_begin: a study that is to be resumed and is missing begins, unless its name is mistyped.
+        script: the script and its arguments, by which a mistyped name is told from a new one.
         tell: called with a note when a storage's server is waited for.
         started: ``time.monotonic()`` when this session began.
+
+    Attributes:
+        is_new: there was no such study before.
 
     Raises:
         StudyError: it exists and ``resume`` is off, does not exist and ``resume`` is on, or the storage is damaged.
@@ -72,23 +82,29 @@ class StudyStore:
         objectives: Sequence[str],
         *,
         resume: bool,
-        begun: bool = False,
+        may_begin: bool = False,
+        script: str = "",
         tell: Callable[[str], None] = lambda _: None,
         started: float | None = None,
     ) -> None:
         self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
-        check_sqlite(url, may_be_empty=begun or not resume, holds_studies=resume)
+        check_sqlite(url, may_be_empty=may_begin or not resume, holds_studies=resume)
         self._address, self._tell = url, tell
         self._storage = self._guarded(lambda: open_storage(url))
         # Its connections are closed, not left to the collector; but not at the end of a process, which may be a fork.
         weakref.finalize(self, self._storage.engine.dispose).atexit = False
-        existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
-        if existing and not resume:
+        there = {s.study_name: s.user_attrs for s in self._guarded(self._storage.get_all_studies)}
+        self.is_new = name not in there
+        if not self.is_new and not resume:
             raise StudyError(
                 f"a study named '{name}' exists already", where=self.url, fix="add --resume, or --study NEW"
             )
-        if not existing and resume and not begun:
-            raise StudyError(f"no study named '{name}' was found to resume", where=self.url, fix="leave out --resume")
+        if self.is_new and resume:
+            if not may_begin:
+                what = f"no study named '{name}' was found to resume"
+                raise StudyError(what, where=self.url, fix="is the address right? a new study begins without --resume")
+            check_mistyped(name, there, lambda other: _script_of(there[other]), script, self.url)
+            tell(f"there is no study {name} to resume yet: it begins")
         self._rdb = self._guarded(
             lambda: optuna.create_study(
                 storage=self._storage, study_name=name, directions=["minimize"] * len(objectives), load_if_exists=True

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from contextlib import ExitStack
+import sqlite3
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.naming import free_name, is_numbered
+from autoprec.tuning.study.study import StudyStore, default_storage
 
 
 @pytest.fixture
@@ -19,6 +21,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptCommand:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my train.py").write_text("")
     return ScriptCommand.parse(("my train.py", "--lr", "1"))
+
+
+def fails(_seed: int, _folder: Path) -> Runner:
+    raise ScriptError("the script failed", where="my train.py", fix="mend it")
 
 
 def taken(*names: str) -> None:
@@ -46,15 +52,94 @@ def test_a_launched_script_gives_its_own_name(tmp_path: Path, monkeypatch: pytes
         assert name(ScriptCommand.parse(words.split(), cwd=tmp_path)).removeprefix("pack.") == "train_gpt"
 
 
-def test_a_name_that_is_not_there_cannot_be_resumed_and_leaves_no_folder(command: ScriptCommand) -> None:
-    asked = SearchOptions(command=("my train.py",), study="train", resume=True)
-    with pytest.raises(StudyError, match="leave out --resume"):
-        Search(asked, command, Listeners()).run()
-    assert not Path("autoprec-runs").exists()
-    taken("train-h100", "other")
+def resumed(study: str = "train", storage: str = "", words: tuple[str, ...] = ("my train.py",)) -> SearchOptions:
+    return SearchOptions(command=words, study=study, storage=storage, resume=True)
+
+
+def begun(study: str, storage: str = "", script: str | None = "'my train.py'") -> None:
+    """Begin a study as a search does, or as one does that is killed before it is signed."""
+    folder = Path("autoprec-runs") / study
+    folder.mkdir(parents=True, exist_ok=True)
+    store = StudyStore(storage or default_storage(folder), study, ("step_time_ms",), resume=False)
+    if script is not None:
+        store.set_signature({"script": script})
+    store.close()
+
+
+def test_a_mistyped_name_cannot_be_resumed_and_leaves_no_folder(command: ScriptCommand) -> None:
+    taken("train-h100", "other")  # of which nothing says which script they are of
     with pytest.raises(StudyError, match=r"did you mean 'train-h100'. there are: other, train-h100"):
-        Search(asked, command, Listeners()).run()
+        Search(resumed(), command, Listeners()).run()
     assert not Path("autoprec-runs/train").exists()
+
+
+@pytest.mark.parametrize("storage", ["", "sqlite:///all.db"])
+@pytest.mark.parametrize(
+    ("typed", "script"),
+    [("trian", "'my train.py'"), ("train-2", "'my train.py'"), ("Train", None), ("trai", None)],
+)
+def test_a_name_like_that_of_a_study_of_the_same_script_is_mistyped(
+    command: ScriptCommand, storage: str, typed: str, script: str | None
+) -> None:
+    begun("train", storage, script)
+    begun("vit", storage)
+    with pytest.raises(StudyError, match=r"did you mean 'train'\? there are: train, vit"):
+        Search(resumed(typed, storage), command, Listeners(), fails).run()
+
+
+def begins(search: Search) -> str:
+    """Return what is said of a study that begins, and is ended as soon as its script is started."""
+    said: list[str] = []
+    search.listener.note = said.append  # type: ignore[method-assign]
+    with pytest.raises(ScriptError, match="the script failed"):
+        search.run()
+    return " ".join(said)
+
+
+def killed(study: str, *, at: str) -> None:
+    """Leave what a search leaves that is killed before its study was written."""
+    folder = Path("autoprec-runs") / study
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    if at == "database":
+        (folder / "study.db").touch()
+    elif at == "tables":
+        with closing(sqlite3.connect(folder / "study.db")) as half:
+            half.execute("create table studies (study_id integer primary key, study_name text)")
+
+
+@pytest.mark.parametrize("storage", ["", "sqlite:///all.db"])
+@pytest.mark.parametrize("others", [(), ("vit",), ("train-1", "trains")], ids=["none", "unlike", "of other arguments"])
+def test_a_job_script_that_always_resumes_begins_at_its_first_start(
+    command: ScriptCommand, storage: str, others: tuple[str, ...]
+) -> None:
+    for other in others:
+        begun(other, storage, "'my train.py' --lr 2")
+    assert "there is no study train to resume yet: it begins" in begins(
+        Search(resumed(storage=storage), command, Listeners(), fails)
+    )
+
+
+@pytest.mark.parametrize("at", ["folder", "database"])
+def test_a_search_that_was_killed_before_its_study_was_written_begins(command: ScriptCommand, at: str) -> None:
+    begun("trains")  # the name was used before, and so is not mistyped
+    killed("train", at=at)
+    assert "there is no study train to resume yet: it begins" in begins(Search(resumed(), command, Listeners(), fails))
+
+
+def test_a_study_whose_database_is_gone_is_not_begun_anew(command: ScriptCommand) -> None:
+    begun("train")
+    Path("autoprec-runs/train/graph.json").write_text("{}")
+    Path("autoprec-runs/train/study.db").unlink()
+    with pytest.raises(StudyError, match="the database of study 'train' is gone"):
+        Search(resumed(), command, Listeners(), fails).run()
+
+
+def test_a_study_that_another_storage_holds_is_not_begun_anew(command: ScriptCommand) -> None:
+    begun("train", "sqlite:///all.db")
+    Path("autoprec-runs/train/graph.json").write_text("{}")
+    with pytest.raises(StudyError, match="no study named 'train'"):
+        Search(resumed(storage="sqlite:///al.db"), command, Listeners(), fails).run()
 
 
 def test_taken_names_are_numbered(command: ScriptCommand) -> None:
@@ -69,9 +154,8 @@ def test_taken_names_are_numbered(command: ScriptCommand) -> None:
 
 
 def test_resume_takes_the_latest(command: ScriptCommand) -> None:
-    with pytest.raises(StudyError, match="no study"):
-        name(command, resume=True)
     first = name(command)
+    assert name(command, resume=True) == first  # of which there is none yet
     taken(first)
     assert name(command, resume=True) == first
 
@@ -119,9 +203,6 @@ def test_the_folder_of_studies_keeps_itself_out_of_a_repository(command: ScriptC
 def test_a_search_that_cannot_begin_leaves_nothing_of_its_own_and_all_of_a_persons(
     command: ScriptCommand, mine: bool
 ) -> None:
-    def fails(_seed: int, _folder: Path) -> Runner:
-        raise ScriptError("the script failed", where="my train.py", fix="mend it")
-
     mark = Path("autoprec-runs/.gitignore")
     if mine:
         mark.parent.mkdir()
