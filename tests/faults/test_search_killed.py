@@ -79,8 +79,8 @@ def asked(folder: Path) -> list[Document]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def begin(folder: Path, *words: str) -> Forked:
-    return Forked(searching, "search", *WORDS, *LENGTH, *words, "--resume", "--study", "s", "train.py", cwd=folder)
+def begin(folder: Path) -> Forked:
+    return Forked(searching, "search", *WORDS, *LENGTH, "--resume", "--study", "s", "train.py", cwd=folder)
 
 
 def folder_of(base: Path, name: str) -> Path:

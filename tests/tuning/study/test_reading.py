@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.tuning.study.reading import stored_records
+from autoprec.tuning.study.reading import script_of, stored_records
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tracking.conftest import make_records
 
@@ -48,6 +48,20 @@ def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_bytes(b"x" * 5000)
     with pytest.raises(StudyError):
         stored_records(default_storage(tmp_path), "s")
+
+
+def test_the_script_of_a_study_is_read_where_it_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    assert script_of(path, "s") is None
+    assert not path.exists(), "reading makes no database"
+    store = StudyStore(default_storage(tmp_path), "s", ("step_time_ms",), resume=False)
+    assert script_of(path, "s") is None, "it is not signed yet"
+    store.set_signature({"script": "train.py --lr '1 2'"})
+    assert script_of(path, "s") == "train.py --lr '1 2'"
+    assert script_of(path, "another") is None
+    store.close()
+    path.write_bytes(b"x" * 5000)
+    assert script_of(path, "s") is None
 
 
 def test_a_database_that_is_being_made_is_left_to_what_makes_it(tmp_path: Path) -> None:
