@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +153,29 @@ class Trace:
                 for value in set(call.ins):
                     self._consumers.setdefault(value, []).append(call)
         return self._consumers
+
+    def made_of(self, roots: Iterable[int]) -> set[int]:
+        """Return the calls that values are made of, by index: those that write into what another reads as well.
+
+        Args:
+            roots: indices of the values.
+        """
+        writers: dict[int, list[Call]] = {}
+        for call in self.calls:
+            read = {value.storage for value in self.inputs(call)}
+            for value in self.outputs(call):  # what is made may become a parameter's data
+                if call.op.endswith("_") or value.storage not in read:
+                    writers.setdefault(value.storage, []).append(call)
+        found: set[int] = set()
+        left = list(roots)
+        while left:
+            index = left.pop()
+            made = self.producer(index)
+            for call in (*writers.pop(self.values[index].storage, ()), *((made,) if made is not None else ())):
+                if call.index not in found:
+                    found.add(call.index)
+                    left += call.ins
+        return found
 
     def above(self, value: int, passes: Callable[[Call], bool], depth: int = 8) -> Iterator[Call]:
         """Iterate over the calls a value comes from, walking up through those that ``passes``.

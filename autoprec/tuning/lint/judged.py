@@ -24,6 +24,8 @@ _SUM, _SUM_SEEN, _LOSS, _LOSS_SEEN, _GRADIENT = 0.01, 0.003, 0.005, 0.001, 0.02
 _ROUNDED = 0.005
 #: Relative errors from which on a norm or softmax by hand, and a sum without one, is an error and not a warning.
 _HAND, _REDUCTION = 0.05, 0.5
+#: Share of the weights that a decay leaves as they are, from which on there is no decay.
+_KEPT = 0.9
 #: Share of tokens that go elsewhere.
 _ROUTED, _ROUTED_SEEN, _FEWEST_TOKENS = 0.05, 0.0, 16
 
@@ -56,6 +58,8 @@ def _word(name: str, value: Any) -> Any:
     if isinstance(value, float):
         if name == "scale":
             return f"{value:.12g}"
+        if name == "factor":
+            return f"{value:.7g}"
         return f"{value:g}" if name in ("beta", "rate", "eps") else f"{value:.2g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
 
@@ -87,6 +91,10 @@ def _more(seen: Observation) -> dict[str, Any]:
         lines, more = figures.get("derived", 0), figures.get("tables", 1) - 1
         alike = f"; {counted(more, 'more table')} alike" if more else ""
         return {"wave": wave + (f"; {_follow(lines)}" if lines else "") + alike}
+    if seen.code == "updates-lost":
+        by = seen.figures["rate"] > 0
+        mended = "; or a policy's `optimizer: {weights: bf16_stochastic}` or `bf16_kahan`" if by else ""
+        return {"at": f"at a learning rate of {figures['rate']:g} " if by else "", "policy": mended}
     if seen.code == "angles-16bit":
         source = (
             f"the frequencies ({figures['table']}) are {figures['to']}"
@@ -126,6 +134,13 @@ def _updates(figures: Mapping[str, Any]) -> str:
     if stays > 0.5 and (arrives < _ARRIVES or _is_early(figures)):
         return "error"
     return "warning" if stays > _STAYS else ""
+
+
+def _decay(figures: Mapping[str, Any]) -> str:
+    arrives = figures.get("arrives")
+    if _updates(figures) or figures.get("compensated") or arrives is None or not arrives >= _ARRIVES:
+        return ""
+    return "error" if figures["kept"] >= _KEPT else ""
 
 
 def _is_early(figures: Mapping[str, Any]) -> bool:
@@ -173,6 +188,7 @@ def _kept_module(figures: Mapping[str, Any]) -> str:
 #: How bad each observation is: of a figure, an error from the first share on and a warning from the second.
 _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "updates-lost": _updates,
+    "decay-lost": _decay,
     "rate-below-half-ulp": _rate,
     "moment-16bit": _by("kept", 0.5, 0.1),
     "ema-16bit": _by("unchanged", 0.5, 0.05),

@@ -7,7 +7,6 @@ from torch import nn
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 autocast = torch.autocast("cpu", torch.bfloat16)
 autocast.__enter__()
 for step in range(4):

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 import copy
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
@@ -17,7 +16,6 @@ for step in range(6):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-
     with torch.no_grad():
         for a, p in zip(average.parameters(), net.parameters()):
             a.lerp_(p.to(a.dtype), 0.001)  # fault: ema-16bit

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 import numpy as np
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))

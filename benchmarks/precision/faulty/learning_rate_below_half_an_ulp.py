@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-11)  # fault: rate-below-half-ulp
 for step in range(6):

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 4000))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 for step in range(4):

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8000)).bfloat16()
 optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
 for step in range(4):

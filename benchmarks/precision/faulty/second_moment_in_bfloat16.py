@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 net = net.bfloat16()  # fault: moment-16bit
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)  # fault: moment-16bit

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 net.to(torch.bfloat16)  # fault: updates-lost
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)

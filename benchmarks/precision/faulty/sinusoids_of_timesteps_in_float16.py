@@ -21,7 +21,6 @@ class Denoiser(nn.Module):
 
 net = Denoiser()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-
 times = torch.arange(3000, 4000)
 for step in range(4):
     x = torch.randn(1000, 64)

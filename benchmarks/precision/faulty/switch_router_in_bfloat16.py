@@ -26,7 +26,6 @@ class Mixture(nn.Module):
 
 
 net = nn.Sequential(nn.Linear(64, 64), Mixture(), nn.Linear(64, 10))
-
 net = net.bfloat16()
 optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
 for step in range(4):

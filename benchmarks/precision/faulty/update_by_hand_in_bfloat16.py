@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-
 w = nn.Linear(64, 10).bfloat16()  # fault: updates-lost
 
 

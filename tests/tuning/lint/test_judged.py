@@ -11,6 +11,7 @@ from autoprec.tuning.lint.rules import RULES, Finding
 LOST = {"unchanged": 0.96, "at_peak": 0.96, "arrives": 0.05, "half_ulp": 1e-4, "update": 1e-5, "rate": 1e-5}
 LOST |= {"elements": 19210, "tensors": 4, "optimizer": "AdamW", "to": "bf16", "compensated": "", "rising": False}
 LOSS = {"error": 0.01, "gradient": 0.001, "classes": 50257, "to": "bf16", "autocast": False}
+DECAY = LOST | {"unchanged": 0.0, "arrives": 1.0, "factor": 0.9999, "kept": 1.0}
 ROUTER = {"changed": 0.2, "ties": 0.1, "tokens": 512, "experts": 8, "chosen": 2, "to": "bf16", "autocast": False}
 
 
@@ -25,6 +26,11 @@ ROUTER = {"changed": 0.2, "ties": 0.1, "tokens": 512, "experts": 8, "chosen": 2,
         ("updates-lost", LOST | {"arrives": None}, ""),
         ("updates-lost", LOST | {"rising": True, "at_peak": 0.1}, ""),
         ("updates-lost", LOST | {"rising": True, "at_peak": 0.9}, "error"),
+        ("decay-lost", DECAY, "error"),
+        ("decay-lost", DECAY | {"kept": 0.6}, ""),
+        ("decay-lost", DECAY | {"unchanged": 0.9, "arrives": 0.1}, ""),  # the whole update is lost, and said to be
+        ("decay-lost", DECAY | {"compensated": "kahan"}, ""),
+        ("decay-lost", DECAY | {"arrives": None}, ""),
         ("rate-below-half-ulp", LOST | {"to": "fp32", "unchanged": 0.99}, "error"),
         ("rate-below-half-ulp", LOST | {"to": "fp32", "unchanged": 0.01}, ""),
         ("rate-below-half-ulp", LOST | {"to": "fp32", "rising": True}, ""),
@@ -78,6 +84,12 @@ def test_figures_are_told_as_people_read_them() -> None:
         "96 % of the 19,210 bf16 weights that AdamW updates stay as they are: at a learning rate of 1e-05"
     )
     assert message.endswith("5 % of the update arrives")
+    words = assess(Observation("updates-lost", figures=LOST | {"rate": 0.0, "optimizer": "the script"}))[1]
+    finding = Finding("updates-lost", data=words)
+    assert "that the script updates stay as they are: an update is about " in finding.message
+    assert "policy" not in finding.fix  # which changes optimizers alone
+    decay = Finding("decay-lost", data=assess(Observation("decay-lost", figures=DECAY))[1]).message
+    assert decay.endswith("19,210 bf16 weights: a product with 0.9999 leaves 100% of them as they are")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def _fault(code: str, to: str = "bf16", grade: str = "error") -> Finding:
     return Finding(
         code,
         "train.py:5",
-        data=figures | {"measured": ""},
+        data=figures | {"measured": "", "at": "", "policy": ""},
         grade=grade,
         seen=Observation(code, "train.py:5", figures=figures),
     )

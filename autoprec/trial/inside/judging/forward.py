@@ -99,20 +99,7 @@ class Step:
         trace = self.recorder.trace
         if not self.roots or min(self.roots) < 0:
             return set(range(len(trace.calls)))
-        writers: dict[int, list[Call]] = {}
-        for call in trace.calls:
-            for value in trace.outputs(call) if call.op.endswith("_") else ():
-                writers.setdefault(value.storage, []).append(call)
-        found: set[int] = set()
-        left = list(self.roots)
-        while left:
-            index = left.pop()
-            made = trace.producer(index)
-            for call in (*writers.pop(trace.values[index].storage, ()), *((made,) if made is not None else ())):
-                if call.index not in found:
-                    found.add(call.index)
-                    left += call.ins
-        return found
+        return trace.made_of(self.roots)
 
     @cached_property
     def collapsed(self) -> dict[int, int]:

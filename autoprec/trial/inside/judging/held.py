@@ -19,8 +19,8 @@ from autoprec.graph.census import Held
 from autoprec.graph.trace import dtype_name
 from autoprec.numerics.rounding import SIXTEEN_BIT
 from autoprec.optim.optimizer import runtime_of
+from autoprec.trial.inside.judging.by_hand import HOLDS, LEAST_DECAY, UpdateRecorder
 from autoprec.trial.inside.judging.samples import SAMPLE, half_ulp, sampled
-from autoprec.trial.inside.judging.shadow import ShadowRecorder
 from autoprec.trial.inside.judging.stepping import is_elementwise, next_step
 
 #: State of torch's optimizers that has the shape of a weight; what else has it may be a compensation, or a master copy.
@@ -30,8 +30,8 @@ _KNOWN_STATE = frozenset(
         *("exp_inf", "mu_product", "sum", "ax", "prev", "step_size"),
     )
 )
-#: What may remain of a lost update that a state is to hold, relative to it.
-_HOLDS = 0.3
+#: In place of an optimizer's number: the script updates its weights itself.
+BY_HAND = -1
 _SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64"}
 
 
@@ -60,10 +60,13 @@ class Update:
     """What became of the update of the weights of one dtype in one parameter group.
 
     Attributes:
+        optimizer: its number; -1 where the script updates its weights itself.
         unchanged: share of the elements with a gradient that are bit for bit what they were.
         arrives: how much of the update that was computed the weights have taken, projected on it; None where what was
             computed could not be seen.
         at_peak: ``unchanged`` as it would be at the schedule's largest learning rate, where this step's is smaller.
+        decay, kept: the factor of a decay that the optimizer multiplies 16-bit weights with, and the share of them
+            that it leaves as they are; 1 where it has none.
         half_ulp, update: medians of half a unit in the last place of the weights, and of the size of the update.
     """
 
@@ -80,6 +83,8 @@ class Update:
     rate: float
     peak: float
     compensated: str = ""
+    decay: float = 1.0
+    kept: float = 0.0
 
 
 @dataclass(slots=True)
@@ -92,8 +97,12 @@ class Weights:
     _rates: dict[tuple[int, int], float] = field(default_factory=dict)
     _meant: dict[int, Tensor] = field(default_factory=dict)
 
-    def hold(self) -> None:
-        """Sample every weight that has a gradient."""
+    def hold(self, loose: Iterable[Tensor] = ()) -> None:
+        """Sample every weight that has a gradient.
+
+        Args:
+            loose: weights of any shapes that no optimizer has: the script updates them itself.
+        """
         self._held.clear()
         self._rates.clear()
         self._meant.clear()
@@ -104,19 +113,14 @@ class Weights:
             for index, group in enumerate(optimizer.param_groups):
                 self._rates[at, index] = float(group.get("lr", 1.0))
                 for p in group["params"]:
-                    if (
-                        not p.is_floating_point()
-                        or type(p.data) is not Tensor
-                        or p.is_meta
-                        or p.layout is not torch.strided
-                    ):
-                        continue
-                    grad = (
-                        None if p.grad is None or p.grad.layout is not torch.strided else sampled(p.grad, SAMPLE) != 0
-                    )
-                    if grad is not None:
+                    grad = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
+                    if grad is not None and _is_plain(p):
                         before, stored = self._exact(at, p)
-                        self._held.append(_Weight(p, before, grad, index, at, stored))
+                        self._held.append(_Weight(p, before, sampled(grad, SAMPLE) != 0, index, at, stored))
+        for p in filter(_is_plain, loose):
+            before = sampled(p, SAMPLE).clone()
+            self._held.append(_Weight(p, before, torch.zeros_like(before, dtype=torch.bool), 0, BY_HAND))
+            self._rates[BY_HAND, 0] = 0.0
 
     def foresee(self, optimizer: Optimizer) -> bool:
         """Note what an optimizer's step would make of 16-bit weights in FP32; say whether that is known.
@@ -135,7 +139,7 @@ class Weights:
 
     def _exact(self, optimizer: int, parameter: Tensor) -> tuple[Tensor, bool]:
         """Return a sample of a weight's exact value, and whether that is kept beside the parameter."""
-        runtime = runtime_of(self.optimizers[optimizer])
+        runtime = runtime_of(self.optimizers[optimizer]) if optimizer != BY_HAND else None
         beside = runtime is not None and runtime.weights.beside_of(parameter) is not None
         value = runtime.weights.read(parameter) if runtime is not None and beside else parameter
         return sampled(value, SAMPLE).clone(), beside
@@ -145,21 +149,24 @@ class Weights:
         """The largest learning rate when the weights were held; the script's schedule may have changed it since."""
         return max(self._rates.values(), default=0.0)
 
-    def updates(self, recorder: ShadowRecorder) -> list[Update]:
+    def updates(self, recorder: UpdateRecorder) -> list[Update]:
         """Return what became of the updates, by optimizer, parameter group and dtype."""
         found: dict[tuple[int, int, torch.dtype, bool], list[_Weight]] = {}
         for one in self._held:
             found.setdefault((one.optimizer, one.group, one.parameter.dtype, one.stored), []).append(one)
         for runtime in filter(None, map(runtime_of, self.optimizers)):
             runtime.observer = None
-        return [self._update(key, several, recorder) for key, several in found.items()]
+        made = (self._update(key, several, recorder) for key, several in found.items())
+        return [one for one in made if one.elements]
 
-    def _update(self, key: tuple[int, int, torch.dtype, bool], held: list[_Weight], recorder: ShadowRecorder) -> Update:
+    def _update(self, key: tuple[int, int, torch.dtype, bool], held: list[_Weight], recorder: UpdateRecorder) -> Update:
         at, index, dtype, _ = key
-        group = self.optimizers[at].param_groups[index]
+        group = self.optimizers[at].param_groups[index] if at != BY_HAND else {}
         rate = self._rates[at, index]
         peak = max(rate, float(group.get("initial_lr", rate)))
         scale = peak / rate if rate else 1.0
+        if at == BY_HAND:
+            held = [one for one in held if recorder.twin_of(one.parameter) is not None]
         moved = stayed = lost = 0
         inner = size = 0.0
         ulps, steps, seen, kept = [], [], False, ""
@@ -174,7 +181,9 @@ class Weights:
             if meant is not None:
                 seen = True
                 step = meant.double() - before
-                kept = kept or compensation(self.optimizers[at], one.parameter, after, meant)
+                kept = kept or ("a tensor of its own" if recorder.is_compensated(one.parameter) else "")
+                if at != BY_HAND:
+                    kept = kept or compensation(self.optimizers[at], one.parameter, after, meant)
                 inner += float(((after.double() - before) * step).sum())
                 size += float(step.square().sum())
             moves = (step != 0) if meant is not None else one.moves
@@ -198,10 +207,29 @@ class Weights:
             rate,
             peak,
             kept,
+            *(self._decay(at, index, peak, held) if at != BY_HAND else ()),
         )
+
+    def _decay(self, at: int, index: int, rate: float, held: list[_Weight]) -> tuple[float, float]:
+        """Return factor and share kept of a weight decay that is a product of its own with 16-bit weights."""
+        optimizer, group = self.optimizers[at], self.optimizers[at].param_groups[index]
+        own = is_elementwise(optimizer) and runtime_of(optimizer) is None and not group.get("fused")
+        factor = 1.0 - rate * float(group.get("weight_decay", 0.0)) if group.get("decoupled_weight_decay") else 1.0
+        low = [one.before for one in held if one.before.dtype in SIXTEEN_BIT]
+        if not own or not low or not LEAST_DECAY <= 1.0 - factor < 1.0:
+            return 1.0, 0.0
+        flat = torch.cat(low)
+        flat = flat[flat != 0]
+        same = (flat.float() * factor).to(flat.dtype) == flat
+        return factor, float(same.float().mean()) if flat.numel() else 0.0
 
     def _name(self, parameter: Tensor) -> str:
         return self.names.name_of_parameter(parameter)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    plain = type(parameter.data) is Tensor and parameter.layout is torch.strided
+    return plain and parameter.is_floating_point() and not parameter.is_meta
 
 
 def _median(parts: list[Tensor]) -> float:
@@ -228,7 +256,7 @@ def compensation(optimizer: Optimizer, parameter: Tensor, after: Tensor, meant: 
             return str(name)  # the bits that the weight has no room for
         held = sampled(value, SAMPLE).double()
         for rest in (lost - held, lost + held, held - meant.double()):
-            if size and float(rest.norm()) <= _HOLDS * size:
+            if size and float(rest.norm()) <= HOLDS * size:
                 return str(name)
     return ""
 

@@ -26,6 +26,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import address_of
 from autoprec.graph.trace import SCRIPT, Ref, dtype_name
 from autoprec.trial.inside.judging import forward, loop, positions, sums
+from autoprec.trial.inside.judging.by_hand import UpdateRecorder
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, in_fp32, states_of, tensors_of
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
@@ -37,6 +38,8 @@ from autoprec.trial.inside.sensitivity.recorded_step import eager
 PATIENCE_S = 20.0
 #: Updates that are waited for until one has a learning rate.
 _TRIES = 4
+#: Backward passes after which a script without an optimizer is not waited for to update its weights.
+_MICRO_BATCHES = 64
 
 
 class Judge(Events):
@@ -59,7 +62,7 @@ class Judge(Events):
         self._weights = Weights(found.optimizers, self._names)
         self._step: Step | None = None
         self._report: GraphReport | None = None
-        self._update: ShadowRecorder | None = None
+        self._update: UpdateRecorder | None = None
         self._updates: list[Update] = []
         self._losses: list[Held] = []
         self._backward_at: list[str] = []
@@ -130,7 +133,26 @@ class Judge(Events):
     def after_backward(self, tensors: tuple[Tensor, ...]) -> None:  # noqa: ARG002
         if not self._found.optimizers:
             self._end_step()
-            self._finish()
+            self._begin_by_hand()
+
+    def _begin_by_hand(self) -> None:
+        """Look at what the script itself does with the gradients, until the next forward."""
+        if self._update is not None:
+            return
+        self._tries += 1
+        self._weights.hold(self._found.root.parameters())
+        self._update = UpdateRecorder(self._found.root)
+        self._update.__enter__()
+        if self._tries == 1:
+            self._lose_patience()
+        self._hooks.watch_next(self._found.root, self._next_by_hand)
+
+    def _next_by_hand(self, *_: Any) -> None:
+        # micro-batches follow each other without an update
+        if self._update is not None and not self._update.has_updated and self._tries < _MICRO_BATCHES:
+            self._close_update(keep=False)
+            return
+        self._finish()
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         if optimizer is not self._found.optimizers[0]:
@@ -148,14 +170,14 @@ class Judge(Events):
             if torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled():
                 self._inside_autocast = caller(own=True)
             self._clears = 0
-            self._update = ShadowRecorder(self._found.root, optimizers=())
+            self._update = UpdateRecorder(self._found.root)
             self._update.__enter__()
             self._stepping, self._stepped = [(0, 1 << 60)], set()
         else:
             self._stepping.append((len(self._update.trace.calls), 1 << 60))
         self._foresee(optimizer, self._update)
 
-    def _foresee(self, optimizer: Optimizer, recorder: ShadowRecorder) -> None:
+    def _foresee(self, optimizer: Optimizer, recorder: UpdateRecorder) -> None:
         """Look at an optimizer's step on samples, and leave its operators alone where that shows all."""
         recorder.paused = True
         try:
@@ -180,11 +202,15 @@ class Judge(Events):
         if self._update is not None and self._stepping:
             self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
         if optimizer is self._found.optimizers[0] and self._update is not None:
-            if self._patience_s is not None:
-                timer = threading.Timer(self._patience_s, self._finish, kwargs={"waited": True})
-                timer.daemon = True
-                timer.start()
+            self._lose_patience()
             self._hooks.watch_next(self._found.root, self._next_forward)
+
+    def _lose_patience(self) -> None:
+        """Wait for the next forward no longer than one may."""
+        if self._patience_s is not None:
+            timer = threading.Timer(self._patience_s, self._finish, kwargs={"waited": True})
+            timer.daemon = True
+            timer.start()
 
     def _next_forward(self, *_: Any) -> None:
         still = torch.is_autocast_enabled(self._device) and not self._clears
@@ -237,16 +263,22 @@ class Judge(Events):
         update, self._update = self._update, None
         if update is None:
             return
-        if keep and self._weights.rate:
+        by_hand = not self._found.optimizers
+        if keep and (self._weights.rate or by_hand):
             with _disable_current_modes():  # what is compared is not the script's
                 stepped = [at for at, one in enumerate(self._found.optimizers) if id(one) in self._stepped]
-                self._updates = [one for one in self._weights.updates(update) if one.optimizer in stepped]
+                self._updates = [one for one in self._weights.updates(update) if by_hand or one.optimizer in stepped]
+                if by_hand:
+                    self._by_hand = update.line_of([p for p in self._found.root.parameters() if p.dtype in update.low])
+                self._assigned = tuple(v for v in map(update.value_of, self._found.root.parameters()) if v >= 0)
         if not waited:
             StepRecorder.__exit__(update, None, None, None)
         if keep:
             self._kept_update = update
 
-    _kept_update: ShadowRecorder | None = None
+    _kept_update: UpdateRecorder | None = None
+    _by_hand = ""
+    _assigned: tuple[int, ...] = ()
 
     def _finish(self, *, waited: bool = False) -> None:
         """Judge what was seen, once; a failure of that is said, and never ends the script's own step."""
@@ -292,6 +324,8 @@ class Judge(Events):
             return Judged(unseen=("no step was seen",))
         optimizers = [(one, self._hooks.sources.of(one)) for one in self._found.optimizers]
         weights = {address_of(p) for p in self._found.root.parameters()}
+        if self._kept_update is not None:
+            weights |= self._kept_update.weights
         around = loop.Loop(
             optimizers,
             step.casts,
@@ -306,6 +340,8 @@ class Judge(Events):
             tuple(pair for pair in self._reduced if pair[1] in LOW),
             tuple(self._skipped),
             self._fixed,
+            self._by_hand,
+            self._assigned,
         )
         census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
         observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +14,9 @@ from autoprec.graph.census import Held, Observation
 from autoprec.graph.report import Operator
 from autoprec.graph.saved import address_of
 from autoprec.graph.trace import bare_name
+from autoprec.trial.inside.judging.by_hand import Decay, UpdateRecorder, lost_decays
 from autoprec.trial.inside.judging.forward import LOW, Step
-from autoprec.trial.inside.judging.held import Update, lost_epsilon, moments
-from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from autoprec.trial.inside.judging.held import BY_HAND, Update, lost_epsilon, moments
 
 _NORMS = (
     "linalg_vector_norm",
@@ -47,11 +48,13 @@ class Loop:
         reduced: tensors that ranks reduced in 16 bits: line or hook, and dtype.
         skipped: the loss scale of each update that a GradScaler skipped, in order.
         fixed: an update was taken, and the next forward began without ``GradScaler.update``.
+        by_hand: the line that updates the weights where no optimizer does; empty where one does.
+        assigned: what weights are after the update in its record, -1 for what was not seen.
     """
 
     optimizers: list[tuple[Optimizer, str]] = field(default_factory=list)
     casts: tuple[tuple[str, str], ...] = ()
-    update: ShadowRecorder | None = None
+    update: UpdateRecorder | None = None
     updates: list[Update] = field(default_factory=list)
     trained: frozenset[int] = frozenset()
     weights: frozenset[int] = frozenset()
@@ -62,6 +65,25 @@ class Loop:
     reduced: tuple[tuple[str, str], ...] = ()
     skipped: tuple[float, ...] = ()
     fixed: bool = False
+    by_hand: str = ""
+    assigned: tuple[int, ...] = ()
+
+    def updates_at(self, update: Update) -> tuple[str, str]:
+        """Return what updates weights, and its line."""
+        if update.optimizer == BY_HAND:
+            return "the script", self.by_hand
+        optimizer, where = self.optimizers[update.optimizer]
+        return type(optimizer).__name__, where
+
+    @cached_property
+    def decays(self) -> list[Decay]:
+        """The decays of weights by lines of the script's, or of an optimizer of its own."""
+        if self.update is None:
+            return []
+        trace = self.update.trace
+        written = trace.made_of(value for call in self.update.writes for value in call.ins)
+        written |= trace.made_of(self.assigned)
+        return list(lost_decays(self.update, written | {call.index for call in self.update.writes}))
 
     def cast(self, dtype: str) -> str:
         """Return the line that cast a module to a dtype last; empty where none did."""
@@ -91,7 +113,7 @@ def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
 
 def _updates(loop: Loop) -> Iterator[Observation]:
     for one in loop.updates:
-        optimizer, where = loop.optimizers[one.optimizer]
+        name, where = loop.updates_at(one)
         figures: dict[str, Any] = {
             "unchanged": one.unchanged,
             "at_peak": one.at_peak,
@@ -101,7 +123,7 @@ def _updates(loop: Loop) -> Iterator[Observation]:
             "rate": one.rate,
             "elements": one.elements,
             "tensors": len(one.tensors),
-            "optimizer": type(optimizer).__name__,
+            "optimizer": name,
             "to": one.dtype,
             "compensated": one.compensated,
             "rising": one.peak > one.rate * 1.01,
@@ -109,10 +131,31 @@ def _updates(loop: Loop) -> Iterator[Observation]:
         low = one.dtype in LOW
         cast = loop.cast(one.dtype)
         code = "updates-lost" if low else "rate-below-half-ulp"
-        also = (where,) if low and cast else ()
+        also = (where,) if low and cast and where else ()
         module = one.tensors[0] if len(one.tensors) == 1 else ""
+        yield Observation(code, cast if low and cast else where, name, module, (one.dtype,), figures, also)
+        yield from _decays_of_weights(loop, one, figures, tuple(filter(None, (cast,))))
+
+
+def _decays_of_weights(
+    loop: Loop, update: Update, figures: dict[str, Any], also: tuple[str, ...]
+) -> Iterator[Observation]:
+    """Products of weights with a factor just below 1 that return them as they were."""
+    name, where = loop.updates_at(update)
+    known = update.dtype in LOW and loop.update is not None
+    rows = [one for one in loop.decays if one.dtype == update.dtype] if known else []
+    for one in rows:
+        words = {"factor": one.factor, "kept": one.kept, "elements": one.elements}
+        yield Observation("decay-lost", one.call.where, one.call.op, "", (one.dtype,), figures | words, also)
+    if known and not rows and update.decay != 1.0:
+        words = {"factor": update.decay, "kept": update.kept}
         yield Observation(
-            code, cast if low and cast else where, type(optimizer).__name__, module, (one.dtype,), figures, also
+            "decay-lost",
+            *((also[0], name) if also else (where, name)),
+            "",
+            (update.dtype,),
+            figures | words,
+            (where,) if also else (),
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoprec.graph.analysis.modules import ModelNames
+from autoprec.trial.inside.judging.by_hand import UpdateRecorder
 from autoprec.trial.inside.judging.held import (
     Update,
     Weights,
@@ -19,7 +20,6 @@ from autoprec.trial.inside.judging.held import (
     moments,
     saved_dtypes,
 )
-from autoprec.trial.inside.judging.shadow import ShadowRecorder
 from benchmarks.precision.running import found_in_text
 
 BF16 = torch.bfloat16
@@ -34,7 +34,7 @@ def update_of(dtype: torch.dtype, make: Any, steps: int = 1) -> Update:
             p.grad = torch.randn_like(p)
         weights = Weights([optimizer], ModelNames(model))
         weights.hold()
-        with ShadowRecorder(model) as recorder:
+        with UpdateRecorder(model) as recorder:
             optimizer.step()
             with torch.utils._python_dispatch._disable_current_modes():
                 (update,) = weights.updates(recorder)

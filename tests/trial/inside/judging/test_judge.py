@@ -46,6 +46,7 @@ QUICK = (
     "switch_router_in_bfloat16",
     "the_optimizer_steps_before_unscaling",
     "variance_by_difference_in_bfloat16",
+    "weight_decay_by_hand_in_bfloat16",
 )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autoprec.graph.census import Held
+from autoprec.trial.inside.judging.by_hand import UpdateRecorder
 from autoprec.trial.inside.judging.forward import Step
 from autoprec.trial.inside.judging.held import Update
 from autoprec.trial.inside.judging.loop import Loop, seen
@@ -94,7 +95,7 @@ def test_each_part_of_the_loop_has_its_line() -> None:
 
 def test_a_moving_average_is_what_is_kept_and_not_the_optimizer_s_own() -> None:
     weights, average = torch.ones(8), torch.ones(8, dtype=torch.bfloat16)
-    with ShadowRecorder(nn.Linear(2, 2)) as update:
+    with UpdateRecorder(nn.Linear(2, 2)) as update:
         average.lerp_(weights.bfloat16() + 1, 1e-4)
     assert [one.code for one in seen(Loop(update=update), step(), [])] == ["ema-16bit"]
     assert seen(Loop(update=update, stepping=((0, 99),)), step(), []) == []
