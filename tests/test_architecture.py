@@ -49,7 +49,7 @@ IMPURE_CALLS = {"open", "fork", "popen", "system", "unlink", "rename", "mkdir", 
 #: Inside a room: who is below whom. A folder imports from those before it in its row, never from those after it.
 SUB_ROOMS = {
     "trial": ("inside", "driver"),
-    "tuning": ("study", "decide", "libraries", "transfer", "workers", "phases"),
+    "tuning": ("study", "decide", "libraries", "transfer", "workers", "timing", "phases"),
 }
 
 

@@ -190,6 +190,8 @@ class DuelSpec(TrialSpec):
         on_the_clock: they are those on the clock, not the process's own.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
         side_by_side: contenders are forks where there may be more than one.
+        ends_after: steps after which the script ends, where one process times all: blocks are then so short that half
+            as many rounds as an interval takes are done by then. None: not known.
         by_block: as :attr:`TrainSpec.by_block`.
         by_backend: a contender is refused where none of the backends that its evidence names runs a layer.
         log: as :attr:`ScanSpec.log`, of each round.
@@ -201,6 +203,7 @@ class DuelSpec(TrialSpec):
     on_the_clock: bool = False
     precision: float = 0.01
     side_by_side: int = 1
+    ends_after: int | None = None
     by_block: bool = False
     by_backend: bool = False
     log: str = ""

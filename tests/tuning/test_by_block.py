@@ -16,6 +16,7 @@ from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.state import Seconds
 from autoprec.tuning.study.run import BY_BLOCK, DUEL
+from autoprec.tuning.timing.in_turns import STEPS_APART
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import H100, here, options, search  # noqa: F401
 
@@ -264,27 +265,28 @@ def test_duels_of_blocks_rank_and_one_of_whole_models_decides(here: Path) -> Non
     assert {"speedup_low", "speedup_high"} <= evidence.keys()
 
 
-def test_where_the_duel_of_whole_models_fails_nothing_is_adopted(
+@pytest.mark.parametrize(
+    "crashed",
+    [TrialResult("crashed", "RuntimeError: no space left"), TrialResult("ok", answer=DuelRounds(steps=20))],
+    ids=["fails", "too short"],
+)
+@pytest.mark.parametrize("whole_runs", [True, False])
+def test_where_no_duel_of_whole_models_can_be_run_whole_runs_decide_or_nothing_is_adopted(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    crashed: TrialResult,
+    whole_runs: bool,
 ) -> None:
-    real = SimulatedRunner._duel
-    crashed = TrialResult("crashed", "RuntimeError: no space left")
+    real, train = SimulatedRunner._duel, SimulatedRunner._train
+
+    def trained(runner: SimulatedRunner, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
+        short = spec.steps == STEPS_APART and not in_duel and not whole_runs
+        return TrialResult("crashed", "no") if short else train(runner, spec, in_duel=in_duel)
+
+    monkeypatch.setattr(SimulatedRunner, "_train", trained)
     monkeypatch.setattr(SimulatedRunner, "_duel", lambda runner, spec: real(runner, spec) if spec.by_block else crashed)
     _, result = search(compiled_script(), options(trials=8))
-    assert result.verdict == "undecided"
-    assert any("a duel failed (crashed: RuntimeError: no space left)" in note for note in result.notes)
-
-
-def test_a_duel_of_too_few_rounds_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    real = SimulatedRunner._duel
-
-    def short(runner: SimulatedRunner, spec: DuelSpec) -> TrialResult:
-        found = real(runner, spec).answer
-        assert isinstance(found, DuelRounds)
-        return TrialResult("ok", answer=replace(found, rounds=found.rounds[:1]))
-
-    monkeypatch.setattr(SimulatedRunner, "_duel", short)
-    monkeypatch.setattr("autoprec.tuning.phases.duels._PROCESSES", 1)
-    _, result = search(compiled_script(), options(trials=8))
-    assert any("a duel took" in note and "an interval takes 6" in note for note in result.notes)
+    assert result.verdict == ("adopt" if whole_runs else "undecided")
+    assert ("speedup" in result.best.get("intervals", {})) is whole_runs
+    told = "a duel had 0 rounds before the script ended" if crashed.ok else "a duel failed: crashed: RuntimeError"
+    assert any(told in note for note in result.notes)

@@ -122,9 +122,16 @@ class Duel:
             within = math.inf if self._spec.within_s is None else self._spec.within_s
             # the fewest rounds take half of the time
             block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)) - _SETTLING * step_s)
-            self._block = max(1, min(_MOST_STEPS, math.ceil(block_s / step_s)))
+            self._block = max(1, min(_MOST_STEPS, self._room(loop.steps), math.ceil(block_s / step_s)))
         self._settled_s = time.monotonic() - self._began
         self._began, self._own = time.monotonic(), time.process_time()
+
+    def _room(self, steps: int) -> int:
+        """Return the most steps of a block with which there are enough rounds before the script ends."""
+        if self._spec.ends_after is None:
+            return _MOST_STEPS
+        blocks = len(self._lanes) * (FEWEST // 2) + 1  # one of the reference goes before the first round
+        return (self._spec.ends_after - steps - _SETTLING_FIRST) // blocks - _SETTLING
 
     def _prepare(self) -> None:
         """Put every policy on once, and hold what it changed."""

@@ -16,18 +16,16 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy, compiles
+from autoprec.policy import compiles
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
-from autoprec.trial.probe_log import append_round, read_rounds
-from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe, TrainSpec, TrialResult
+from autoprec.trial.protocol import DuelSpec
 from autoprec.tuning.decide.decision import Standing
-from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.libraries.choice import BACKENDS
@@ -35,7 +33,15 @@ from autoprec.tuning.paired import OVERRUN, PairedRunner, room_for
 from autoprec.tuning.schedule import CACHED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
-from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Params, Run, last_duels
+from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
+from autoprec.tuning.timing.in_turns import (
+    STEPS_APART,
+    WARMUP_APART,
+    can_be_exchanged,
+    in_turns,
+    timed_together,
+    times_of,
+)
 
 #: Half the width of an interval that is enough, relative to the speed-up.
 PRECISE = 0.02
@@ -48,10 +54,8 @@ AGAIN, AGAIN_S = 3, 40.0
 _ROUGH, _MOST_AGAIN = 0.04, 3
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
-#: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
-_PROCESSES, STEPS_APART, WARMUP_APART = 4, 6, 2
-#: Policies of one duel: each holds its compiled graphs, or a model.
-MOST_AT_ONCE = 4
+#: Policies of one duel: each holds its compiled graphs, or a model; and of those whose whole runs take turns instead.
+MOST_AT_ONCE, MOST_APART = 4, 2
 
 
 class Duels:
@@ -65,6 +69,8 @@ class Duels:
         self._again -= Counter(set(self._again))
         #: Of whole models, and of blocks.
         self._rounds: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+        #: Steps after which the script ends, where that was before a duel had its rounds.
+        self._ends_after: int | None = None
 
     def between(self, one: Standing, other: Standing) -> tuple[float, float, float] | None:
         """Return how many times as fast one policy is as another, with its 95 % interval; None if not both were timed.
@@ -97,8 +103,12 @@ class Duels:
 
     def least_s(self, runs: Sequence[Run], *, whole: bool = False) -> float:
         """Return the wall-clock seconds of the shortest duel that gives these runs an interval; 0 without runs."""
-        count = len(self.wanted(runs, whole=whole)[:MOST_AT_ONCE])
-        return self._least_s(count) + self._compile_s(count, self._by_block(whole)) if count else 0.0
+        wanted = self.wanted(runs, whole=whole)[:MOST_AT_ONCE]
+        together = sum(can_be_exchanged(run.policy) for run in wanted)
+        whole_s = self._whole_runs_s(len(wanted) - together)
+        return whole_s + (
+            self._least_s(together) + self._compile_s(together, self._by_block(whole)) if together else 0.0
+        )
 
     def time(self, runs: Sequence[Run], rivals: Sequence[Run] = (), *, whole: bool = False) -> bool:
         """Time policies that were not yet, a few at once; returns whether anything was learnt.
@@ -168,33 +178,55 @@ class Duels:
             exchanged = [run for run in group if forks or can_be_exchanged(run.policy)]
             spec = self._spec(forks=forks, by_block=by_block)
             policies = {run.name: self._runner.as_run(run.policy) for run in exchanged}
-            share = within * len(group) / len(here)
-            rounds, failed, refused = timed_together(self._runner.duel, spec, policies, share)
-            known += rounds
-            failure = failure or failed or "; ".join(f"{name}: {why}" for name, why in refused.items())
+            timed = timed_together(self._runner.duel, spec, policies, within * len(group) / len(here))
+            known += timed.rounds
+            self._ends_after = timed.ends_after or self._ends_after
+            failure = failure or timed.failed or "; ".join(f"{name}: {why}" for name, why in timed.refused.items())
             together += exchanged
-        if failure:
-            self._state.note(f"a duel failed ({failure}): times are those of trials")
         apart = [run for run in wanted if run not in together]
-        times = {run.name: times_of(known, run.name) for run in together}
-        times |= {run.name: self._apart(run, within, by_block=by_block) for run in apart}
+        if short := self._lacking(together, by_block):  # the script ends too soon, or cannot hold them all
+            told = f"failed: {failure}" if failure else f"had {counted(len(known), 'round')} before the script ended"
+            self._state.note(f"a duel {told}")
+            apart += short[:MOST_APART]
+            # the others are timed when an answer rests on them
+            self._tried -= {(run.name, by_block) for run in short[MOST_APART:]}
+        if apart:
+            known += self._whole_runs(apart, within, by_block=by_block)
         tags, seconds = (BY_BLOCK,) if by_block else (), time.monotonic() - began[1]
-        timed = [run for run in wanted if len(times[run.name]) >= FEWEST]
-        found = [self._store(run, times[run.name], tags, began[0], seconds) for run in timed]
+        missing = self._lacking(wanted, by_block)
+        found = [
+            self._store(run, times_of(known, run.name), tags, began[0], seconds) for run in wanted if run not in missing
+        ]
         if found:  # what gave no interval is known to the next session, which does not try it again
             self._runner.duels_are_stored()
-        short = [run.name for run in together if len(times[run.name]) < FEWEST]
-        if short and not failure and self._setup.options.budget_s is not None:
-            self._state.cut("the time budget ended a duel before it had an interval")
-        elif short and not failure:
-            took = f"{counted(min(len(times[name]) for name in short), 'round')} in {within:.0f} s"
-            self._state.note(f"a duel took {took}, and an interval takes {FEWEST}: no speed of {', '.join(short)}")
-        if found:
             speeds = {one.name: one.metrics["speedup"] for one in found}
-            told = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
+            said = [f"{name} {speed_text(speed.value, speed.low, speed.high)}" for name, speed in speeds.items()]
             how = "its blocks compiled, to rank them" if by_block else "in turns"
-            self._state.listener.note(f"timed beside the script, {how}: {', '.join(told)}")
+            self._state.listener.note(f"timed beside the script, {how}: {', '.join(said)}")
+        elif self._setup.options.budget_s is not None:
+            self._state.cut("the time budget ended a duel before it had an interval")
+        else:
+            self._state.note(f"no speed of {', '.join(run.name for run in missing)} beside the script is known")
         return bool(found)
+
+    def _lacking(self, runs: Sequence[Run], by_block: bool) -> list[Run]:
+        """Return those of some policies of which there are too few rounds for an interval."""
+        return [run for run in runs if len(times_of(self._rounds[by_block], run.name)) < FEWEST]
+
+    def _whole_runs(self, runs: Sequence[Run], within: float, *, by_block: bool) -> list[dict[str, float]]:
+        """Time whole runs of as many policies in turns as a time budget has room for."""
+        budget, some = self._setup.options.budget_s, list(runs)
+        left = math.inf if budget is None else OVERRUN * budget - self._state.elapsed() - self._state.seconds_to_close()
+        while some and self._whole_runs_s(len(some)) > left:
+            some.pop()
+        return in_turns(self._setup, self._runner, self._state, some, within, by_block=by_block) if some else []
+
+    def _whole_runs_s(self, count: int) -> float:
+        """Return the seconds in which so many policies and the reference have an interval by whole runs; 0 of none."""
+        options, compile_s = self._setup.options, CACHED_COMPILE * (self._state.seconds.compile_s or 0.0)
+        share = min(1.0, (STEPS_APART + WARMUP_APART) / (options.steps + options.warmup))
+        each_s = self._runner.work.start_s + compile_s + share * self._run_s()
+        return FEWEST * (count + 1) * each_s if count else 0.0
 
     def _spec(self, *, forks: bool, by_block: bool) -> DuelSpec:
         """Return a duel beside the reference, without its contenders and the seconds that it may take."""
@@ -203,6 +235,8 @@ class Duels:
             side_by_side=2 if forks else 1,
             on_the_clock=self._setup.options.budget_s is not None,
             by_block=by_block,
+            precision=PRECISE,
+            ends_after=None if forks else self._ends_after,
         )
 
     def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:
@@ -229,8 +263,8 @@ class Duels:
             return [], {}
         spec = replace(self._spec(forks=self._can_fork([run]), by_block=by_block), by_backend=True)
         with self._booked(f"{run.name} by {name}" for name in policies):
-            rounds, failed, refused = timed_together(self._runner.duel, spec, policies, within)
-        return rounds, dict.fromkeys(policies, failed) if failed else refused
+            timed = timed_together(self._runner.duel, spec, policies, within)
+        return timed.rounds, dict.fromkeys(policies, timed.failed) if timed.failed else timed.refused
 
     def book(self, run: Run, times: Sequence[tuple[float, float]]) -> None:
         """Store what the duel of backends says of a policy by the fastest of them.
@@ -307,32 +341,6 @@ class Duels:
             return CACHED_COMPILE * (count + 1) * compile_s / self._setup.host.blocks
         return (2 * CACHED_COMPILE + count - 1) * compile_s
 
-    def _apart(self, run: Run, within_s: float, *, by_block: bool) -> list[tuple[float, float]]:
-        """Return times of adjacent runs, of a policy that changes what is stored and cannot be taken off again."""
-
-        def short(policy: Document | None, params: Params) -> TrainSpec:
-            return self._runner.train_spec(policy, params, steps=STEPS_APART, warmup=WARMUP_APART, by_block=by_block)
-
-        both = [(self._setup.reference_policy(), {}), (run.policy, run.params)]
-        log = self._runner.turns([short(*one) for one in both])
-        rounds, taken = read_rounds([log] if log is not None else [])
-        found, began = times_of(rounds, run.name), time.monotonic() - taken
-        while len(found) < 2 * FEWEST and (len(found) < FEWEST or time.monotonic() - began < within_s):
-            contest = both[::-1] if len(found) % 2 else both
-            results = [self._runner.on_host(short(*one)) for one in contest]
-            if not all(result.ok for result in results):
-                break
-            ms = [step_time(result.step_ms, result.warmup) for result in results]
-            found.append((ms[0], ms[1]) if not len(found) % 2 else (ms[1], ms[0]))
-            times = {REFERENCE: found[-1][0], run.name: found[-1][1]}
-            append_round(log or "", times, time.monotonic() - began)
-            budget = self._setup.options.budget_s
-            if budget is not None and self._state.elapsed() > budget:
-                break
-        if log is not None:
-            log.unlink(missing_ok=True)
-        return found
-
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:
     """Return so many of some runs and their rivals; nothing where there are none of the former."""
@@ -350,46 +358,6 @@ def usual_seconds(count: int) -> float:
     return _FIRST_S + _EACH_S * count
 
 
-def timed_together(
-    run: Callable[[DuelSpec], TrialResult],
-    spec: DuelSpec,
-    policies: Mapping[str, Document],
-    within_s: float,
-) -> tuple[list[dict[str, float]], str, dict[str, str]]:
-    """Time policies beside the reference in one process, or in a few where the script ends soon.
-
-    Args:
-        run: runs one trial.
-        spec: of the reference.
-        policies: name -> document; each :func:`can_be_exchanged`.
-        within_s: a process's own seconds, or where the spec says so those on the clock, which a time budget counts;
-            those in which it compiles are not among them.
-
-    Returns:
-        Milliseconds per step by name, :data:`~autoprec.trial.protocol.REFERENCE` among them, round by round; why a
-        process failed, empty where none did; and why policies were refused, by name.
-    """
-    rounds: list[dict[str, float]] = []
-    probes, began = tuple(Probe(*named) for named in policies.items()), time.monotonic()
-    for _ in range(_PROCESSES if probes else 0):
-        left = max(1.0, within_s - (time.monotonic() - began))
-        result = run(replace(spec, probes=probes, within_s=left, precision=PRECISE))
-        if not isinstance(result.answer, DuelRounds):
-            return rounds, f"{result.status}: {result.reason}", {}
-        found, refused = result.answer.rounds, dict(result.answer.refused)
-        rounds += found
-        if refused:
-            return rounds, "", refused
-        if not found or len(rounds) >= FEWEST or time.monotonic() - began > within_s:
-            break
-    return rounds, "", {}
-
-
-def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """Return milliseconds per step of the reference and of a policy, in the rounds that it took part in."""
-    return [(one[REFERENCE], one[name]) for one in rounds if name in one]
-
-
 def duel_run(name: str, policy: Document, times: Sequence[tuple[float, float]], reference_ms: float) -> Run:
     """Return a duel as a run: a speed-up, and the step time that follows from the reference's, with intervals.
 
@@ -403,13 +371,6 @@ def duel_run(name: str, policy: Document, times: Sequence[tuple[float, float]], 
     step = Metric(reference_ms / middle, low=reference_ms / high, high=reference_ms / low)
     metrics = {"speedup": Metric(middle, low=low, high=high), "step_time_ms": step}
     return Run(0, DUEL, name, {}, policy, "ok", metrics=metrics)
-
-
-def can_be_exchanged(document: Document) -> bool:
-    """Say whether a policy can be taken off between two steps: it leaves weights, state and gradients as they are."""
-    policy = Policy.model_validate({key: value for key, value in document.items() if key != "evidence"})
-    plain = policy.optimizer == OptimizerPolicy() and policy.communication == CommunicationPolicy()
-    return plain and policy.loss_scaling == "none" and not policy.phases
 
 
 def drift(speedups: Sequence[tuple[float, float]]) -> float:

@@ -29,7 +29,6 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.libraries.choice import BACKENDS, able, fastest, row_of, run_by
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import explained
-from autoprec.tuning.phases.duels import times_of
 from autoprec.tuning.phases.finalists import SeedAllocation
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.phases.variants import NEAR
@@ -37,6 +36,7 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import by_hand, first_presets
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Run
+from autoprec.tuning.timing.in_turns import times_of
 
 #: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
 #: target that cannot run FP8 fails one recipe after the other.

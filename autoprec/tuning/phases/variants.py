@@ -28,8 +28,8 @@ from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrainSpec
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
-from autoprec.tuning.phases.duels import STEPS_APART, WARMUP_APART
 from autoprec.tuning.study.kept import KeptAnswers
+from autoprec.tuning.timing.in_turns import STEPS_APART, WARMUP_APART
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 
 #: Share of a time budget that variants may take before the search.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.trial.inside.duel import ratios_of, undecided
+from autoprec.trial.inside.duel import Duel, ratios_of, undecided
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrainSpec, TrialResult
 from autoprec.tuning.libraries.choice import fastest, run_by
+from autoprec.tuning.timing.in_turns import contenders
 from tests.trial.conftest import uniform
 
 SCRIPT = """
@@ -36,11 +38,13 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoprec.trial.inside.duel._BUSY", 1000.0)
 
 
-def duel(host: Any, folder: Path, steps: int, launch: str = "auto") -> TrialResult:
+def duel(host: Any, folder: Path, steps: int, launch: str = "auto", ends_after: int | None = None) -> TrialResult:
     path = folder / "train.py"
     path.write_text(SCRIPT)
     probes = (Probe("empty", Policy().to_dict()), Probe("emulated", uniform("fp8")))
-    spec = DuelSpec(probes=probes, backend="emulated", within_s=2.0, precision=0.02, timeout_s=60.0)
+    spec = DuelSpec(
+        probes=probes, backend="emulated", within_s=2.0, precision=0.02, timeout_s=60.0, ends_after=ends_after
+    )
     with host(str(path), str(steps), launch=launch) as runner:
         result: TrialResult = runner.run(spec)
     return result
@@ -110,6 +114,30 @@ def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -
     result = duel(host, tmp_path, 40)
     assert result.ok
     assert result.answer.steps == 40
+
+
+@pytest.mark.parametrize("steps", [40, 60])
+def test_a_process_that_knows_when_the_script_ends_has_its_rounds_by_then(
+    host: Any, tmp_path: Path, steps: int
+) -> None:
+    count = contenders(steps)
+    assert count is not None
+    assert count >= 2
+    result = duel(host, tmp_path, steps, "process", ends_after=steps)
+    assert result.ok
+    assert len(result.answer.rounds) >= FEWEST // 2
+    assert result.answer.steps == steps
+
+
+@pytest.mark.parametrize("ends_after", [20, 60, 200, 5000, None])
+def test_blocks_are_as_short_as_the_script_has_steps_for(ends_after: int | None) -> None:
+    made: Any = SimpleNamespace(_spec=DuelSpec(ends_after=ends_after), _lanes=dict.fromkeys("abc"))
+    room = Duel._room(made, 9)
+    if ends_after is None:
+        assert room == 32
+    else:
+        used = 9 + 2 + (room + 1) * (3 * FEWEST // 2 + 1)
+        assert used <= ends_after < used + 3 * FEWEST // 2 + 1
 
 
 COMPILED = """

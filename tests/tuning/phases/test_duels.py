@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from autoprec.policy import load_policy
+from autoprec.trial.command import ScriptCommand
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.protocol import DuelRounds, DuelSpec, TrainSpec, TrialResult
+from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases import duels
-from autoprec.tuning.phases.duels import Duels, can_be_exchanged
+from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL, Metric, Run, metrics_of, pooled
+from autoprec.tuning.timing import in_turns
 from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import here, options, search  # noqa: F401
 
@@ -67,22 +71,6 @@ def test_a_rehearsal_times_nothing(here: Path) -> None:  # noqa: F811
     assert all(spec.kind != "duel" for _, spec in simulated.calls)
 
 
-@pytest.mark.parametrize(
-    ("changes", "can"),
-    [
-        ({}, True),
-        ({"activations": "bf16"}, True),
-        ({"execution": "compile"}, True),
-        ({"embedding_gradient": 0.1}, True),
-        ({"optimizer": {"exp_avg": "bf16"}}, False),
-        ({"communication": {"gradients": "bf16"}}, False),
-        ({"loss_scaling": "dynamic", "activations": "fp16"}, False),
-    ],
-)
-def test_what_changes_stored_values_cannot_be_taken_off_between_two_steps(changes: dict, can: bool) -> None:
-    assert can_be_exchanged({"schema": "autoprec.policy/1", **changes}) is can
-
-
 def test_the_speed_of_a_duel_stands_for_that_of_trials() -> None:
     figures = {"speedup": 1.2, "step_time_ms": 100.0, "divergence": 0.001, "memory_bytes": 1.0, "throughput": 10.0}
     trials = [
@@ -113,7 +101,9 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, s
         return sum(
             min(spec.within_s or 0.0, duel_s * len(spec.probes))
             if isinstance(spec, DuelSpec)
-            else 23 * step_s * (spec.kind == "train")
+            else step_s * (8 if spec.steps == in_turns.STEPS_APART else 23)
+            if isinstance(spec, TrainSpec)
+            else 0.0
             for spec in runs
         )
 
@@ -122,12 +112,13 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, s
         return replace(done, answer=DuelRounds(rounds_of(done)[: int(FEWEST * share + 1e-3)], steps=8))
 
     monkeypatch.setattr(SimulatedRunner, "_duel", duel)
-    monkeypatch.setattr(duels, "_PROCESSES", 1)
+    monkeypatch.setattr(in_turns, "PROCESSES", 1)
     monkeypatch.setattr(SearchState, "elapsed", elapsed)
     monkeypatch.setattr(SearchState, "seconds_to_close", lambda _state: 5.0)
     monkeypatch.setattr(SearchState, "seconds_per_seed", lambda *_: 2 * 23 * step_s)
     monkeypatch.setattr(SearchState, "seconds_per_run", lambda _state: 23 * step_s)
     monkeypatch.setattr(Duels, "_least_s", lambda _duels, count: duel_s * count)
+    monkeypatch.setattr(Duels, "_whole_runs_s", lambda _duels, count: FEWEST * (count + 1) * 8 * step_s)
 
 
 @pytest.mark.parametrize("budget_s", [90.0, 100.0, 110.0, 150.0, 230.0])
@@ -286,29 +277,59 @@ def test_contenders_have_processes_where_memory_that_can_be_had_holds_them(
     assert Duels._can_fork(made, [Run(0, DUEL, "a", {}, {"execution": execution}, "ok")]) is can
 
 
-def test_runs_in_turns_of_a_search_that_was_killed_count(tmp_path: Path) -> None:
-    """A policy that cannot be exchanged is timed in adjacent runs, and those began anew after each kill."""
-    asked: list[TrainSpec] = []
-    log = tmp_path / "rounds.jsonl"
+class Elsewhere(SimulatedRunner):
+    """A script too short for a duel, whose trials ran beside another load than its reference did: all seem slow.
 
-    def on_host(spec: TrainSpec) -> TrialResult:
-        asked.append(spec)
-        if len(asked) == 2 * FEWEST + 2:
-            raise KeyboardInterrupt
-        return TrialResult("ok", step_ms=(1.0 if spec.policy else 2.0,) * spec.steps)
+    Runs of the script as written take twice as long before the first policy is tried.
+    """
 
-    runner: Any = SimpleNamespace(
-        on_host=on_host,
-        turns=lambda specs: log if [bool(spec.policy) for spec in specs] == [False, True] else None,
-        train_spec=lambda policy, _params, **changes: TrainSpec(policy=policy, **changes),
-    )
-    setup: Any = SimpleNamespace(reference_policy=lambda: None, options=SimpleNamespace(budget_s=None))
-    state: Any = SimpleNamespace(store=SimpleNamespace(records=[]))
-    run = Run(0, "search", "a", {}, {"optimizer": {"exp_avg": "bf16"}}, "ok")
-    with pytest.raises(KeyboardInterrupt):
-        Duels(setup, runner, state)._apart(run, 1e9, by_block=False)
-    assert len(asked) == 2 * FEWEST + 2, "the last pair is not whole"
-    found = Duels(setup, runner, state)._apart(run, 1e9, by_block=False)
-    assert found == [(2.0, 1.0)] * 2 * FEWEST
-    assert len(asked) == 2 * FEWEST + 2 + 2 * FEWEST
-    assert not log.exists(), "what was used is not used again"
+    blocks = 0
+    tried: ClassVar[bool] = False
+
+    def _duel(self, spec: DuelSpec) -> TrialResult:
+        done = super()._duel(spec)
+        return replace(done, answer=DuelRounds(rounds_of(done)[: self.blocks], steps=12))
+
+    def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
+        result = super()._train(spec, in_duel=in_duel)
+        type(self).tried = self.tried or spec.policy is not None
+        return result if self.tried else replace(result, step_ms=tuple(2 * ms for ms in result.step_ms))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["too short", "fails"])
+@pytest.mark.parametrize("sampler", ["knapsack", "random"])
+def test_where_no_duel_has_an_interval_what_is_adopted_was_timed_in_whole_runs(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    fails: bool,
+) -> None:
+    """The reference was timed in the session before, at another load: 2.31x was claimed of 1.75x."""
+    if fails:
+        monkeypatch.setattr(Elsewhere, "_duel", lambda *_: TrialResult("oom", "two models"))
+    monkeypatch.setattr(Elsewhere, "tried", False)
+    simulated, asked = SimulatedScript(), options(target="cpu", space="cpu", trials=6, sampler=sampler)
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _: Elsewhere(simulated, seed))
+    result = made.run()
+    assert result.verdict == "adopt"
+    assert "not timed" not in result.reason
+    policy = load_policy(result.policy).to_dict()
+    expected = simulated.milliseconds(None) / simulated.milliseconds(policy)
+    assert result.best["speedup"] == pytest.approx(expected)
+    assert result.best["intervals"]["speedup"] == pytest.approx([expected, expected])
+    told = "a duel failed: oom: two models" if fails else "a duel had 0 rounds before the script ended"
+    assert told in " ".join(result.notes)
+
+
+def test_where_whole_runs_fail_as_well_that_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    real = SimulatedRunner._train
+
+    def train(runner: SimulatedRunner, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
+        short = spec.steps == in_turns.STEPS_APART and not in_duel
+        return TrialResult("crashed", "no") if short else real(runner, spec, in_duel=in_duel)
+
+    monkeypatch.setattr(SimulatedRunner, "_duel", lambda *_: TrialResult("oom", "two models"))
+    monkeypatch.setattr(SimulatedRunner, "_train", train)
+    _, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
+    assert "not timed beside the script" in result.reason
+    assert any(note.startswith("no speed of ") for note in result.notes)
