@@ -36,10 +36,10 @@ from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions, check_signature
-from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import emitted_policy, named_over, save_front, search_result, settled, with_size
 from autoprec.tuning.phases.record import record_step, tunable
-from autoprec.tuning.phases.reference import check_time, expected, measure_reference
+from autoprec.tuning.phases.reference import check_time, expected, measure_reference, not_started
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.phases.variants import AS_GIVEN, NOT_TRIED, SHARE, choose, shapes
@@ -221,11 +221,14 @@ class Search:
         pool.prepare(0)
         began, probe = time.monotonic(), self._probe_cpu()
         store = self._store or self._open_store(stack)
+        budget, elapsed_s = self.options.budget_s, time.monotonic() - self._started
         try:
-            info = pool.info(0)
+            info = pool.info(0, None if budget is None else max(0.0, OVERRUN * budget - elapsed_s))
         except ScriptError:
             store.discard_empty()
             raise
+        except TimeoutError as late:
+            raise not_started(self.options, self.command.label, time.monotonic() - self._started) from late
         # it may have been started for its variants
         start_s = max(time.monotonic() - began, info.setup_s)
         host = _Host(pool, store, info, start_s, probe, sources, self._answers(self.command, sources, info))

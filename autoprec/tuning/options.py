@@ -115,7 +115,7 @@ class SearchOptions:
     trials: int = option(30, "Trials at most, presets included.", HOW_LONG, metavar="N", least=1)
     budget_s: float | None = option(
         None,
-        "Stop in time: 20m, 90s, of this session alone.",
+        "Time of this session: 20m, 90s; an answer may take a fifth more.",
         HOW_LONG,
         metavar="TIME",
         flag="--budget",

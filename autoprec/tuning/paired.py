@@ -22,6 +22,7 @@ from autoprec.policy import compiles
 from autoprec.precision.hardware import cores, free_bytes
 from autoprec.support.plain import Document
 from autoprec.trial.protocol import (
+    OUT_OF_TIME,
     DuelRounds,
     DuelSpec,
     GradientErrors,
@@ -51,6 +52,8 @@ OF_FREE_MEMORY = 0.5
 
 #: A search with a time budget ends after so much of it at the latest, whatever it is doing; the answer not counted.
 OVERRUN = 1.2
+#: What is said of a run whose script had not started by then.
+NOT_STARTED = "the script was not at its first training step when the time budget was used up"
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.
 BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
 #: The same where something compiles: at least, and in starts of the script, which compiles its model in them.
@@ -184,6 +187,12 @@ class PairedRunner:
         budget = self._setup.options.budget_s
         return None if budget is None else max(0.1, OVERRUN * budget - self._state.elapsed())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time budget, and what may go on after it, is used up."""
+        budget = self._setup.options.budget_s
+        return budget is not None and self._state.elapsed() > OVERRUN * budget
+
     def trial_timeout(self, *, compiling: bool = False) -> float:
         """Return how many seconds of its own time a trial may spend without a step before it is ended as hung.
 
@@ -235,8 +244,14 @@ class PairedRunner:
 
     def on_host(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
         """Run one trial on the host of its seed and variant, once, and count what it took."""
-        began = time.monotonic()
-        result = self._others.get(spec.variant, self._pool).host(seed).run(spec)
+        began, within_s = time.monotonic(), spec.within_s if isinstance(spec, TrainSpec) else None
+        try:
+            host = self._others.get(spec.variant, self._pool).host(seed, within_s)
+        except TimeoutError:
+            return TrialResult(OUT_OF_TIME, NOT_STARTED)
+        if isinstance(spec, TrainSpec) and within_s is not None:  # the start took some of them
+            spec = replace(spec, within_s=max(0.1, within_s - (time.monotonic() - began)))
+        result = host.run(spec)
         self._count(spec, result, time.monotonic() - began)
         return result
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 from autoprec.precision.hardware import target
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.paired import BEFORE_REFERENCE_S, COMPILING_S, LEAST_TIMEOUT_S, PairedRunner
@@ -133,6 +135,46 @@ def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     busy = [note for note in state.notes if "busy with other work (load 11.0 on 2 cores)" in note]
     assert bool(busy) is told
     assert all("speed-ups are those beside it" in note for note in busy)
+
+
+@pytest.mark.parametrize(("within_s", "ends"), [(0.05, True), (0.0, True), (30.0, False), (None, False)])
+def test_what_a_run_may_take_counts_from_before_its_script_is_started(
+    setup: Setup, state: SearchState, tmp_path: Path, within_s: float | None, ends: bool
+) -> None:
+    """A further seed starts the script anew: on a busy machine that took longer than all that was left."""
+    asked: list[TrainSpec] = []
+    over = threading.Event()
+
+    class Slow(SimulatedRunner):
+        def start(self) -> HostInfo:
+            over.wait(30.0 if ends else 0.2)
+            return super().start()
+
+        def run(self, spec: TrialSpec) -> TrialResult:
+            assert isinstance(spec, TrainSpec)
+            asked.append(spec)
+            return super().run(spec)
+
+    with HostPool(lambda seed, _: Slow(script(), seed), tmp_path) as pool:
+        found = PairedRunner(setup, pool, state).on_host(TrainSpec(steps=4, within_s=within_s), 1)
+        over.set()
+    assert found.status == ("out_of_time" if ends else "ok")
+    assert ("not at its first training step" in found.reason) is ends
+    if not ends:
+        (spec,) = asked
+        assert spec.within_s is None if within_s is None else 0.0 < (spec.within_s or 0.0) < 29.9
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "elapsed_s", "over"),
+    [(None, 1e9, False), (100.0, 99.0, False), (100.0, 119.0, False), (100.0, 121.0, True)],
+)
+def test_a_search_is_over_when_its_budget_and_a_fifth_more_are_used_up(
+    setup: Setup, state: SearchState, tmp_path: Path, budget_s: float | None, elapsed_s: float, over: bool
+) -> None:
+    asked = replace(setup, options=replace(setup.options, budget_s=budget_s))
+    late = replace(state, started=time.monotonic() - elapsed_s)
+    assert runner_of(asked, late, tmp_path).is_over is over
 
 
 class Throttled(SimulatedRunner):

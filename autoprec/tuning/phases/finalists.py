@@ -236,7 +236,7 @@ class SeedAllocation:
 
     def _measure_error(self, record: Run) -> bool:
         """Measure the gradient error of a policy as a whole, and judge all again; false where it was measured."""
-        if record.name in self._asked_errors:
+        if record.name in self._asked_errors or self._runner.is_over:
             return False
         self._asked_errors.add(record.name)  # where it cannot be measured, it stays the predicted one
         found = measure_errors(self._setup, self._runner, self._state, {record.name: record.policy})

@@ -11,7 +11,7 @@ from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import tells_training, uninformative
 from autoprec.tuning.options import SearchOptions, fewer_steps
-from autoprec.tuning.paired import OVERRUN, PairedRunner, baseline_of, other_work, perturbed_runs
+from autoprec.tuning.paired import NOT_STARTED, OVERRUN, PairedRunner, baseline_of, other_work, perturbed_runs
 from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, schedule
 from autoprec.tuning.setup import Setup
@@ -213,6 +213,17 @@ def check_time(options: SearchOptions, host: HostInfo, elapsed_s: float, start_s
         why = f"the script takes {start_s:.0f} s until its first step is done"
     if next_s > max(0.0, OVERRUN * options.budget_s - elapsed_s):  # a fork of a plain script ends after one step more
         raise _too_short(options, why, str(host.model.get("class", "the script")), elapsed_s, each_s)
+
+
+def not_started(options: SearchOptions, label: str, elapsed_s: float) -> NothingAcceptableError:
+    """Return the error of a search whose time budget was used up before the script was at its first step.
+
+    Args:
+        options: the search's.
+        label: names the script.
+        elapsed_s: seconds since the search began.
+    """
+    return _too_short(options, NOT_STARTED, label, elapsed_s, 0.0)
 
 
 def _too_short(options: SearchOptions, why: str, where: str, elapsed_s: float, run_s: float) -> NothingAcceptableError:

@@ -51,22 +51,23 @@ class HostPool:
         self._known = runner.start()
         return self._known
 
-    def info(self, seed: int = 0) -> HostInfo:
+    def info(self, seed: int = 0, within_s: float | None = None) -> HostInfo:
         """Return what the host found, waiting for it.
 
+        Args:
+            seed: the paired seed.
+            within_s: seconds that it is waited for at most; None: as long as it takes.
+
         Raises:
             ScriptError: the script failed before its first training step.
+            TimeoutError: it is not there yet.
         """
         self.prepare(seed)
-        return self._infos[seed].result()
+        return self._infos[seed].result(within_s)
 
-    def host(self, seed: int = 0) -> Runner:
-        """Return the host of a seed, once it has started.
-
-        Raises:
-            ScriptError: the script failed before its first training step.
-        """
-        self.info(seed)
+    def host(self, seed: int = 0, within_s: float | None = None) -> Runner:
+        """Return the host of a seed, once it has started; arguments and errors as :meth:`info`."""
+        self.info(seed, within_s)
         return self._runners[seed]
 
     def slots(self, seed: int = 0) -> int:

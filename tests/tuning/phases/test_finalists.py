@@ -17,6 +17,7 @@ from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
+from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases import finalists, reasons
 from autoprec.tuning.phases.duels import MODEL_RESOLUTION, MOST_AT_ONCE, drift, timing_noise
 from autoprec.tuning.phases.finalists import SeedAllocation
@@ -163,6 +164,18 @@ def test_what_breaks_the_limit_of_the_gradient_error_gets_no_paired_seed(here: P
     refused = {name for name, error in made.state.measured_errors.items() if error > limit}
     assert refused, "some policy is refused for its gradient error"
     assert not [r.name for r in made.records if r.kind == "finalist" and r.name in refused]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_no_gradient_error_of_a_whole_policy_is_measured_once_the_time_is_used_up(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    over: bool,
+) -> None:
+    monkeypatch.setattr(PairedRunner, "is_over", property(lambda _self: over))
+    made, _ = search(script(), options(trials=4, seeds=2))
+    assert made.state is not None
+    assert bool(made.state.measured_errors) is not over
 
 
 class Unsteady(SimulatedRunner):
@@ -399,7 +412,7 @@ def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_pre
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allocation: Any = object.__new__(SeedAllocation)
-    allocation._setup = allocation._runner = None
+    allocation._setup, allocation._runner = None, SimpleNamespace(is_over=False)
     allocation._state = SimpleNamespace(measured_errors={})
     allocation._asked_errors, allocation.update = set(), lambda: None
     calls: list[str] = []

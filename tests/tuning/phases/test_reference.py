@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,26 @@ def test_the_budget_that_is_named_where_one_is_too_short_is_enough() -> None:
     assert "--resume --" in caught.value.fix
     assert "--budget 240s" in caught.value.fix, "7 runs of 20 s, and half as much again"
     assert f"--study {made.options.study}" in caught.value.fix
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("budget_s", [0.1, 0.5])
+def test_a_script_that_starts_slowly_is_not_waited_for_beyond_the_budget(budget_s: float) -> None:
+    """A script took 86 s to its first step, of a budget of 60 s."""
+    may = threading.Event()
+
+    class Slow(SimulatedRunner):
+        def start(self) -> HostInfo:
+            may.wait(30)
+            return super().start()
+
+    asked = options(budget_s=budget_s)
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _: Slow(SimulatedScript(), seed))
+    threading.Timer(10.0 * budget_s, may.set).start()
+    with pytest.raises(NothingAcceptableError, match="was not at its first training step when") as caught:
+        made.run()
+    assert not may.is_set()
+    assert "--budget 60s" in caught.value.fix
 
 
 @pytest.mark.usefixtures("here")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_later_seeds_take_over_what_the_first_host_found(tmp_path: Path) -> None
         for seed in (0, 1, 2):
             hosts.info(seed)
     assert adopted == [1, 2]
+
+
+def test_a_host_is_waited_for_no_longer_than_there_is_time(tmp_path: Path) -> None:
+    may = threading.Event()
+
+    class Slow(SimulatedRunner):
+        def start(self) -> HostInfo:
+            may.wait(30)
+            return super().start()
+
+    with HostPool(lambda seed, _folder: Slow(SimulatedScript(), seed), tmp_path) as hosts:
+        for asked in (hosts.info, hosts.host):
+            with pytest.raises(TimeoutError):
+                asked(0, 0.02)  # type: ignore[operator]
+        may.set()
+        assert hosts.info(0, 30.0).layers, "it is started once, and may still be used"
 
 
 def test_a_script_that_fails_is_reported_where_its_host_is_needed(tmp_path: Path) -> None:
