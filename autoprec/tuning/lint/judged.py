@@ -95,6 +95,11 @@ def _more(seen: Observation) -> dict[str, Any]:
         by = seen.figures["rate"] > 0
         mended = "; or a policy's `optimizer: {weights: bf16_stochastic}` or `bf16_kahan`" if by else ""
         return {"at": f"at a learning rate of {figures['rate']:g} " if by else "", "policy": mended}
+    if seen.code == "noise-16bit":
+        endless = f"{_percent(figures['infinite'])} of what is made of them is infinite, and would not be in fp32"
+        short = f"{figures['tail']:.2g} standard deviations"
+        cut = f"the tail of what is made of them is cut off, in one of a thousand by {short}"
+        return {"made": endless if figures["infinite"] else cut}
     if seen.code == "angles-16bit":
         source = (
             f"the frequencies ({figures['table']}) are {figures['to']}"
@@ -204,6 +209,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "norm-16bit": _by("error", _HAND, 0.0),
     "softmax-16bit": _by("error", _HAND, 0.0),
     "reduction-16bit": lambda figures: "error" if figures["error"] >= _REDUCTION and figures["trained"] else "warning",
+    "noise-16bit": lambda figures: "error" if figures["infinite"] else "warning",
     "eps-zero": _always("error"),
     "overflow-16bit": _always("error"),
     "fp16-unscaled": _always("error"),

@@ -29,7 +29,7 @@ from autoprec.trial.inside.judging import forward, loop, positions, sums
 from autoprec.trial.inside.judging.by_hand import UpdateRecorder
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, in_fp32, states_of, tensors_of
-from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from autoprec.trial.inside.judging.noise import NoiseRecorder, noise
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity.recorded_step import eager
@@ -57,7 +57,7 @@ class Judge(Events):
     ) -> None:
         self._found, self._hooks, self._done, self._patience_s = found, hooks, done, patience_s
         self._device = found.parameters[0].device.type if found.parameters else "cpu"
-        self._recorder: ShadowRecorder | None = ShadowRecorder(found.root, optimizers=found.optimizers)
+        self._recorder: NoiseRecorder | None = NoiseRecorder(found.root, optimizers=found.optimizers)
         self._names = self._recorder.names
         self._weights = Weights(found.optimizers, self._names)
         self._step: Step | None = None
@@ -344,7 +344,7 @@ class Judge(Events):
             self._assigned,
         )
         census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
-        observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step)]
+        observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step), *noise(step)]
         observations += [*loop.seen(around, step, census), *positions.tables(step, self._names)]
         if self._broken is not None:
             observations.insert(0, self._broken)
