@@ -1,5 +1,3 @@
-"""Moving average in bfloat16."""
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,5 +1,3 @@
-"""Update by hand in bfloat16."""
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -30,7 +30,7 @@ _PATTERNS = {
 _REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
 _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach_lerp", "add_n")
 #: Operators at whose jumps a small difference of the input is a large one of the output: no digits are lost there.
-_JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
+JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
 #: Classes of operators that bring numbers somewhere, and compute nothing.
 _CARRIES = frozenset(("view", "cast", "allocation"))
 #: Those through which positions go, and angles.
@@ -320,9 +320,7 @@ def _lines(step: Step) -> Iterator[Observation]:
     for where, several in lines.items():
         call, operator, measure = max(several, key=lambda row: row[2].error)
         given = max((step.measures[i].error for i in _other_lines(step, several, where)), default=0.0)
-        quiet = (
-            call.name in _JUMPS or operator.cls in ("loss", "softmax", "view", "norm") or call.name in ("sin", "cos")
-        )
+        quiet = call.name in JUMPS or operator.cls in ("loss", "softmax", "view", "norm") or call.name in ("sin", "cos")
         least = _DIFFERENCE if call.name in ("sub", "rsub") else LOST
         if (
             not (low_of(operator) or measure.before)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from autoprec.graph.census import Observation
 from autoprec.graph.trace import bare_name
-from autoprec.trial.inside.judging.forward import Step, low_of, observed
+from autoprec.trial.inside.judging.forward import JUMPS, Step, low_of, observed
 from autoprec.trial.inside.judging.samples import half_ulp
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
 
@@ -116,7 +116,7 @@ class NoiseRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
                 raise ValueError("it is no noise any more")
             return value.float() if value.is_floating_point() else value
 
-        if (self._rules.class_of(name) or "") not in _CARRIES or bare_name(name) in ("where", "masked_fill"):
+        if (self._rules.class_of(name) or "") not in _CARRIES or bare_name(name) in JUMPS:
             return None
         wide_args, wide_kwargs = [lift(one) for one in args], {key: lift(one) for key, one in kwargs.items()}
         made = func(*wide_args, **wide_kwargs) if sources else None

@@ -34,6 +34,7 @@ QUICK = (
     "foreach_and_warmup_on_bfloat16_weights",
     "gradients_reduced_in_bfloat16",
     "gradients_summed_in_bfloat16",
+    "gumbel_noise_in_bfloat16",
     "learning_rate_below_half_an_ulp",
     "loss_over_bfloat16_logits",
     "moving_average_in_bfloat16",
