@@ -151,5 +151,4 @@ def noise(step: Step) -> Iterator[Observation]:
             operator = operators[index]
             dtype = low_of(operators[one.source]) or recorder.trace.outputs(step.calls[one.source])[0].dtype
             also = (drawn,) if drawn != operator.where else ()
-            figures = {"infinite": one.infinite, "tail": one.tail, "to": dtype}
-            yield observed("noise-16bit", operator, also=also, **figures)
+            yield observed("noise-16bit", operator, also=also, infinite=one.infinite, tail=one.tail, to=dtype)
