@@ -57,7 +57,7 @@ def finite(value: Any) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return where what was measured on this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
+    """Return where what was built for this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")  # stays as it is where neither HOME nor the list of users knows this one
     here = Path(tempfile.gettempdir()) if home == "~" else Path(home) / ".cache"

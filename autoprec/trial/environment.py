@@ -48,9 +48,8 @@ def trial_environment(
 ) -> dict[str, str]:
     """Return the environment of a trial: hooks, ``threads`` OpenMP threads, nothing uploaded, nothing cached beside us.
 
-    A host that will be forked must be given one thread: a child of a process that has run a parallel region with
-    more hangs in its own first one. ``threads`` 0 leaves the user's own settings: a script that feeds a GPU from the
-    CPU would look slower than it is, and is never forked.
+    A host that will be forked must be given one thread (:mod:`autoprec.trial.inside.forking`); ``threads`` 0 leaves
+    the user's own settings, to what is not forked.
 
     Args:
         config: file that the hooks read.
@@ -82,3 +81,9 @@ def own_threads(base: Mapping[str, str] | None = None) -> dict[str, str]:
         "MKL_NUM_THREADS": env.get("MKL_NUM_THREADS", threads),
         "TOKENIZERS_PARALLELISM": env.get("TOKENIZERS_PARALLELISM", "true"),
     }
+
+
+def thread_count(base: Mapping[str, str] | None = None) -> int:
+    """Return how many threads a kernel of the user's own process has, where its script does not say."""
+    first = own_threads(base)["OMP_NUM_THREADS"].partition(",")[0].strip()  # others are for nested regions
+    return max(1, int(first)) if first.isdecimal() else cores()

@@ -66,6 +66,7 @@ class TrialSpec:
             to others is not counted (:mod:`autoprec.trial.progress`).
         variant: name of the variant (other arguments of the script) that it runs under; empty for the reference's
             arguments. It chooses the host; the host itself does not read it.
+        alone: nothing else of the search computes beside it, so that it has the threads that the script has.
     """
 
     kind: ClassVar[str] = ""
@@ -74,6 +75,7 @@ class TrialSpec:
     seed: int | None = None
     timeout_s: float = PATIENCE_S
     variant: str = ""
+    alone: bool = False
 
     @property
     def total(self) -> int:
@@ -391,8 +393,8 @@ class TrialResult:
         reason: one sentence for a person; empty when ok.
         tail: the last lines of the trial's own output (failures only).
         losses: objective of every step seen, warm-up included; of a trial with several ranks their mean.
-        step_ms: duration of every step; ``clock`` says of what: ``cpu_time`` (process CPU time on the CPU) or
-            ``cuda_events``, or ``wall``.
+        step_ms: duration of every step; ``clock`` says of what: ``cuda_events``, or on the CPU ``cpu_time`` of the
+            process, ``thread_time`` (:class:`autoprec.trial.inside.observe.measure.CpuClock`).
         memory_bytes: peak of a step by torch's allocator, of the rank that holds most; 0 where it was not measured.
         samples: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.

@@ -131,6 +131,7 @@ class PairedRunner:
             anneal=True,  # no policy causes the noise of a high learning rate
             within_s=self.seconds_left(),
             by_block=self.by_block.active,
+            alone=self._setup.measured and (self.workers == 1 or self._pool.slots() > 1),
         )
         return replace(spec, **changes)
 
@@ -163,7 +164,7 @@ class PairedRunner:
     def duel_spec(self, policy: Document | None, *, compiling: bool) -> DuelSpec:
         """Return the spec of a duel against a policy, without contenders, which may be ``compiling``."""
         timeout_s = self.trial_timeout(compiling=compiling)
-        return DuelSpec(policy=policy, backend=self._backend, seed=self._reseed, timeout_s=timeout_s)
+        return DuelSpec(policy=policy, backend=self._backend, seed=self._reseed, timeout_s=timeout_s, alone=True)
 
     @property
     def _backend(self) -> str:

@@ -20,10 +20,7 @@ ONLY_SIXTEEN_BIT = (
     "no choice beyond 16 bit can gain at these shapes and the script is not in 16 bit yet: only 16-bit policies are "
     "tried (--force searches the whole space)"
 )
-ONE_THREAD = (
-    "trials run on one thread each (OMP_NUM_THREADS=1), and speed-ups are measured so; with more threads they may be "
-    "different"
-)
+ONE_THREAD = "with --workers above 1 each trial has one thread, and its speed-up is that of one thread; a duel has all"
 NOTHING_KNOWN = "the rates of this CPU could not be measured beforehand; the trials decide"
 STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
 
@@ -83,7 +80,8 @@ def notes_of_bound(setup: Setup, *, narrow: bool, beyond: bool) -> Iterator[str]
     if narrow:
         yield ONLY_SIXTEEN_BIT
     if setup.measured and setup.target.is_cpu:
-        yield ONE_THREAD
+        if setup.options.workers > 1:
+            yield ONE_THREAD
         if slow := slow_sixteen_bit(setup.graph):
             yield slow
     if not beyond and not setup.measured and not setup.options.cost_scale:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoprec.trial.environment import CONFIG_VARIABLE, INJECT, own_threads, run_environment, trial_environment
+import pytest
+
+from autoprec.precision.hardware import cores
+from autoprec.trial.environment import (
+    CONFIG_VARIABLE,
+    INJECT,
+    own_threads,
+    run_environment,
+    thread_count,
+    trial_environment,
+)
 
 
 def test_hooks_come_first_and_the_users_path_stays(tmp_path: Path) -> None:
@@ -38,3 +48,10 @@ def test_a_trial_on_a_gpu_keeps_the_users_threads(tmp_path: Path) -> None:
     assert int(copied["OMP_NUM_THREADS"]) >= 1
     assert copied["MKL_NUM_THREADS"] == "3"
     assert own_threads(base)["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [("3", 3), ("4,2", 4), (" 2 ", 2), ("0", 1), ("many", cores()), (None, cores())]
+)
+def test_threads_of_the_users_own_process(given: str | None, count: int) -> None:
+    assert thread_count({} if given is None else {"OMP_NUM_THREADS": given}) == count

@@ -79,6 +79,19 @@ def test_forked_trials_share_their_random_state_and_others_are_reseeded(
 
 
 @pytest.mark.parametrize(
+    ("measured", "workers", "alone"), [(True, 0, True), (True, 1, True), (True, 2, False), (False, 0, False)]
+)
+def test_what_is_timed_alone_has_the_scripts_own_threads(
+    setup: Setup, state: SearchState, tmp_path: Path, measured: bool, workers: int, alone: bool
+) -> None:
+    known = {"options": replace(setup.options, workers=workers), "measured": measured}
+    runner = runner_of(replace(setup, target=target("cpu"), **known), state, tmp_path)
+    assert runner.train_spec(None).alone is alone
+    assert not runner.scan_spec(None, ()).alone  # its probes are at work beside each other
+    assert runner.duel_spec(None, compiling=False).alone
+
+
+@pytest.mark.parametrize(
     ("count", "asked", "free", "launch", "measured", "at_once"),
     [
         (2, 0, 1 << 40, "fork", True, 2),  # trials are timed one at a time, and no probe is timed

@@ -43,8 +43,10 @@ def test_what_follows_from_the_bound(setup: Setup, narrow: bool, beyond: bool, m
     assert list(notes_of_bound(asked, narrow=narrow, beyond=beyond)) == told
 
 
-def test_on_a_cpu_speeds_are_those_of_one_thread(setup: Setup) -> None:
+def test_trials_that_run_beside_each_other_on_a_cpu_have_one_thread_each(setup: Setup) -> None:
     here = replace(setup, target=target("cpu"), measured=True)
+    assert ONE_THREAD not in notes_of_bound(here, narrow=False, beyond=True)
+    here = replace(here, options=replace(here.options, workers=2))
     assert next(notes_of_bound(here, narrow=False, beyond=True)) == ONE_THREAD
 
 

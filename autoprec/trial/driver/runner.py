@@ -30,7 +30,7 @@ from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.driver.results import over_ranks
 from autoprec.trial.driver.staying import Staying
 from autoprec.trial.driver.torn import MOST_TORN, remove_torn
-from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
+from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, thread_count, trial_environment
 from autoprec.trial.messages import listen, receive_messages
 from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
@@ -337,14 +337,15 @@ class TrialRunner(Runner):
         path = private / f"{name}.json"
         config["result"] = str(path)
         info, mark = self._info, f"{self._mark}{name}"
+        own = spec.alone or (info is not None and info.device != "cpu")  # a GPU fed by one thread would look slower
+        config["threads"] = thread_count() if own else 0
         forked = info is not None and info.launch == "fork"
         if forked and isinstance(spec, ScanSpec) and spec.stays:
             process = self._fork_scan(spec, config, mark)
         elif forked:
             process = self._fork_host(config, mark)
         else:
-            on_gpu = info is not None and info.device != "cpu"
-            process = self._launch_process(config, mark, threads=0 if on_gpu else 1, log=None)
+            process = self._launch_process(config, mark, threads=0 if own else 1, log=None)
         self._running.add(process)
         timed_out = False
         try:

@@ -25,7 +25,7 @@ from autoprec.support.plain import Document
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
 from autoprec.trial.inside import host
 from autoprec.trial.inside.first_step import FirstStep
-from autoprec.trial.inside.forking import ask_nvml_for_gpus
+from autoprec.trial.inside.forking import ask_nvml_for_gpus, hold_one_thread, offer_threads, take_threads
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate
@@ -96,6 +96,8 @@ class Agent:
 
             fake_weights()
         ask_nvml_for_gpus()  # first: after a boot CUDA's first start makes device files, by a program that must be root
+        if self.mode == "host":
+            hold_one_thread()
         self._overlay = isolate(self.config)
         stop_timers()
         use_own_ports(Path(self.config["private"]))
@@ -121,6 +123,9 @@ class Agent:
         self._overlay.allow(str(config["private"]), str(config["run_dir"]))
         add_layer(self._overlay, Path(config["private"]) / f"overlay-{os.getpid()}")
         self._seed()
+        offer_threads(int(config.get("threads", 0)))
+        if self.mode == "trial":  # the script's set-up has them as well
+            take_threads()
         self._prepare()
 
     def _seed(self) -> None:
@@ -183,6 +188,7 @@ class Agent:
         self._pid = os.getpid()
         may_fork = self.config.get("launch") != "process" and not host.fork_obstacle(found)
         stays = str(self.config.get("stays", ""))
+        offer_threads(int(self.config.get("threads", 0)))
         self.trial = Trial(
             spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork, stays=stays
         )

@@ -30,7 +30,7 @@ from autoprec.policy import compiles, policy_from_dict
 from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
-from autoprec.trial.inside.observe.measure import clock_for
+from autoprec.trial.inside.observe.measure import clock_for, own_seconds
 from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.probe_log import append_round
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
@@ -71,11 +71,11 @@ class Duel:
         self._block = _RANKED_STEPS  # until all have settled
         self._steps_s: list[float] = []
         self._random = random.Random(0)
-        self._began, self._own = time.monotonic(), time.process_time()
+        self._began, self._own = time.monotonic(), self._own_seconds()
         self.loop = Loop(
             found,
             total=sys.maxsize,
-            clock=clock_for(found.parameters[0].device),
+            clock=clock_for(found.parameters[0].device, duel=True),
             then=lambda _loop: None,
             check=self._stepped,
             beat=beat,
@@ -95,6 +95,9 @@ class Duel:
         """Answer with the rounds so far, also where the script ends by itself: another process may go on."""
         rounds = tuple(self._rounds)
         self._answer(DuelRounds(rounds, self.loop.steps, self._block, self._refused, self._settled_s))
+
+    def _own_seconds(self) -> float:
+        return own_seconds(self._found.parameters[0].device)
 
     # ---------------------------------------------------------------- between two steps: the clock stands still
     def _stepped(self, loop: Loop) -> None:
@@ -124,7 +127,7 @@ class Duel:
             block_s = min(_BLOCK_S, within / (2 * FEWEST * len(self._lanes)) - _SETTLING * step_s)
             self._block = max(1, min(_MOST_STEPS, self._room(loop.steps), math.ceil(block_s / step_s)))
         self._settled_s = time.monotonic() - self._began
-        self._began, self._own = time.monotonic(), time.process_time()
+        self._began, self._own = time.monotonic(), self._own_seconds()
 
     def _room(self, steps: int) -> int:
         """Return the most steps of a block with which there are enough rounds before the script ends."""
@@ -168,7 +171,7 @@ class Duel:
             self._put(lane, loop, _SETTLING)
 
     def _log(self) -> None:
-        own_s, spec = time.process_time() - self._own, self._spec
+        own_s, spec = self._own_seconds() - self._own, self._spec
         seconds = time.monotonic() - self._began if spec.on_the_clock else own_s
         append_round(spec.log if rank() == 0 else "", self._round, seconds)
 
@@ -183,7 +186,7 @@ class Duel:
             return len(self._rounds) >= _RANKED_ROUNDS
         for name in self._lanes.keys() - {REFERENCE, *undecided(self._rounds, self._lanes, self._spec.precision)}:
             del self._lanes[name]
-        late = is_late(self._spec, time.process_time() - self._own, self._began)
+        late = is_late(self._spec, self._own_seconds() - self._own, self._began)
         return late or len(self._lanes) < 2 or not math.isfinite(loop.last_loss)
 
 

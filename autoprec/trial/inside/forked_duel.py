@@ -24,12 +24,13 @@ from typing import Any, NoReturn
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document, by_its_backend
 from autoprec.trial.inside.duel import is_late, undecided
+from autoprec.trial.inside.forking import take_threads
 from autoprec.trial.inside.isolate.answering import Unanswered, answer, await_answer, fork_to_answer
 from autoprec.trial.inside.isolate.isolation import before_forks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.observe.loop import Loop
-from autoprec.trial.inside.observe.measure import clock_for, some_heap
+from autoprec.trial.inside.observe.measure import clock_for, own_seconds, some_heap
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.probe_log import append_round
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
@@ -106,6 +107,7 @@ class ForkedDuel:
     def _contend(self, name: str, writer: int) -> None:
         """Put a policy on, and count the steps from here on, in the script's forward."""
         self._writer = writer
+        take_threads()
         self._kept = some_heap(os.getpid())  # another one in every search, too
         sys.excepthook = lambda kind, error, _trace: self._say(failed=f"{kind.__name__}: {error}"[:300])
         self._on_exit(self._ended)
@@ -118,7 +120,7 @@ class ForkedDuel:
         self.loop = Loop(
             self._found,
             total=sys.maxsize,
-            clock=clock_for(self._found.parameters[0].device),
+            clock=clock_for(self._found.parameters[0].device, duel=True),
             then=lambda _loop: None,
             check=self._stepped,
             silent=lambda _other: self._ended(),
@@ -154,4 +156,4 @@ class ForkedDuel:
         self._say(ms=sum(spans) / max(len(spans), 1), steps=len(spans))
 
     def _say(self, **what: Any) -> NoReturn:
-        answer(self._writer, what | {"own_s": time.process_time()})
+        answer(self._writer, what | {"own_s": own_seconds(self._found.parameters[0].device)})

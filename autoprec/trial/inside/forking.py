@@ -1,4 +1,8 @@
-"""Finds out in a fork what forks of this process can do, because asking CUDA in the process itself spoils its forks.
+"""What forks of this process can do; CUDA is asked in a fork, because asking it in the process itself spoils its forks.
+
+A fork of a process that has run a parallel region with several threads hangs in its own first one: OpenMP's threads are
+not forked, and it waits for them. So what will be forked keeps to one thread, whatever its script asks for, and a fork
+takes the threads that the script would have before it computes anything.
 
 Where NVML cannot tell how many GPUs there are (MIG, a container without it), ``torch.cuda.is_available()`` asks CUDA,
 after which no fork of the process can use CUDA, although ``torch.cuda.is_initialized()`` stays False.
@@ -14,6 +18,40 @@ import torch
 
 #: With ``1`` torch asks NVML whether there is a GPU, which initialises nothing.
 NVML_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+class _Threads:
+    """Of a process held at one thread: what its script asked for, and what a fork is offered; 0 for nothing."""
+
+    def __init__(self) -> None:
+        self.held, self.asked, self.offered, self.set = False, 0, 0, torch.set_num_threads
+
+    def note(self, nthreads: int) -> None:
+        """Stand in for ``torch.set_num_threads``."""
+        self.asked = int(nthreads)
+
+
+_threads = _Threads()
+
+
+def hold_one_thread() -> None:
+    """Keep this process and its forks at one thread; what the script asks of ``torch.set_num_threads`` is noted."""
+    if not _threads.held:
+        _threads.held = True
+        torch.set_num_threads = _threads.note
+
+
+def offer_threads(count: int) -> None:
+    """Say how many threads the script has where it does not ask for a number itself; 0: one, whatever it asks for."""
+    _threads.offered = count
+
+
+def take_threads() -> None:
+    """In a fork of a process held at one thread: take the threads that are offered. No fork of it may compute then."""
+    if _threads.held and _threads.offered:
+        _threads.held = False
+        torch.set_num_threads = _threads.set
+        torch.set_num_threads(_threads.asked or _threads.offered)
 
 
 def holds_in_fork(question: Callable[[], bool]) -> bool:

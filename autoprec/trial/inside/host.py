@@ -94,6 +94,8 @@ def fork_obstacle(found: Found) -> str:
         return f"the script has {count}, which a fork would not have: {', '.join(others[:4])}"
     if sys.platform != "linux":
         return "this system cannot fork"
+    if (threads := torch.get_num_threads()) > 1:
+        return f"the script computes in {threads} threads, which a fork would wait for"
     if shared := shared_state():
         return f"the script has {shared}, which forks would share"
     return "" if can_train_after_fork() else "autograd has started threads, which a fork would not have"

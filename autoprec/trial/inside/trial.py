@@ -34,6 +34,7 @@ from autoprec.support.files import canonical_json, finite
 from autoprec.support.plain import Document
 from autoprec.trial.inside.applying import StateSeen, apply_document, by_block, state_seen, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
+from autoprec.trial.inside.forking import take_threads
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.answering import Unanswered
 from autoprec.trial.inside.isolate.seeding import reseed
@@ -102,8 +103,7 @@ class Trial:
         self._path, self._asked, self._writer = result, asked, writer
         self._start = self._begun = self._first_step = time.monotonic()
         self._policy: Any = None
-        self._batch = 0
-        self._device = next(iter(found.parameters)).device
+        self._batch, self._device = 0, next(iter(found.parameters)).device
         self._recorder: Any = None
         self._gemms: Any = None
         self._answer: Answer | None = None
@@ -132,6 +132,7 @@ class Trial:
         if isinstance(spec, DuelSpec):
             self._duel(spec)
             return
+        take_threads()
         train = spec if isinstance(spec, TrainSpec) else None
         if isinstance(spec, (ScanSpec, NumericsSpec, LiftSpec)):
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
@@ -205,6 +206,7 @@ class Trial:
                 self._answered(answer)
             self.loop = forked.loop
             return
+        take_threads()
         duel = Duel(spec, self.found, self._answered, self._beat)
         self.loop = self.hooks.events = duel.loop
         self.on_exit(duel.end)

@@ -107,9 +107,6 @@ def leave_zygote(address: str, configure: Callable[[Document], None], part: Call
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     config = serve_forks(control, when_idle=_import_ahead)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal():  # nothing has run in parallel before the fork, so that more threads may start now
-        torch.set_num_threads(int(threads))
     configure(config)
     return True
 

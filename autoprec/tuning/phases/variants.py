@@ -77,7 +77,7 @@ def choose(
         A row of the result for each variant; none where the script itself does not run as it was given, which the
         search then says. And the hosts that a search may need, by the variant's name; the others are closed.
     """
-    spec = TrainSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S)
+    spec = TrainSpec(steps=options.steps, warmup=options.warmup, anneal=True, timeout_s=_HUNG_S, alone=True)
     rows: list[Row] = []
     given = keep.enter_context(HostPool(hosts(command, PATIENCE_S), folder / "as-given"))
     pools, info = {AS_GIVEN: given}, given.info()

@@ -62,6 +62,23 @@ def test_what_is_slower_is_surely_slower_and_an_empty_policy_is_neither(host: An
     assert high > 0.75
 
 
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_contenders_have_the_threads_of_the_script(
+    side_by_side: int, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that they are forks of has one, and would otherwise be their end."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    more = '    if torch.get_num_threads() != 3: raise RuntimeError("threads")\n'
+    script = SCRIPT.replace(
+        "torch.manual_seed(0)", "torch.manual_seed(0)\ntorch.randn(600, 600) @ torch.randn(600, 600)"
+    )
+    assert script != SCRIPT
+    result = duel(host, tmp_path, 4000, EMPTY, script=script + more, side_by_side=side_by_side, alone=True)
+    assert result.ok, result.reason + result.tail
+    assert result.answer.refused == {}
+    assert result.answer.rounds
+
+
 def test_each_block_has_a_process_of_its_own_also_of_a_script_shorter_than_a_block(host: Any, tmp_path: Path) -> None:
     found = duel(host, tmp_path, 4, EMPTY).answer
     assert len(found.rounds) > 1

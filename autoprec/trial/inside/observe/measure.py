@@ -1,10 +1,11 @@
-"""Clocks of a training step: process CPU time on the CPU, CUDA events (read once, at the end) on a GPU."""
+"""Clocks of a training step: CPU time or that on the wall on the CPU, CUDA events (read once, at the end) on a GPU."""
 
 from __future__ import annotations
 
 import random
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,19 +39,24 @@ class StepClock(ABC):
 
 
 class CpuClock(StepClock):
-    """Process CPU time: other processes on a shared machine do not count."""
+    """A clock of the operating system.
 
-    name = "cpu_time"
+    With one thread it is process CPU time: other processes on a shared machine do not count. With several it is the CPU
+    time of the thread that trains. That takes its share of each parallel region and does not run while it waits for the
+    others, so that its time is that on the wall of a quiet machine, less what it takes to wake threads. A duel counts
+    that as well, as its steps do at the user's: on the wall, where other work disturbs all contenders alike.
+    """
 
-    def __init__(self) -> None:
-        self._start = time.process_time()
+    def __init__(self, name: str = "cpu_time", now: Callable[[], float] = time.process_time) -> None:
+        self.name, self._now = name, now
+        self._start = now()
         self._spans: list[float] = []
 
     def resume(self) -> None:
-        self._start = time.process_time()
+        self._start = self._now()
 
     def pause(self) -> None:
-        self._spans.append(max(time.process_time() - self._start, 0.0))
+        self._spans.append(max(self._now() - self._start, 0.0))
 
     def credit(self, seconds: float) -> None:
         self._start += seconds
@@ -86,9 +92,22 @@ class CudaClock(StepClock):
         return [float(begin.elapsed_time(end)) for begin, end in self._pairs]
 
 
-def clock_for(device: torch.device) -> StepClock:
-    """Return the clock of the device the model trains on."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+def clock_for(device: torch.device, *, duel: bool = False) -> StepClock:
+    """Return the clock of the device the model trains on, for contenders of a duel or for a trial by itself."""
+    if device.type == "cuda":
+        return CudaClock(device)
+    if not _several_threads(device):
+        return CpuClock()
+    return CpuClock("wall_time", time.perf_counter) if duel else CpuClock("thread_time", time.thread_time)
+
+
+def own_seconds(device: torch.device) -> float:
+    """Return the CPU seconds that this process has had; where kernels have several threads, the one that trains."""
+    return time.thread_time() if _several_threads(device) else time.process_time()
+
+
+def _several_threads(device: torch.device) -> bool:
+    return device.type == "cpu" and torch.get_num_threads() > 1
 
 
 def some_heap(seed: float) -> list[bytearray]:

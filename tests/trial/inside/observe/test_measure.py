@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 
-from autoprec.trial.inside.observe.measure import CpuClock, CudaClock, clock_for, some_heap
+from autoprec.trial.inside.observe.measure import CpuClock, CudaClock, clock_for, own_seconds, some_heap
 
 
 def busy(seconds: float) -> None:
@@ -30,6 +31,23 @@ def test_cpu_time_does_not_count_sleeping_and_credit_is_taken_off() -> None:
     idle, worked = clock.milliseconds()
     assert idle < 20
     assert 5 <= worked < 25
+
+
+@pytest.mark.parametrize(("duel", "name"), [(False, "thread_time"), (True, "wall_time")])
+def test_with_several_threads_a_step_takes_what_its_own_thread_does_and_in_a_duel_what_a_watch_says(
+    duel: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    clock = clock_for(torch.device("cpu"), duel=duel)
+    assert clock.name == name
+    other = threading.Thread(target=busy, args=(0.06,))
+    began = own_seconds(torch.device("cpu"))
+    clock.resume()
+    other.start()
+    other.join()  # its CPU time is that of the process, not of this thread
+    clock.pause()
+    assert own_seconds(torch.device("cpu")) - began < 0.05
+    assert (clock.milliseconds()[0] > 50) is duel
 
 
 def test_cuda_events_are_read_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
