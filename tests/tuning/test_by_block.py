@@ -288,5 +288,5 @@ def test_where_no_duel_of_whole_models_can_be_run_whole_runs_decide_or_nothing_i
     _, result = search(compiled_script(), options(trials=8))
     assert result.verdict == ("adopt" if whole_runs else "undecided")
     assert ("speedup" in result.best.get("intervals", {})) is whole_runs
-    told = "a duel had 0 rounds before the script ended" if crashed.ok else "a duel failed: crashed: RuntimeError"
+    told = "a duel had 0 rounds, and an interval takes 6" if crashed.ok else "a duel failed: crashed: RuntimeError"
     assert any(told in note for note in result.notes)

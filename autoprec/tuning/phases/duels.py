@@ -185,7 +185,10 @@ class Duels:
             together += exchanged
         apart = [run for run in wanted if run not in together]
         if short := self._lacking(together, by_block):  # the script ends too soon, or cannot hold them all
-            told = f"failed: {failure}" if failure else f"had {counted(len(known), 'round')} before the script ended"
+            fewest = min(len(times_of(known, run.name)) for run in short)
+            told = (
+                f"failed: {failure}" if failure else f"had {counted(fewest, 'round')}, and an interval takes {FEWEST}"
+            )
             self._state.note(f"a duel {told}")
             apart += short[:MOST_APART]
             # the others are timed when an answer rests on them

@@ -317,7 +317,7 @@ def test_where_no_duel_has_an_interval_what_is_adopted_was_timed_in_whole_runs(
     expected = simulated.milliseconds(None) / simulated.milliseconds(policy)
     assert result.best["speedup"] == pytest.approx(expected)
     assert result.best["intervals"]["speedup"] == pytest.approx([expected, expected])
-    told = "a duel failed: oom: two models" if fails else "a duel had 0 rounds before the script ended"
+    told = "a duel failed: oom: two models" if fails else "a duel had 0 rounds, and an interval takes 6"
     assert told in " ".join(result.notes)
 
 
