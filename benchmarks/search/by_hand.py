@@ -9,11 +9,11 @@
 By hand are the script as written, the script under ``torch.autocast("cpu", bfloat16)``, and every layer in bf16. They
 and each policy train in processes of their own, as they do at a user's: copies of one model in one process would share
 its caches and its heap, and by where that lies one process differs from the next. One works at a time, in blocks of a
-few steps in random order, in CPU time on one thread (which trials have as well). What a process took is divided by
-what another's process took beside it; the median of these ratios, one for each of eight processes, has a 95 % interval
-(blocks of one process are alike, and would make it too narrow). Each process begins with a heap of its own, as trials
-do. Nothing else of the product takes part but ``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user
-writes; the loop is the script's own.
+few steps in random order, in as many threads as trials have. What a process took is divided by what another's took
+beside it; the median of these ratios, one for each of eight processes, has a 95 % interval (blocks of one process are
+alike, and would make it too narrow). Each process begins with a heap of its own, as trials do. Nothing else of the
+product takes part but ``autoprec.load``, ``apply`` and ``wrap_optimizer``, which is what a user writes; the loop is the
+script's own.
 
 With ``--search`` the policies are what ``autoprec search`` adopts, script after script or ``--at-once`` several, each
 beside the others (answers that are in ``--work`` already are not searched again). What all the searches of a script
@@ -64,7 +64,7 @@ from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
-TRAIN = FOLDER / "train.py"
+TRAIN, PASSIVE = FOLDER / "train.py", {"OMP_WAIT_POLICY": "PASSIVE"}
 _MODELS = "conv tab lstm unet moe dlrm seq2seq vit convnext mixer bert gpt2 whisper"
 #: What is searched, as the words of a command line.
 SCRIPTS = {name: (str(TRAIN), name) for name in _MODELS.split()}
@@ -203,14 +203,19 @@ def train(name: str, kind: str, stepped: Callable[[float], None], seed: int | No
         hook.remove()
 
 
+def seconds() -> float:
+    """Return the time on the wall; with one thread, CPU time."""
+    return (time.process_time if torch.get_num_threads() == 1 else time.perf_counter)()
+
+
 def serve(name: str, kind: str) -> None:
-    """Train, a block of steps for each line of standard input, and answer with a block's CPU milliseconds per step."""
+    """Train, a block of steps for each line of standard input, and answer with a block's milliseconds per step."""
     answers, count, steps, first, began = os.fdopen(os.dup(1), "w"), 0, 0, 0.0, 0.0
     settling = SETTLING_FIRST
 
     def stepped(_loss: float) -> None:
         nonlocal count, steps, settling, first, began
-        now, count = time.process_time(), count + 1
+        now, count = seconds(), count + 1
         first = first or now
         if not steps and (count == settling or (count > BLOCK and now - first > SETTLING_S)):
             settling = count
@@ -230,7 +235,7 @@ def serve(name: str, kind: str) -> None:
 def races(
     asked: dict[str, dict[str, str]], rounds: int, at_once: int = 1, duel_s: float = 0.0
 ) -> dict[str, dict[str, list[float]]]:
-    """Return milliseconds of CPU time per step of each contender of each script, one for each of its processes.
+    """Return milliseconds per step of each contender of each script, one for each of its processes.
 
     A process's time is also that of its heap, by the page faults of its steps, and processes of one program have much
     the same heap: of two programs that compute the same (``dlrm`` under autocast, and under a policy of autocast) one
@@ -310,12 +315,8 @@ def _training(name: str) -> subprocess.Popen[bytes]:
 
 
 def _process(words: Sequence[str], **pipes: Any) -> subprocess.Popen[Any]:
-    """Start Python on one thread, in a session of its own as trials are.
-
-    On a desktop kernel the processes of one session share one session's part of the cores.
-    """
-    threads = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *words], env=threads, start_new_session=True, **pipes)
+    """Start Python in a session of its own, as trials are: those of one have one's part of a desktop's cores."""
+    return subprocess.Popen([sys.executable, *words], env=PASSIVE | os.environ, start_new_session=True, **pipes)
 
 
 def race(name: str, contenders: dict[str, str], rounds: int) -> dict[str, list[float]]:
@@ -460,7 +461,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         sys.path[:0] = [str(ROOT), str(FOLDER)]
-        torch.set_num_threads(1)
         serve(args.scripts[0], args.serve)
         return
     args.scripts = list(SCRIPTS) if "all" in args.scripts else args.scripts
@@ -481,9 +481,9 @@ def main() -> None:
     gains = [row.gain[0] - 1.0 for row in rows]
     lines = ["# What a search claims, the truth, and what is done by hand", "", f"`python {' '.join(sys.argv)}`", ""]
     lines += [
-        f"{datetime.now():%Y-%m-%d}; {platform.processor() or platform.machine()}, {os.cpu_count()} cores; torch "
-        f"{torch.__version__}; one thread, CPU time, {args.rounds} rounds; searches {args.at_once} at once; load "
-        f"average {load:.1f} after the searches, {os.getloadavg()[0]:.1f} at the end.",
+        f"{datetime.now():%Y-%m-%d}; {platform.processor() or platform.machine()}, {os.cpu_count()} cores; "
+        f"torch {torch.__version__}; {torch.get_num_threads()} threads, {args.rounds} rounds; searches {args.at_once} "
+        f"at once; load average {load:.1f} after the searches, {os.getloadavg()[0]:.1f} at the end.",
         "",
         *table(rows),
         "",

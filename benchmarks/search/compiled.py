@@ -1,13 +1,14 @@
 """What a search says of the speed of a script that compiles its model, against whole models timed in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/search/compiled.py gpt6 conv vit --search --out FILE.md
-    OMP_NUM_THREADS=1 python benchmarks/search/compiled.py gpt6 --policy policy.yaml
+    python benchmarks/search/compiled.py gpt6 conv vit --search --out FILE.md
+    python benchmarks/search/compiled.py gpt6 --policy policy.yaml
 
 The scripts are those of ``benchmarks/scripts/by_hand``, with ``--compile``. The truth has a copy of the model for each
 contender, each compiled as a whole by ``torch.compile(model)``: the script as written, ``torch.autocast("cpu",
 bfloat16)``, every layer in bf16, and the policy. They train in one process, blocks of a few steps in random order, in
-CPU time on one thread; of each round the ratio of two blocks is taken, and the median of these has a 95 % interval.
-Nothing of the product takes part but ``autoprec.load``, ``apply`` and ``wrap_optimizer``.
+as many threads as trials have (with ``OMP_NUM_THREADS=1`` in CPU time); of each round the ratio of two blocks is taken,
+and the median of these has a 95 % interval. Nothing of the product takes part but ``autoprec.load``, ``apply`` and
+``wrap_optimizer``.
 
 With ``--search`` the policy is what ``autoprec search`` adopts, and its claims stand beside the truth: of its answer,
 and of autocast and all bf16 where their loss is within the budget. A claim is right where its interval overlaps the
@@ -23,7 +24,6 @@ import platform
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import autoprec
 from autoprec.applying.policy import TorchPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from benchmarks.search.by_hand import FOLDER, TRAIN, Interval, over, search, text
+from benchmarks.search.by_hand import FOLDER, TRAIN, Interval, over, search, seconds, text
 
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast", "all bf16"
 #: What the rows of a search are called that say the same.
@@ -91,7 +91,7 @@ def contender(name: str, policy: TorchPolicy | None, *, autocast: bool) -> Calla
 
 
 def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return CPU milliseconds per step of each contender, round by round."""
+    """Return milliseconds per step of each contender, round by round."""
     for step in steps.values():
         for _ in range(SETTLING):
             step()
@@ -100,10 +100,10 @@ def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
         for who in random.Random(number).sample(list(steps), len(steps)):
             for _ in range(AGAIN):
                 steps[who]()
-            began = time.process_time()
+            began = seconds()
             for _ in range(STEPS):
                 steps[who]()
-            times[who].append((time.process_time() - began) / STEPS * 1e3)
+            times[who].append((seconds() - began) / STEPS * 1e3)
     return times
 
 
@@ -139,9 +139,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, help="write the table into this file as well")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     sys.path[:0] = [str(FOLDER)]
-    rows, slower, seconds = list[Row](), list[str](), list[str]()
+    rows, slower, took = list[Row](), list[str](), list[str]()
     for name in args.scripts:
         folder = args.work.resolve() / name
         script = (str(TRAIN), name, "--compile", "--steps", "100000")
@@ -154,7 +153,7 @@ def main() -> None:
         if not args.search:
             continue
         rows += (own_rows := claims(name, result, times))
-        seconds.append(f"{name} {result['verdict']} {result['seconds']:.0f} s")
+        took.append(f"{name} {result['verdict']} {result['seconds']:.0f} s")
         beside = over(times[ADOPTED if ADOPTED in times else WRITTEN], times[AUTOCAST])
         slower += [f"{name} {text(beside)}"] if beside[2] < 1.0 and AUTOCAST in {row.what for row in own_rows} else []
     if not args.search:
@@ -166,7 +165,8 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`",
         "",
         f"{datetime.now():%Y-%m-%d}; {platform.processor() or platform.machine()}, {os.cpu_count()} cores; torch "
-        f"{torch.__version__}; one thread, CPU time, {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}.",
+        f"{torch.__version__}; {torch.get_num_threads()} threads, {args.rounds} rounds; "
+        f"load average {os.getloadavg()[0]:.1f}.",
         "",
         "| script | what | claimed | truth | apart | overlap |",
         "|---|---|---|---|---|---|",
@@ -180,7 +180,7 @@ def main() -> None:
         f"claims whose interval overlaps the truth's: {sum(row.overlaps for row in rows)} of {len(rows)}",
         f"claims off by more than {CLOSE:.0%}: {len(off)} of {len(rows)}",
         f"answers slower than compiled autocast by hand: {len(slower)} of {len(args.scripts)}; {', '.join(slower)}",
-        f"searches: {', '.join(seconds)}",
+        f"searches: {', '.join(took)}",
     ]
     print("\n".join(lines))
     if args.out:
