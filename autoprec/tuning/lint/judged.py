@@ -160,7 +160,13 @@ def _rate(figures: Mapping[str, Any]) -> str:
 
 
 def _sum(figures: Mapping[str, Any]) -> str:
-    return "error" if figures["error"] >= _SUM else "warning" if figures["error"] >= _SUM_SEEN else ""
+    return (
+        "error"
+        if figures["error"] >= _SUM and not figures.get("logged")
+        else "warning"
+        if figures["error"] >= _SUM_SEEN
+        else ""
+    )
 
 
 def _loss(figures: Mapping[str, Any]) -> str:
@@ -211,7 +217,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "reduction-16bit": lambda figures: "error" if figures["error"] >= _REDUCTION and figures["trained"] else "warning",
     "noise-16bit": lambda figures: "error" if figures["infinite"] else "warning",
     "eps-zero": _always("error"),
-    "overflow-16bit": _always("error"),
+    "overflow-16bit": lambda figures: "warning" if figures.get("logged") else "error",
     "fp16-unscaled": _always("error"),
     "clip-before-unscale": _always("error"),
     "step-before-unscale": _always("error"),

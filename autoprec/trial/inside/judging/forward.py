@@ -53,6 +53,7 @@ class Step:
         scale: by what a GradScaler did.
         casts: ``file:line`` and dtype of the casts of modules that the script made before.
         roots: values that backward began with, -1 for one that was not seen.
+        kept: storages of the weights and their gradients, as the optimizer will read them.
     """
 
     recorder: ShadowRecorder
@@ -62,6 +63,7 @@ class Step:
     scale: float = 1.0
     casts: tuple[tuple[str, str], ...] = ()
     roots: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
 
     @property
     def calls(self) -> list[Call]:
@@ -74,7 +76,7 @@ class Step:
         return self.recorder.measures
 
     @cached_property
-    def rows(self) -> list[tuple[Call, Operator, Measure]]:
+    def rows(self) -> _Rows:
         """Calls that were measured, with their operators."""
         operators = self.report.operators
         return [(self.calls[i], operators[i], m) for i, m in self.measures.items() if i < len(operators)]
@@ -100,6 +102,20 @@ class Step:
         if not self.roots or min(self.roots) < 0:
             return set(range(len(trace.calls)))
         return trace.made_of(self.roots)
+
+    @cached_property
+    def arriving(self) -> set[int]:
+        """The calls that the optimizer's gradients are made of, by index."""
+        trace = self.recorder.trace
+        return trace.made_of(i for i, value in enumerate(trace.values) if value.storage in self.kept)
+
+    def is_logged(self, call: Call) -> bool:
+        """Say whether a call after backward makes a number that no gradient is multiplied with."""
+        if call.phase != "update" or call.index in self.arriving:
+            return False
+        trace = self.recorder.trace
+        below = [c for out in call.outs if not call.op.endswith("_") for c, _ in trace.below(out, lambda _: True)]
+        return any(not value.shape for one in (call, *below) for value in trace.outputs(one))
 
     @cached_property
     def collapsed(self) -> dict[int, int]:
@@ -229,8 +245,7 @@ def _line_above(step: Step, call: Call, losses: Collection[str]) -> str:
     def passes(above: Call) -> bool:
         return operators[above.index].cls not in ("gemm", "conv", "attention", "random", "collective", "opaque")
 
-    mine = operators[call.index].where
-    trace = step.recorder.trace
+    mine, trace = operators[call.index].where, step.recorder.trace
     lines = (operators[above.index].where for value in call.ins for above in trace.above(value, passes, depth=8))
     return next((line for line in lines if line != mine and line in losses), "")
 
@@ -306,16 +321,15 @@ def _patterns(step: Step) -> Iterator[Observation]:
 
 def _lines(step: Step) -> Iterator[Observation]:
     """Lines whose result has an error that what they were given had not: sums, cancellations."""
-    lines: dict[str, list[tuple[Call, Operator, Measure]]] = {}
-    told = _told(step)
+    lines: dict[str, _Rows] = {}
+    told, said = _told(step), {o.where for c, o, m in step.rows if m.overflowed and c.phase == "update"}
     for call, operator, measure in step.rows:
         # of rounded values in FP32 digits are lost where they cancel; another model's optimizer may step in a forward
         low = bool(low_of(operator))
         counts = low if call.phase == "update" else low or call.name in ("sub", "rsub", *_REDUCES)
-        counts = counts and call.phase in ("forward", "update")
-        counts = counts and bool(operator.where) and measure.error > 0 and not operator.pattern
-        counts = counts and operator.cls != "cast"  # whose one rounding loses nothing of this kind
-        if counts and not _cancels(step, call):
+        counts = counts and call.phase in ("forward", "update") and bool(operator.where) and not operator.pattern
+        # the one rounding of a cast loses nothing of this kind
+        if counts and operator.cls != "cast" and measure.error > 0 and not _cancels(step, call):
             lines.setdefault(operator.where, []).append((call, operator, measure))
     for where, several in lines.items():
         call, operator, measure = max(several, key=lambda row: row[2].error)
@@ -327,11 +341,13 @@ def _lines(step: Step) -> Iterator[Observation]:
             or measure.error < least
             or measure.error < 3 * given
             or quiet
-            or (call.phase == "forward" and _line_above(step, call, told))
+            or _line_above(step, call, told if call.phase == "forward" else said)
+            or where in said
             or "distinct" in measure.figures
             or step.is_of_positions(call)
         ):
             continue
+        said.add(where)
         adds = sum(c.name in _ADDS for c, _, _ in several)
         grows = any(value.grad for c, _, _ in several for value in step.recorder.trace.outputs(c))
         plain = not any(c.name in ("sub", "rsub") for c, _, _ in several)  # a polynomial is not a running sum
@@ -345,10 +361,11 @@ def _lines(step: Step) -> Iterator[Observation]:
             adds=adds,
             to=low_of(operator) or "rounded fp32",
             trained=call.index in step.trained,
+            logged=step.is_logged(call),
         )
 
 
-def _other_lines(step: Step, several: list[tuple[Call, Operator, Measure]], where: str) -> Iterator[int]:
+def _other_lines(step: Step, several: _Rows, where: str) -> Iterator[int]:
     """Yield the calls of other lines that a line reads, views of what they made left out."""
     operators = step.report.operators
 
@@ -364,23 +381,27 @@ def _other_lines(step: Step, several: list[tuple[Call, Operator, Measure]], wher
 
 # --- sums that are kept ----------------------------------------------------------------------------------------------
 def _accumulators(step: Step) -> Iterator[Observation]:
-    adds: dict[tuple[str, int], list[tuple[Call, Operator, Measure]]] = {}
+    adds: dict[tuple[str, int], _Rows] = {}
     for call, operator, measure in step.rows:
-        own = "AccumulateGrad" in call.node
-        if call.name not in _ADDS or not (own or call.module == SCRIPT) or not call.ins:
+        if (
+            call.name not in _ADDS
+            or not ((own := "AccumulateGrad" in call.node) or call.module == SCRIPT)
+            or not call.ins
+        ):
             continue
         to = step.recorder.trace.values[call.ins[0]]
         if to.dtype in LOW and not to.grad and call.op.endswith("_"):
             adds.setdefault((operator.where or "gradient" * own, to.storage), []).append((call, operator, measure))
-    told: set[str] = set()
+    told = set[str]()
     for (where, _), several in sorted(adds.items(), key=lambda row: -row[1][-1][2].error):
         if len(several) < 3 or where in told:
             continue
         told.add(where)
-        _, operator, last = several[-1]
+        call, operator, last = several[-1]
         place = (step.backward_at[-1] if step.backward_at else "") if where == "gradient" else where
         count = len(several) + (where == "gradient")
-        yield observed("accumulator-16bit", operator, where=place, error=last.error, adds=count, to=operator.dtypes[0])
+        logged, low = step.is_logged(call), operator.dtypes[0]
+        yield observed("accumulator-16bit", operator, where=place, error=last.error, adds=count, logged=logged, to=low)
 
 
 def _statistics(step: Step) -> Iterator[Observation]:
@@ -411,8 +432,10 @@ def _range(step: Step) -> Iterator[Observation]:
             eps_told.add(operator.where)
             yield observed("eps-zero", operator, eps=measure.figures["eps"], to=low_of(operator), what=call.name)
     for call, operator, measure in step.rows:
-        if measure.overflowed and (call.phase == "forward" or (call.phase == "backward" and not step.scaled)):
-            yield observed("overflow-16bit", operator, overflowed=measure.overflowed, to=low_of(operator))
+        # a scaled gradient that overflows is found by the GradScaler; a norm of finite ones is not
+        if measure.overflowed and not (call.phase == "backward" and step.scaled):
+            logged, to = step.is_logged(call), low_of(operator)
+            yield observed("overflow-16bit", operator, overflowed=measure.overflowed, logged=logged, to=to)
             return
 
 

@@ -248,6 +248,7 @@ class Judge(Events):
             self._scale,
             tuple(self._hooks.sources.casts),
             tuple(self._roots),
+            frozenset(address_of(t) for p in self._found.parameters for t in (p, p.grad) if t is not None),
         )
         self._census = [*tensors_of(self._found.root, self._names, self._hooks.sources.loaded), *self._losses[:8]]
         self._census += _read(self._step)

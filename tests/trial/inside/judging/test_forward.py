@@ -1,6 +1,7 @@
 """Lines of forward and backward: what is seen in a recorded step, and what is not taken for a fault."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -264,3 +265,86 @@ for step in range(3):
 def test_the_line_that_makes_a_part_wide_is_named(cast: str, later: str, line: int) -> None:
     (found,) = found_in_text(_DOUBLE.replace("CAST", cast).replace("LATER", later))
     assert (found.code, int(found.place.rpartition(":")[2])) == ("wide-part", line)
+
+
+_CLIPPED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+heads = nn.ModuleList(nn.Linear(32, 4) for _ in range(150)).to(torch.DTYPE)
+optimizer = torch.optim.SGD(heads.parameters(), lr=1.0)
+for step in range(3):
+    x, y = torch.randn(64, 32).to(torch.DTYPE), torch.randint(4, (64,))
+    optimizer.zero_grad()
+    loss = sum(nn.functional.cross_entropy(head(x).float(), y) for head in heads)
+    (SCALE * loss).backward()
+    gs = [p.grad for p in heads.parameters()]
+    NORM
+    for g in gs if CLIPS else []:
+        g.mul_((1e-3 / (norm + 1e-3)).clamp(max=1.0))
+    optimizer.step()
+"""
+
+
+def _clipped(norm: str, dtype: str = "bfloat16", scale: str = "1", clips: str = "True") -> dict[str, list[Any]]:
+    """Return severity and text of the line of each finding about what follows backward, by code."""
+    words = {"NORM": norm, "DTYPE": dtype, "SCALE": scale, "CLIPS": clips}
+    text = _CLIPPED
+    for word, said in words.items():
+        text = text.replace(word, said)
+    seen, lines = dict[str, list[Any]](), text.splitlines()
+    for one in found_in_text(text):
+        if one.code in ("accumulator-16bit", "overflow-16bit", "reduction-16bit"):
+            line = lines[int(one.place.rpartition(":")[2]) - 1].strip()
+            seen.setdefault(one.code, []).append((one.severity, line))
+    return seen
+
+
+_SUM = "norm = sum((g ** 2).sum() for g in gs).sqrt()"
+_LOOP = "total = torch.zeros((), dtype=gs[0].dtype)\n    for g in gs: total += g.pow(2).sum()\n    norm = total.sqrt()"
+_LINES = "squares = [g.pow(2).sum() for g in gs]\n    total = sum(squares)\n    norm = total ** 0.5"
+_FLAT = "flat = torch.cat([g.flatten() for g in gs])\n    norm = (flat * flat).sum().sqrt()"
+
+
+@pytest.mark.parametrize(
+    ("norm", "line"),
+    [
+        (_SUM, 0),
+        (_LOOP, 1),
+        (_LINES, 1),
+        (_SUM.replace("g ** 2", "g * g"), 0),
+        (_SUM.replace("(g ** 2).sum()", "g.norm() ** 2"), 0),
+    ],
+)
+def test_a_norm_of_gradients_that_16_bits_add_up_is_named_once(norm: str, line: int) -> None:
+    assert _clipped(norm) == {"accumulator-16bit": [("error", norm.split("\n")[line].strip())]}
+
+
+@pytest.mark.parametrize("norm", [_SUM, _LOOP, _LINES, _FLAT, _SUM.replace("g ** 2", "g * g")])
+def test_squares_of_gradients_that_overflow_are_named_and_not_what_follows(norm: str) -> None:
+    (found,) = _clipped(norm, "float16", "8192").values()
+    ((severity, line),) = found
+    assert severity == "error"
+    assert any(word in line for word in ("** 2", "g * g", "pow(2)", "flat * flat"))
+
+
+@pytest.mark.parametrize("norm", [_SUM, _LINES])
+def test_a_norm_that_is_logged_alone_is_no_error(norm: str) -> None:
+    (bfloat16,) = _clipped(norm, clips="False")["accumulator-16bit"]
+    (float16,) = _clipped(norm, "float16", "8192", clips="False")["overflow-16bit"]
+    assert (bfloat16[0], float16[0]) == ("warning", "warning")
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "norm = sum((g.float() ** 2).sum() for g in gs).sqrt()",
+        "norm = torch.stack([g.norm() for g in gs]).norm()",
+        "norm = nn.utils.get_total_norm(gs)",
+        "norm = torch.stack([g.abs().max() for g in gs]).max()",
+        "norm = torch.cat([g.flatten() for g in gs]).float().square().sum().sqrt()",
+    ],
+)
+def test_a_norm_of_gradients_in_fp32_is_not_named(norm: str) -> None:
+    assert _clipped(norm) == {}
