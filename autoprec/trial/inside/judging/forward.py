@@ -31,6 +31,7 @@ _REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
 _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach_lerp", "add_n")
 #: Operators at whose jumps a small difference of the input is a large one of the output: no digits are lost there.
 JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
+_QUIET = (*JUMPS, "sin", "cos")
 #: Classes of operators that bring numbers somewhere, and compute nothing.
 _CARRIES = frozenset(("view", "cast", "allocation"))
 #: Those through which positions go, and angles.
@@ -325,8 +326,7 @@ def _lines(step: Step) -> Iterator[Observation]:
     told, said = _told(step), {o.where for c, o, m in step.rows if m.overflowed and c.phase == "update"}
     for call, operator, measure in step.rows:
         # of rounded values in FP32 digits are lost where they cancel; another model's optimizer may step in a forward
-        low = bool(low_of(operator))
-        counts = low if call.phase == "update" else low or call.name in ("sub", "rsub", *_REDUCES)
+        counts = bool(low_of(operator)) or (call.phase != "update" and call.name in ("sub", "rsub", *_REDUCES))
         counts = counts and call.phase in ("forward", "update") and bool(operator.where) and not operator.pattern
         # the one rounding of a cast loses nothing of this kind
         if counts and operator.cls != "cast" and measure.error > 0 and not _cancels(step, call):
@@ -334,15 +334,15 @@ def _lines(step: Step) -> Iterator[Observation]:
     for where, several in lines.items():
         call, operator, measure = max(several, key=lambda row: row[2].error)
         given = max((step.measures[i].error for i in _other_lines(step, several, where)), default=0.0)
-        quiet = call.name in JUMPS or operator.cls in ("loss", "softmax", "view", "norm") or call.name in ("sin", "cos")
+        quiet = where in said or operator.cls in ("loss", "softmax", "view", "norm")
         least = _DIFFERENCE if call.name in ("sub", "rsub") else LOST
         if (
             not (low_of(operator) or measure.before)
             or measure.error < least
             or measure.error < 3 * given
             or quiet
+            or call.name in _QUIET
             or _line_above(step, call, told if call.phase == "forward" else said)
-            or where in said
             or "distinct" in measure.figures
             or step.is_of_positions(call)
         ):
@@ -383,11 +383,8 @@ def _other_lines(step: Step, several: _Rows, where: str) -> Iterator[int]:
 def _accumulators(step: Step) -> Iterator[Observation]:
     adds: dict[tuple[str, int], _Rows] = {}
     for call, operator, measure in step.rows:
-        if (
-            call.name not in _ADDS
-            or not ((own := "AccumulateGrad" in call.node) or call.module == SCRIPT)
-            or not call.ins
-        ):
+        own = "AccumulateGrad" in call.node
+        if call.name not in _ADDS or not (own or call.module == SCRIPT) or not call.ins:
             continue
         to = step.recorder.trace.values[call.ins[0]]
         if to.dtype in LOW and not to.grad and call.op.endswith("_"):
@@ -432,7 +429,6 @@ def _range(step: Step) -> Iterator[Observation]:
             eps_told.add(operator.where)
             yield observed("eps-zero", operator, eps=measure.figures["eps"], to=low_of(operator), what=call.name)
     for call, operator, measure in step.rows:
-        # a scaled gradient that overflows is found by the GradScaler; a norm of finite ones is not
         if measure.overflowed and not (call.phase == "backward" and step.scaled):
             logged, to = step.is_logged(call), low_of(operator)
             yield observed("overflow-16bit", operator, overflowed=measure.overflowed, logged=logged, to=to)
@@ -445,7 +441,6 @@ def _unscaled(step: Step) -> Iterator[Observation]:
     ]
     if step.scaled or not behind:
         return
-    flushed = [m.figures["flushed"] for _, _, m in step.rows if "flushed" in m.figures]
     first = next(
         (o for o in step.report.operators if o.phase == "forward" and "fp16" in (*o.dtypes, *o.out_dtypes)), behind[0]
     )
@@ -456,7 +451,7 @@ def _unscaled(step: Step) -> Iterator[Observation]:
         where=cast,
         also=(first.where,) if cast else (),
         what="the step",
-        flushed=max(flushed, default=0.0),
+        flushed=max((m.figures.get("flushed", 0.0) for _, _, m in step.rows), default=0.0),
     )
 
 
