@@ -124,4 +124,4 @@ def test_help_says_what_each_value_of_a_switch_does() -> None:
     """``track: Track nothing. Default: True`` was the opposite of what it does."""
     text = autoprec.search.__doc__ or ""
     assert "track: False: track nothing. Default: True." in text
-    assert "resume: Continue a study; finished trials are not repeated. Default: False." in text
+    assert "resume: Continue a study, or begin it; finished trials are not repeated. Default: False." in text
