@@ -74,6 +74,7 @@ class TrialRunner(Runner):
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
         weights: ``fake`` gives the script parameters without data, so that a step of any model can be recorded here.
         tunes: a model without a layer that a policy could decide about is refused; without it its step can be judged.
+        alone: most of its trials run alone, and so does the first look at its steps: they need what that compiles.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class TrialRunner(Runner):
         environment: Mapping[str, str] | None = None,
         weights: str = "",
         tunes: bool = True,
+        alone: bool = False,
     ) -> None:
-        self.command, self._tunes = command, tunes
+        self.command, self._tunes, self._alone = command, tunes, alone
         self._environment, self._weights = dict(environment or {}), weights
         self._seed_offset, self._launch = seed_offset, launch
         self._setup_timeout = setup_timeout_s
@@ -174,7 +176,7 @@ class TrialRunner(Runner):
         return info
 
     def _try_steps(self, info: HostInfo) -> TrialResult:
-        spec = TrySpec(timeout_s=self._setup_timeout)
+        spec = TrySpec(timeout_s=self._setup_timeout, alone=self._alone)
         self._info = info
         forked = info.launch == "fork"
         if not forked and (info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL):

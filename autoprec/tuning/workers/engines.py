@@ -44,7 +44,14 @@ def runner_factory(options: SearchOptions, command: ScriptCommand, start_s: floa
 
     def runner(seed: int, folder: Path, devices: str = "") -> TrialRunner:
         own = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-        return TrialRunner(command, run_dir=folder, seed_offset=seed, environment=own, setup_timeout_s=start_s)
+        return TrialRunner(
+            command,
+            run_dir=folder,
+            seed_offset=seed,
+            environment=own,
+            setup_timeout_s=start_s,
+            alone=options.target in ("auto", "cpu") and options.workers < 2,  # else runs are beside each other
+        )
 
     if len(gpus) < 2 or per_trial == len(gpus):
         return runner

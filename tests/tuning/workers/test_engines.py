@@ -38,6 +38,15 @@ def test_several_gpus_are_slots_and_one_or_none_is_a_plain_runner(
     assert len(two._notes) == 2
 
 
+@pytest.mark.parametrize(("asked", "alone"), [({}, True), ({"target": "h100"}, False), ({"workers": 2}, False)])
+def test_what_the_first_look_compiles_is_for_trials_that_run_alone(
+    asked: dict[str, object], alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = runner(tmp_path, "", monkeypatch, **asked)
+    assert isinstance(made, TrialRunner)
+    assert made._alone is alone
+
+
 def test_the_gpus_of_the_slots() -> None:
     assert gpu_slots(["4", "5", "6"], 1) == ["4", "5", "6"]
     assert gpu_slots(["4", "5", "6"], 2) == ["4,5"]
