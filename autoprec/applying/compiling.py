@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from autoprec.backends.casts import leave_to_torch, stance
 from autoprec.policy import LayerPlan
@@ -239,6 +240,21 @@ def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, _Compiler]]:
         names = call.__code__.co_freevars if isinstance(call, FunctionType) else ()
         if "self" in names:
             yield module, call.__closure__[names.index("self")].cell_contents
+
+
+def only_in_graphs(mode: type[TorchFunctionMode]) -> type[TorchFunctionMode]:
+    """Let Dynamo follow a mode's methods where a graph calls them, and compile none of them by itself.
+
+    A break in a loop has Dynamo run all of a forward as eager code and compile what that calls, which is the mode's
+    ``__torch_function__`` for each operator. What it makes of one function it then also runs for others of the same
+    signature (torch 2.13: ``mean`` returned what ``square`` does), and after eight it gives up.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for method in vars(mode).values():
+        if isinstance(method, FunctionType):
+            frames.set_code_exec_strategy(method.__code__, strategy)
+    return mode
 
 
 def cache_graphs() -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.compiling import only_in_graphs
 from autoprec.applying.swap import execution_of
 from autoprec.applying.units import Unit
 from autoprec.numerics.einsum import EinsumProduct, reversed_terms
@@ -109,10 +110,19 @@ def _held(weight: Any) -> Iterator[Tensor]:
         yield weight._local_tensor
 
 
+def _may_be_turned(held: Tensor, other: Tensor) -> bool:
+    """Say whether a tensor may be a weight's ``T``, ``mT`` or ``H``, or it; shapes may be symbols, which none sorts."""
+    if held.ndim != other.ndim or held.ndim < 2:
+        return False
+    (rows, columns), last = held.shape[-2:], tuple(other.shape[-2:])
+    return last in ((rows, columns), (columns, rows))
+
+
 #: What graphs being traced made of weights. Not in the mode, which Dynamo cannot write to once it has left a graph.
 _TRACED: list[tuple[Tensor, Any]] = []
 
 
+@only_in_graphs
 class WeightMode(TorchFunctionMode):
     """Runs products with known weights through their executions.
 
@@ -134,7 +144,7 @@ class WeightMode(TorchFunctionMode):
                 for held, execution in known:
                     if held is weight:
                         return execution
-                    unlike = unlike and sorted(held.shape[-2:]) != sorted(weight.shape[-2:])
+                    unlike = unlike and not _may_be_turned(held, weight)
             if unlike:
                 return None
             weight._is_view()  # ends the graph: this may be a weight, as Dynamo hands w.T, w.mT and w.H to no mode
@@ -149,6 +159,8 @@ class WeightMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # a Python method that asks super(), which Dynamo cannot trace here
+            return args[0].unflatten(*args[1:], **kwargs)
         if func in _COPIES or (torch.compiler.is_compiling() and func in _VIEWS):
             return self._made_of(args[0], func(*args, **kwargs))
         out = None

@@ -274,6 +274,13 @@ class _Operators(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# Dynamo compiles this for each operator after a break in a loop, and confuses one with another (torch 2.13).
+_FRAMES: Any = torch._C._dynamo.eval_frame
+_FRAMES.set_code_exec_strategy(
+    _Operators.__torch_function__.__code__,
+    _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT),
+)
+
 _CLASSES: dict[type, type] = {}
 
 

@@ -444,3 +444,54 @@ def test_blocks_are_compiled_in_the_scripts_own_mode(mode: str, monkeypatch: pyt
     assert all(block == whole for block in blocks)
     assert bool(whole.get("triton.cudagraphs")) is (mode in ("reduce-overhead", "max-autotune"))
     assert bool(whole.get("max_autotune")) is mode.startswith("max-autotune")
+
+
+class Breaking(nn.Module):
+    """A block whose graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return x + hidden.relu()
+
+
+class Looped(nn.Module):
+    """A loop over blocks that break, a raw weight, and functions of one signature with results of other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(16, 16) * 0.2)
+        self.blocks = nn.ModuleList(Breaking() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.mix
+        for block in self.blocks:
+            x = block(x)
+        return x.sigmoid().tanh().exp().square().mean()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"default": "r"},
+        {"layers": [{"match": "blocks.*", "recipe": "r"}], "activations": "bf16"},
+        {"activations": "bf16"},
+    ],
+    ids=["raw weights", "activations and layers", "activations"],
+)
+def test_a_break_in_a_loop_changes_no_result(policy: dict[str, Any]) -> None:
+    """``mean`` gave what ``square`` gives: the loss of such a compiled script was not even a number."""
+    torch.manual_seed(0)
+    model, x = Looped(), torch.randn(2, 8, 16)
+    Policy.model_validate({"recipes": {"r": {"format": "bf16"}}} | policy).apply(model)
+    eager = model(x)
+    compiled = torch.compile(model)
+    for _ in range(2):
+        loss = compiled(x)
+        assert loss.shape == eager.shape
+        assert torch.allclose(loss, eager, rtol=1e-2)
+        loss.backward()

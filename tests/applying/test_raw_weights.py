@@ -337,6 +337,41 @@ def test_no_view_of_a_weight_passes_a_compiled_graph_by(multiply: object) -> Non
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h: h.unflatten(-1, (2, 8)).transpose(1, 2).flatten(2),
+        lambda h: torch.cat(h.chunk(2, -1), -1),
+        lambda h: h.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda h: h.reshape(2, -1, 16),
+        lambda h: torch.stack(h.unbind(0)),
+    ],
+    ids=["unflatten", "chunk", "transpose", "reshape", "unbind"],
+)
+def test_activations_as_large_as_a_weight_stay_in_one_graph(use: object, dynamic: bool) -> None:
+    """All bf16, with a table of positions, cut a compiled GPT into 14 graphs, until torch gave up on them."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place, self.out = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(use(x + self.place).reshape(x.shape))  # type: ignore[operator, no-any-return]
+
+    model, x = Placed(), torch.randn(2, 8, 16)
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["bf16"]}, "default": "r"})
+    policy.apply(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    eager = _gradients(model, model, x)
+    for ours, theirs in zip(_gradients(model, compiled, x), eager, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2)
+    torch._dynamo.reset()
+
+
 def _gradients(model: nn.Module, run: object, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     (run(x).float() ** 2).sum().backward()  # type: ignore[operator]

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
 from autoprec.applying.around.recompute import carry_into_recomputation
+from autoprec.applying.compiling import only_in_graphs
 from autoprec.backends import Backend
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed.steps import DelayedReduction
@@ -150,6 +151,7 @@ def widest(value: Any) -> torch.dtype | None:
     return max(found, key=lambda dtype: dtype.itemsize, default=None)
 
 
+@only_in_graphs
 class OperatorMode(TorchFunctionMode):
     """Runs operators in float32, and attention in its own dtype, for the duration of a forward.
 
