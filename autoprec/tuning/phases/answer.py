@@ -17,6 +17,8 @@ from autoprec.precision.hardware import cpu_instructions
 from autoprec.precision.recipes import KEEP
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
+from autoprec.support.units import counted
+from autoprec.trial.environment import thread_count
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
@@ -174,11 +176,17 @@ def _evidence(setup: Setup, state: SearchState, decision: Decision) -> dict[str,
     out |= {
         "trials": len(state.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": setup.host.device if setup.host.device != "cpu" else f"cpu ({platform.machine()}, one thread)",
+        "device": setup.host.device if setup.host.device != "cpu" else _cpu(setup),
         "versions": versions() | {"python": platform.python_version()},
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out
+
+
+def _cpu(setup: Setup) -> str:
+    """Return the processor, and the threads of what was timed where the script does not ask for a number itself."""
+    alone = setup.measured and setup.options.workers < 2
+    return f"cpu ({platform.machine()}, {counted(thread_count() if alone else 1, 'thread')})"
 
 
 def _under(variant: Mapping[str, Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.answer import (
+    _cpu,
     _plain,
     _row,
     figures_of_evidence,
@@ -211,3 +212,16 @@ def test_an_answer_says_what_each_decision_did(target: str, source: str) -> None
     assert together["whole_ms"] == pytest.approx(saved, rel=1e-3)
     # where compiling is timed it gains more here than the cost model believes, and the report says so
     assert ("does not explain" in share_words(result.explanation["decisions"])) is (target == "auto")
+
+
+@pytest.mark.parametrize(
+    ("measured", "workers", "threads"), [(True, 0, "3 threads"), (True, 2, "1 thread"), (False, 0, "1 thread")]
+)
+def test_a_policy_says_in_how_many_threads_it_was_timed(
+    measured: bool, workers: int, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    setup = plain_search().made.setup
+    assert setup is not None
+    asked = replace(setup, measured=measured, options=replace(setup.options, workers=workers))
+    assert _cpu(asked).endswith(f", {threads})")
