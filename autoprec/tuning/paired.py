@@ -131,7 +131,7 @@ class PairedRunner:
             anneal=True,  # no policy causes the noise of a high learning rate
             within_s=self.seconds_left(),
             by_block=self.by_block.active,
-            alone=self._setup.measured and (self.workers == 1 or self._pool.slots() > 1),
+            alone=self._setup.is_timed_alone or (self._setup.measured and self._pool.slots() > 1),
         )
         return replace(spec, **changes)
 

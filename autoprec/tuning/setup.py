@@ -178,6 +178,11 @@ class Setup:
         """``measured`` when this machine is the target and is timed, ``modelled`` in a rehearsal."""
         return "measured" if self.measured else "modelled"
 
+    @property
+    def is_timed_alone(self) -> bool:
+        """Whether no trial computes beside another on one machine, so that each has the threads of the script."""
+        return self.measured and self.options.workers < 2
+
     def bounds(self, params: Params, ratio: float) -> tuple[float, float] | tuple[()]:
         """Return the model's bounds of a speed-up; empty where it is measured, for the script, and over itself."""
         if self.measured or ratio == 1.0 or not params or self.problem.is_script(params):

@@ -80,7 +80,7 @@ def notes_of_bound(setup: Setup, *, narrow: bool, beyond: bool) -> Iterator[str]
     if narrow:
         yield ONLY_SIXTEEN_BIT
     if setup.measured and setup.target.is_cpu:
-        if setup.options.workers > 1:
+        if not setup.is_timed_alone:
             yield ONE_THREAD
         if slow := slow_sixteen_bit(setup.graph):
             yield slow

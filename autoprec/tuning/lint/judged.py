@@ -160,13 +160,9 @@ def _rate(figures: Mapping[str, Any]) -> str:
 
 
 def _sum(figures: Mapping[str, Any]) -> str:
-    return (
-        "error"
-        if figures["error"] >= _SUM and not figures.get("logged")
-        else "warning"
-        if figures["error"] >= _SUM_SEEN
-        else ""
-    )
+    if figures["error"] >= _SUM and not figures.get("logged"):
+        return "error"
+    return "warning" if figures["error"] >= _SUM_SEEN else ""
 
 
 def _loss(figures: Mapping[str, Any]) -> str:

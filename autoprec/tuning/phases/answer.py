@@ -185,8 +185,7 @@ def _evidence(setup: Setup, state: SearchState, decision: Decision) -> dict[str,
 
 def _cpu(setup: Setup) -> str:
     """Return the processor, and the threads of what was timed where the script does not ask for a number itself."""
-    alone = setup.measured and setup.options.workers < 2
-    return f"cpu ({platform.machine()}, {counted(thread_count() if alone else 1, 'thread')})"
+    return f"cpu ({platform.machine()}, {counted(thread_count() if setup.is_timed_alone else 1, 'thread')})"
 
 
 def _under(variant: Mapping[str, Any]) -> dict[str, str]:
