@@ -116,6 +116,7 @@ class TrainSpec(TrialSpec):
         by_block: where the policy or the script compiles the model as a whole, ``execution: compile`` takes its place:
             repeated blocks are compiled, N times cheaper for N blocks, and what lies around them runs as eager code.
         record_graph: also record the graph of the last step (``check``: audit by recording).
+        turns: other trials compile beside it, and its timed steps wait until none does (:mod:`.inside.observe.turns`).
     """
 
     kind: ClassVar[str] = "train"
@@ -128,6 +129,7 @@ class TrainSpec(TrialSpec):
     within_s: float | None = None
     by_block: bool = False
     record_graph: bool = False
+    turns: bool = False
 
     @property
     def total(self) -> int:

@@ -47,6 +47,10 @@ MOST_REPEATED = 5
 #: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
 
+#: Trials that compile at once, and what a compiler needs beside the model (bytes: Inductor's share, seen on a CPU).
+MOST_COMPILING, COMPILER_BYTES = 4, 1 << 30
+#: Of a parameter in FP32, its gradient and two moments.
+_TRAINED_BYTES = 16
 #: Forks beside a host, all that are at work at once, need less than this share of the memory that is free.
 OF_FREE_MEMORY = 0.5
 
@@ -114,8 +118,8 @@ class PairedRunner:
 
     @property
     def final_workers(self) -> int:
-        """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
-        return 1 if self._setup.measured else self.workers
+        """Finalists that may run at once: no two that are timed, also not on two devices; but see ``takes_turns``."""
+        return self.workers if self._setup.takes_turns or not self._setup.measured else 1
 
     def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""
@@ -132,6 +136,7 @@ class PairedRunner:
             within_s=self.seconds_left(),
             by_block=self.by_block.active,
             alone=self._setup.is_timed_alone or (self._setup.measured and self._pool.slots() > 1),
+            turns=self._setup.takes_turns,
         )
         return replace(spec, **changes)
 
@@ -313,6 +318,9 @@ def trials_at_once(setup: Setup, slots: int) -> int:
         return min(slots, asked or slots)
     if _on_one_gpu(setup, slots):
         return 1
+    if setup.takes_turns:
+        needed = COMPILER_BYTES + _TRAINED_BYTES * int(setup.host.model.get("parameters", 0))
+        return max(1, min(MOST_COMPILING, cores(), room_for(needed)))
     if asked or setup.measured:
         return asked or 1
     return min(MOST_SIDE_BY_SIDE, cores())

@@ -183,6 +183,12 @@ class Setup:
         """Whether no trial computes beside another on one machine, so that each has the threads of the script."""
         return self.measured and self.options.workers < 2
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trials compile beside each other and are timed one at a time: a compiled script's, on a CPU."""
+        one_script = self.host.world_size == 1 and not self.steps.shapes
+        return self.measured and not self.options.workers and self.target.is_cpu and self.host.compiled and one_script
+
     def bounds(self, params: Params, ratio: float) -> tuple[float, float] | tuple[()]:
         """Return the model's bounds of a speed-up; empty where it is measured, for the script, and over itself."""
         if self.measured or ratio == 1.0 or not params or self.problem.is_script(params):

@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.paired import BEFORE_REFERENCE_S, COMPILING_S, LEAST_TIMEOUT_S, PairedRunner
+from autoprec.tuning.paired import BEFORE_REFERENCE_S, COMPILER_BYTES, COMPILING_S, LEAST_TIMEOUT_S, PairedRunner
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL
@@ -89,6 +90,43 @@ def test_what_is_timed_alone_has_the_scripts_own_threads(
     assert runner.train_spec(None).alone is alone
     assert not runner.scan_spec(None, ()).alone  # its probes are at work beside each other
     assert runner.duel_spec(None, compiling=False).alone
+
+
+@pytest.mark.parametrize(
+    ("changed", "cores", "copies", "at_once"),
+    [
+        ({}, 2, 99, 2),
+        ({}, 64, 99, 4),
+        ({}, 1, 99, 1),
+        ({}, 64, 2, 2),
+        ({}, 64, None, 1),
+        ({"compiled": False}, 64, 99, 1),
+        ({"world_size": 2}, 64, 99, 1),  # its ranks would wait for each other
+        ({"workers": 1}, 64, 99, 1),
+        ({"target": "h100"}, 64, 99, 1),
+    ],
+)
+def test_trials_of_a_compiled_script_compile_beside_each_other(
+    setup: Setup,
+    state: SearchState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    cores: int,
+    copies: int | None,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr("autoprec.tuning.paired.cores", lambda: cores)
+    needed = COMPILER_BYTES + 16 * int(setup.host.model["parameters"])
+    free = None if copies is None else 2 * copies * needed  # half of it is for others
+    monkeypatch.setattr("autoprec.tuning.paired.free_bytes", lambda: free)
+    known = {"compiled": True, "world_size": 1, "gpus": 1, "target": "cpu", "workers": 0} | changed
+    asked, where = replace(setup.options, workers=known.pop("workers")), target(known.pop("target"))
+    one = replace(setup, measured=True, options=asked, target=where, host=replace(setup.host, **known))
+    runner, turns = runner_of(one, state, tmp_path), not changed
+    assert (runner.workers, runner.final_workers) == (at_once, at_once)
+    assert runner.train_spec(None).turns is turns
+    assert runner.train_spec(None).alone is one.is_timed_alone
 
 
 @pytest.mark.parametrize(

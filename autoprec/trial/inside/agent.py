@@ -190,7 +190,15 @@ class Agent:
         stays = str(self.config.get("stays", ""))
         offer_threads(int(self.config.get("threads", 0)))
         self.trial = Trial(
-            spec, found, self.hooks, result=result, asked=asked, writer=rank() == 0, may_fork=may_fork, stays=stays
+            spec,
+            found,
+            self.hooks,
+            result=result,
+            asked=asked,
+            writer=rank() == 0,
+            may_fork=may_fork,
+            stays=stays,
+            turns=Path(self.config["folder"]) / "turns",
         )
         if self._loading is not None:
             self._loading.charge = self.trial.credit

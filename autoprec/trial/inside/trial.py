@@ -49,6 +49,8 @@ from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import AtGradients, Loop, early_stop, out_of_time
 from autoprec.trial.inside.observe.measure import clock_for, some_heap
+from autoprec.trial.inside.observe.memory import is_out_of_memory
+from autoprec.trial.inside.observe.turns import Turn
 from autoprec.trial.inside.perturbing import perturb_run
 from autoprec.trial.inside.sensitivity.staying import serve_scans
 from autoprec.trial.progress import Beat, steps_file
@@ -66,15 +68,6 @@ from autoprec.trial.protocol import (
     TrialSpec,
     TrySpec,
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for the ways torch and Python say that memory ran out."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    text = str(error)
-    return "can't allocate memory" in text or "out of memory" in text.lower()
-
 
 #: Why a script whose step is a CUDA graph is not tried.
 CAPTURED = (
@@ -97,7 +90,9 @@ class Trial:
         writer: bool = True,
         may_fork: bool = True,
         stays: str = "",
+        turns: Path | None = None,
     ) -> None:
+        self._turn = Turn(turns) if turns is not None and isinstance(spec, TrainSpec) and spec.turns else None
         self._may_fork, self._stays, self._is_again = may_fork, stays, False
         self.spec, self.found, self.hooks = spec, found, hooks
         self._path, self._asked, self._writer = result, asked, writer
@@ -134,6 +129,8 @@ class Trial:
             return
         take_threads()
         train = spec if isinstance(spec, TrainSpec) else None
+        if self._turn is not None:
+            self._turn.beside_others()
         if isinstance(spec, (ScanSpec, NumericsSpec, LiftSpec)):
             run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
@@ -233,6 +230,8 @@ class Trial:
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
+        if self._turn is not None and loop.steps == spec.warmup:
+            self._turn.alone()
         self._look_at_the_time(spec, loop)
         # On a GPU reading a loss waits for the device, and would slow down every step that is timed; so do ranks that
         # ask each other.

@@ -125,16 +125,16 @@ class PairedSeeds:
             by_block: whether it compiles blocks, and so is compared with a reference that does.
         """
         runner, began = self._runner, (time.time(), time.monotonic())
-        with runner.threads(runner.final_workers, "finalist") as threads:
-            running = threads.submit(
-                runner.measure, runner.train_spec(plan.policy, plan.params, by_block=by_block), plan.seed
-            )
+        spec, whole = runner.train_spec(plan.policy, plan.params, by_block=by_block), runner.by_block.active
+        with runner.threads(runner.final_workers, "finalist") as threads:  # one after the other where there is one
+            first = threads.submit(self.reference, plan.seed, whole=whole and not by_block)
+            running = threads.submit(runner.measure, spec, plan.seed)
             try:
-                reference = self.reference(plan.seed, whole=runner.by_block.active and not by_block)
+                reference = first.result()
             except AutoPrecError as failed:
                 self._state.note(f"paired seed {plan.seed} could not be used: {failed.what}")
                 self.unusable[plan.seed] = failed.what  # nothing that is held against the policy
-                running.result()
+                running.cancel()
                 return None
             return scored(self._setup, self._state, plan, running.result(), reference, error, began)
 

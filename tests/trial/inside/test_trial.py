@@ -19,22 +19,9 @@ from autoprec.trial.inside.applying import apply_document, by_block
 from autoprec.trial.inside.observe import hooks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.trial import _is_running, is_out_of_memory, status_of, write_result
+from autoprec.trial.inside.trial import _is_running, status_of, write_result
 from autoprec.trial.protocol import GemmFindings, TrainSpec, TrialResult
 from tests.trial.conftest import uniform
-
-
-@pytest.mark.parametrize(
-    ("error", "oom"),
-    [
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("shape mismatch"), False),
-    ],
-)
-def test_out_of_memory(error: BaseException, oom: bool) -> None:
-    assert is_out_of_memory(error) is oom
 
 
 @pytest.mark.parametrize(

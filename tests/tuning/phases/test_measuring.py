@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
+from autoprec.support.plain import Document
+from autoprec.trial.protocol import TrainSpec, TrialResult
+from autoprec.tuning.phases.measuring import PairedSeeds, goals_of, leader, make_prior, scored, with_gain
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.study.run import BY_BLOCK
 from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
@@ -112,3 +117,54 @@ def test_a_gain_is_told_over_16_bit_as_soon_as_that_is_known() -> None:
     best = leader(made.setup, made.state)
     assert best is not None
     assert "speedup_over_16bit" in best.metrics
+
+
+class _Runner:
+    """Stands in for a PairedRunner: notes how many runs are at work at once."""
+
+    def __init__(self, workers: int, result: TrialResult) -> None:
+        self.final_workers, self.by_block, self._result = workers, SimpleNamespace(active=False), result
+        self.running = self.most = 0
+        self.asked: list[bool] = []
+
+    def train_spec(self, policy: Document | None, *_: object, **__: object) -> TrainSpec:
+        return TrainSpec(policy=policy)
+
+    def measure(self, spec: TrainSpec, seed: int) -> TrialResult:
+        assert seed == 1
+        self.asked.append(spec.policy is None)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.05)
+        self.running -= 1
+        return self._result
+
+    def threads(self, count: int, _name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(count)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_policy_and_its_reference_are_timed_beside_each_other_only_where_that_is_allowed(at_once: int) -> None:
+    made = plain_search().made
+    assert made.setup is not None
+    assert made.state is not None
+    losses = tuple(made.state.reference.losses)
+    ran = TrialResult("ok", losses=losses, step_ms=(1.0,) * len(losses), memory_bytes=1)
+    runner: Any = _Runner(at_once, ran)
+    plan = replace(next(run for run in made.records if run.params), seed=1)
+    run = PairedSeeds(made.setup, runner, made.state).measure(plan, 0.01, by_block=False)
+    assert run is not None
+    assert run["speedup"] == pytest.approx(1.0)
+    assert sorted(runner.asked) == [False, True]
+    assert runner.most == at_once
+
+
+def test_a_policy_is_not_run_under_a_seed_whose_reference_fails() -> None:
+    made = plain_search().made
+    assert made.setup is not None
+    assert made.state is not None
+    runner: Any = _Runner(1, TrialResult("crashed", "of its own"))
+    seeds = PairedSeeds(made.setup, runner, replace(made.state, notes=[]))
+    plan = replace(next(run for run in made.records if run.params), seed=1)
+    assert seeds.measure(plan, 0.01, by_block=False) is None
+    assert "of its own" in seeds.unusable[1]

@@ -100,3 +100,11 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     names = flatten()[0]
     return [part for name in names for part in _inner_tensors(getattr(tensor, name))]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the ways torch and Python say that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return "can't allocate memory" in text or "out of memory" in text.lower()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoprec.trial.inside.observe.memory import StepPeak, lasting
+from autoprec.trial.inside.observe.memory import StepPeak, is_out_of_memory, lasting
 
 WIDTH, ROWS = 64, 512
 
@@ -83,3 +83,16 @@ def test_a_script_that_begins_to_profile_itself_gets_its_events() -> None:
         peak.second_step()
     assert peak.end() == 0
     assert any(event.key == "aten::exp" for event in own.key_averages())
+
+
+@pytest.mark.parametrize(
+    ("error", "oom"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)
+def test_out_of_memory(error: BaseException, oom: bool) -> None:
+    assert is_out_of_memory(error) is oom
