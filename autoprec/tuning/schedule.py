@@ -156,6 +156,7 @@ def schedule(
     probes_at_once: int = 1,
     workers: int = 1,
     final_workers: int = 1,
+    turns: bool = False,
     usual: bool = False,
     duels_s: float = 0.0,
     closing_s: float = 0.0,
@@ -170,6 +171,7 @@ def schedule(
         passes: forward and backward passes for gradient errors.
         probes_at_once: how many of them at once.
         workers, final_workers: trials, and runs under further paired seeds, at once.
+        turns: their steps are not at once, only the rest of them.
         duels_s: seconds of duels themselves, without their starts; 0 where steps are not timed.
         closing_s: seconds for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
@@ -184,6 +186,7 @@ def schedule(
     # what a policy's first trial compiled its runs under further seeds find in torch's cache
     further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, cached=True))
     whole = (1 if usual else CONTENDERS) if by_block else 0
+    stepping_s = steps * trial.step_s if turns else 0.0
     return Schedule(
         trials=trials,
         runs=(CONTENDERS + 1) * (seeds - 1),
@@ -192,8 +195,8 @@ def schedule(
         scan_s=reference.start_s
         + (scan_warmup(options.steps) + NOISE_BATCHES) * reference.step_s
         + _PASS * passes * trial.step_s / probes_at_once,
-        trials_s=trials * trial.trial_s(steps) / workers,
-        finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
+        trials_s=trials * (stepping_s + (trial.trial_s(steps) - stepping_s) / workers),
+        finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / (1 if turns else final_workers),
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),
         duels_s=duels_s and duels_s + DUELS * reference.start_s,

@@ -90,6 +90,16 @@ def test_runs_side_by_side_share_the_time() -> None:
     assert alone.finalists_s == pytest.approx(2 * shared.finalists_s)
 
 
+def test_of_runs_that_take_turns_all_but_the_steps_is_beside_each_other() -> None:
+    pace = Pace(1.0, 0.1, 8.0)
+    alone = schedule(OPTIONS, pace, pace, setup_s=0.0)
+    turns = schedule(OPTIONS, pace, pace, setup_s=0.0, workers=2, final_workers=2, turns=True)
+    steps_s = (OPTIONS.steps + OPTIONS.warmup) * 0.1
+    assert alone.trials_s == pytest.approx(OPTIONS.trials * (9.0 + steps_s))
+    assert turns.trials_s == pytest.approx(OPTIONS.trials * (4.5 + steps_s))
+    assert turns.finalists_s == alone.finalists_s  # what they compile is cached
+
+
 def test_quantised_models_take_longer_to_compile_and_emulated_ones_longer_to_run() -> None:
     written = Pace(2.0, 0.1, 10.0, 12)
     assert written.of_trials(measured=True).compile_s == pytest.approx(10.0 * QUANTISED_COMPILE)

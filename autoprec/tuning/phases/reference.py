@@ -151,6 +151,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
             probes_at_once=runner.probes_at_once,
             workers=runner.workers,
             final_workers=runner.final_workers,
+            turns=setup.takes_turns,
             usual=usual,
             duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
             closing_s=state.seconds_to_close(),
