@@ -199,7 +199,8 @@ def test_imports_are_done_once_for_console_scripts(tmp_path: Path) -> None:
     assert first.losses == second.losses
 
 
-def test_trials_run_at_the_same_time(host: Any) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+def test_trials_run_at_the_same_time(host: Any, turns: bool) -> None:
     with host("plain.py") as runner:
         runner.start()
         results = {}
@@ -208,7 +209,7 @@ def test_trials_run_at_the_same_time(host: Any) -> None:
             results[name] = runner.run(spec)
 
         threads = [
-            threading.Thread(target=work, args=(name, TrainSpec(steps=3, perturb=p)))
+            threading.Thread(target=work, args=(name, TrainSpec(steps=3, perturb=p, turns=turns)))
             for name, p in (("a", ""), ("b", ""), ("c", "bf16"))
         ]
         for thread in threads:
