@@ -157,6 +157,7 @@ def schedule(
     workers: int = 1,
     final_workers: int = 1,
     turns: bool = False,
+    threads: int = 1,
     usual: bool = False,
     duels_s: float = 0.0,
     closing_s: float = 0.0,
@@ -172,6 +173,7 @@ def schedule(
         probes_at_once: how many of them at once.
         workers, final_workers: trials, and runs under further paired seeds, at once.
         turns: their steps are not at once, only the rest of them.
+        threads: of a timed run; a probe has one, and takes as many times as long, as many probes share the cores.
         duels_s: seconds of duels themselves, without their starts; 0 where steps are not timed.
         closing_s: seconds for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
@@ -193,8 +195,8 @@ def schedule(
         whole=whole,
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s
-        + (scan_warmup(options.steps) + NOISE_BATCHES) * reference.step_s
-        + _PASS * passes * trial.step_s / probes_at_once,
+        + (scan_warmup(options.steps) + NOISE_BATCHES) * reference.step_s * threads
+        + _PASS * passes * trial.step_s * threads / probes_at_once,
         trials_s=trials * (stepping_s + (trial.trial_s(steps) - stepping_s) / workers),
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / (1 if turns else final_workers),
         whole_s=whole * trial.run_s(steps),

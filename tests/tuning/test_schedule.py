@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from autoprec.trial.protocol import NOISE_BATCHES
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.schedule import (
     CACHED_COMPILE,
@@ -88,6 +89,14 @@ def test_runs_side_by_side_share_the_time() -> None:
     assert alone.scan_s - shared.scan_s == pytest.approx(1.4 * 60 * 0.1 / 2)  # the warm-up is one process's
     assert alone.trials_s == pytest.approx(4 * shared.trials_s)
     assert alone.finalists_s == pytest.approx(2 * shared.finalists_s)
+
+
+def test_a_probe_has_one_thread_of_those_that_a_step_was_timed_with() -> None:
+    pace = Pace(1.0, 0.1)
+    one = schedule(OPTIONS, pace, pace, setup_s=0.0)
+    many = schedule(OPTIONS, pace, pace, setup_s=0.0, threads=4, probes_at_once=4)
+    assert many.scan_s - pace.start_s == pytest.approx(one.scan_s - pace.start_s + 3 * (10 + NOISE_BATCHES) * 0.1)
+    assert many.trials_s == one.trials_s
 
 
 def test_of_runs_that_take_turns_all_but_the_steps_is_beside_each_other() -> None:

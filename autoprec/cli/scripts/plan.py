@@ -146,6 +146,7 @@ def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
             probes_at_once=probes_at_once(setup, slots, setup.steps.of_reference().memory_bytes),
             workers=workers,
             final_workers=1 if setup.measured else workers,
+            turns=setup.takes_turns,
             usual=name == "usual",
             duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
             closing_s=CLOSING_S,

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.trial.environment import thread_count
 from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import tells_training, uninformative
@@ -152,6 +153,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
             workers=runner.workers,
             final_workers=runner.final_workers,
             turns=setup.takes_turns,
+            threads=thread_count() if setup.is_timed_alone and setup.target.is_cpu else 1,
             usual=usual,
             duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
             closing_s=state.seconds_to_close(),
