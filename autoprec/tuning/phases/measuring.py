@@ -12,7 +12,7 @@ from typing import Any
 
 from autoprec.errors import AutoPrecError
 from autoprec.policy.schema import LayerPlan
-from autoprec.trial.protocol import TrialResult
+from autoprec.trial.protocol import OUT_OF_TIME, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, score, signed_gap
 from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.problem import Params
@@ -26,6 +26,10 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run, pooled
+
+
+class _LateError(AutoPrecError):
+    """The reference of a paired seed had no time: nothing is known of that seed."""
 
 
 def make_prior(setup: Setup, state: SearchState, table: SensitivityTable) -> Prior:
@@ -120,6 +124,8 @@ class PairedSeeds:
     def measure(self, plan: Run, error: float, *, by_block: bool) -> Run | None:
         """Run a policy under the seed of its plan, and return its record; None where that seed cannot be used.
 
+        Where the seed's reference runs out of time, so has the record, for the reference's reason.
+
         Args:
             error: the policy's gradient error, as predicted or measured.
             by_block: whether it compiles blocks, and so is compared with a reference that does.
@@ -131,6 +137,9 @@ class PairedSeeds:
             running = threads.submit(runner.measure, spec, plan.seed)
             try:
                 reference = first.result()
+            except _LateError as late:
+                running.cancel()
+                return replace(plan, status=OUT_OF_TIME, reason=late.what)
             except AutoPrecError as failed:
                 self._state.note(f"paired seed {plan.seed} could not be used: {failed.what}")
                 self.unusable[plan.seed] = failed.what  # nothing that is held against the policy
@@ -149,6 +158,8 @@ class PairedSeeds:
             by_block = self._runner.by_block.active and not whole
             spec = self._runner.train_spec(self._setup.reference_policy(), by_block=by_block)
             result = self._runner.measure(spec, seed)
+            if result.status == OUT_OF_TIME:
+                raise _LateError(f"its reference: {result.reason}")
             if not result.ok:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._state.reference

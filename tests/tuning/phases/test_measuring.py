@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from autoprec.support.plain import Document
+from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrainSpec, TrialResult
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases.measuring import PairedSeeds, goals_of, leader, make_prior, scored, with_gain
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.study.run import BY_BLOCK
+from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, plain_search, script, search  # noqa: F401
 
 
@@ -168,3 +172,34 @@ def test_a_policy_is_not_run_under_a_seed_whose_reference_fails() -> None:
     plan = replace(next(run for run in made.records if run.params), seed=1)
     assert seeds.measure(plan, 0.01, by_block=False) is None
     assert "of its own" in seeds.unusable[1]
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "a step takes 14 s",
+        "9 of 23 steps were done",
+        "the script was not at its first training step when the time budget was used up",
+        "a step takes 9 s: 20 steps take more than the 40 s there are",
+    ],
+)
+def test_a_seed_whose_reference_had_no_time_is_said_to_be_out_of_time(here: Path, why: str) -> None:  # noqa: F811
+    """It was "could not be used: the reference failed", and after two of them the script was said to fail."""
+
+    class Late(SimulatedRunner):
+        def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
+            if spec.policy is None and self.seed:
+                return TrialResult("out_of_time", why)
+            return super()._train(spec, in_duel=in_duel)
+
+    simulated, asked = script(), options(trials=6, budget_s=600.0)
+    command = ScriptCommand.parse(asked.command)
+    made = Search(asked, command, Listeners(), lambda seed, _folder: Late(simulated, seed))
+    result = made.run()
+    assert made.state is not None
+    told = " ".join([*made.state.notes, result.reason, result.stopped, result.cut_short])
+    assert "the time budget ended paired seed 1 of " in result.cut_short
+    assert f": its reference: {why}" in result.cut_short
+    assert "could not be used" not in told
+    assert "fail" not in told
+    assert not [run for run in made.records if run.status == "out_of_time"], "nothing is held against the policy"
