@@ -37,7 +37,15 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import OVERRUN, PairedRunner
-from autoprec.tuning.phases.answer import emitted_policy, named_over, save_front, search_result, settled, with_size
+from autoprec.tuning.phases.answer import (
+    emitted_policy,
+    final_metrics,
+    named_over,
+    save_front,
+    search_result,
+    settled,
+    with_size,
+)
 from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import check_time, expected, measure_reference, not_started
 from autoprec.tuning.phases.sensitivity import measure_table
@@ -438,9 +446,9 @@ class Search:
         kept = state.measured_text() if state is not None else "nothing was measured yet"
         best = state.best() if state is not None else None
         if setup is not None and state is not None and best is not None:
-            answer = Decision("undecided", (Reason("interrupted"),), run=best)
+            answer = Decision("undecided", (Reason("interrupted"),), ranking=state.ranking.standings, run=best)
             policy = emitted_policy(setup, state, answer)
-            gain = headline(best.to_row(), self.options.reference)
+            gain = headline(final_metrics(setup, state, answer), self.options.reference)
             kept = f"the best policy so far ({gain}) is in {self.options.output}"
             try:
                 self._emit(policy)

@@ -332,8 +332,10 @@ def test_a_locked_study_names_its_holder(here: Path) -> None:
         made.run()
 
 
-@pytest.mark.parametrize("after", [1, 4])
-def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(here: Path, after: int) -> None:
+@pytest.mark.parametrize(("after", "seeds"), [(1, 1), (8, 2)])
+def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(
+    here: Path, after: int, seeds: int
+) -> None:
     plain, count = plain_search().result, 0
 
     def interrupt(policy: object) -> None:
@@ -348,6 +350,7 @@ def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(he
     assert stopped.value.exit_code == 130
     assert "--resume" in stopped.value.fix
     assert "--study cut" in stopped.value.fix
+    assert load_policy(here / "policy.yaml").evidence["seeds"] == seeds
 
     second = script()
     _, resumed = search(second, options(study="cut", resume=True))

@@ -174,8 +174,10 @@ class Decision:
 
     @property
     def seeds(self) -> int:
-        """Paired seeds behind the figures of the answer; 0 where no policy is."""
-        return self.chosen.seeds if self.chosen is not None else int(self.run is not None)
+        """Paired seeds behind the figures of the answer, or of the best policy so far; 0 where there is none."""
+        if self.run is None:
+            return 0
+        return next((one.seeds for one in self.ranking if one.name == self.run.name), 1)
 
     @property
     def interval(self) -> float:
