@@ -96,10 +96,14 @@ def _more(seen: Observation) -> dict[str, Any]:
         mended = "; or a policy's `optimizer: {weights: bf16_stochastic}` or `bf16_kahan`" if by else ""
         return {"at": f"at a learning rate of {figures['rate']:g} " if by else "", "policy": mended}
     if seen.code == "noise-16bit":
+        if figures.get("moved"):
+            part = f"{_percent(figures['moved'])} of the probability goes to other outcomes than in fp32"
+            return {"made": f"a random number is looked up in a cumulative sum, one of them in {figures['to']}: {part}"}
         endless = f"{_percent(figures['infinite'])} of what is made of them is infinite, and would not be in fp32"
         short = f"{figures['tail']:.2g} standard deviations"
         cut = f"the tail of what is made of them is cut off, in one of a thousand by {short}"
-        return {"made": endless if figures["infinite"] else cut}
+        drawn = f"uniform random numbers are drawn in {figures['to']}"
+        return {"made": f"{drawn}: {endless if figures['infinite'] else cut}"}
     if seen.code == "angles-16bit":
         source = (
             f"the frequencies ({figures['table']}) are {figures['to']}"
@@ -193,6 +197,8 @@ def _kept_module(figures: Mapping[str, Any]) -> str:
 
 
 #: How bad each observation is: of a figure, an error from the first share on and a warning from the second.
+#: Share of the probability that goes to other outcomes, from which on what is drawn is another distribution.
+_MOVED = 0.1
 _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "updates-lost": _updates,
     "decay-lost": _decay,
@@ -211,7 +217,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "norm-16bit": _by("error", _HAND, 0.0),
     "softmax-16bit": _by("error", _HAND, 0.0),
     "reduction-16bit": lambda figures: "error" if figures["error"] >= _REDUCTION and figures["trained"] else "warning",
-    "noise-16bit": lambda figures: "error" if figures["infinite"] else "warning",
+    "noise-16bit": lambda figures: "error" if figures["infinite"] or figures.get("moved", 0.0) >= _MOVED else "warning",
     "eps-zero": _always("error"),
     "overflow-16bit": lambda figures: "warning" if figures.get("logged") else "error",
     "fp16-unscaled": _always("error"),

@@ -379,14 +379,25 @@ def states_of(optimizers: Iterable[Optimizer], names: ModelNames) -> Iterator[He
                         yield Held("optimizer state", name, dtype_name(value.dtype), tuple(value.shape), twin)
 
 
+def _tables(names: ModelNames) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers, and tensors that a module has as plain attributes."""
+    yield from names.root.named_buffers()
+    for prefix, module in names.root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.requires_grad and value.layout is torch.strided:
+                yield f"{prefix}.{name}".lstrip("."), value
+
+
 def collapsed_tables(names: ModelNames) -> Iterator[tuple[str, Tensor, int, int]]:
     """Yield positional tables of shape ``[..., rows, width]`` whose neighbouring rows are the same: too few bits.
 
     Of each: its name, the table, distinct neighbours and rows.
     """
-    for name, table in names.root.named_buffers():
+    for name, table in _tables(names):
         words = ("sin", "cos", "pos", "pe", "rope", "rotary", "freq", "emb")
         known = any(word in name.rpartition(".")[2].lower() for word in words)
+        if table.is_complex() and not table.is_meta:  # rotations, whatever they are called
+            known, table = True, torch.view_as_real(table.detach()).flatten(-2)
         if not known or not table.is_floating_point() or table.is_meta or not 2 <= table.dim() <= 4:
             continue
         rows = table.detach().reshape(-1, table.shape[-1])

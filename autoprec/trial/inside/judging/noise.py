@@ -8,7 +8,7 @@ and by the tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoprec.graph.census import Observation
-from autoprec.graph.trace import bare_name
-from autoprec.trial.inside.judging.forward import JUMPS, Step, low_of, observed
+from autoprec.graph.trace import Call, bare_name
+from autoprec.trial.inside.judging.draws import LOOKS_UP, Draw, draws, moved
+from autoprec.trial.inside.judging.forward import JUMPS, LOW, Step, low_of, observed
 from autoprec.trial.inside.judging.samples import half_ulp
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
 
@@ -55,17 +56,22 @@ class NoiseRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         noises: what they came to, by the index of the call.
+        draws: outcomes that are looked up with them, likewise.
     """
 
     def __init__(self, model: nn.Module, *, optimizers: tuple[Optimizer, ...] | list[Optimizer] = ()) -> None:
         super().__init__(model, optimizers=optimizers)
         self.noises: dict[int, Noise] = {}
+        self.draws: dict[int, Draw] = {}
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
         self._wide: tuple[Tensor, int] | None = None
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._wide = None
+        drawn = self._looked_up(func, args)
+        if drawn is not None:
+            self.draws[len(self.trace.calls)] = drawn
         if self._drawn:
             try:
                 with torch.no_grad():
@@ -87,6 +93,31 @@ class NoiseRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
             self._drawn[self.value_of(out)] = wide
             if call.name not in ("detach", "clone") and not getattr(func, "is_view", False):
                 self.noises[index] = self._compared(out, *wide)
+
+    def _looked_up(self, func: Any, args: tuple[Any, ...]) -> Draw | None:
+        """Return what a comparison of a uniform number with a cumulative sum draws; None for any other operator."""
+        if not hasattr(func, "_schema") or bare_name(func._schema.name) not in LOOKS_UP or len(args) < 2:
+            return None
+        for table, number in (args[:2], args[1::-1]):
+            if not isinstance(table, Tensor) or not isinstance(number, Tensor):
+                return None
+            summed, source = self._made_by(table, ("cumsum",)), self._made_by(number, _UNIFORM)
+            if summed is None or source is None:
+                continue
+            dtypes = [self.trace.outputs(one)[0].dtype for one in (summed, source)]
+            exact = self.twin_of(table)
+            if set(dtypes) & set(LOW) and (exact is not None or dtypes[0] not in LOW):
+                share = moved(table, table if exact is None else exact, dtypes[1])
+                return Draw(summed.index, source.index, dtypes[0], dtypes[1], share)
+        return None
+
+    def _made_by(self, tensor: Tensor, names: Collection[str]) -> Call | None:
+        value = self.value_of(tensor)
+        above = self.trace.above(value, self._is_carrying) if value >= 0 else ()
+        return next((call for call in above if call.name in names), None)
+
+    def _is_carrying(self, call: Call) -> bool:
+        return (self._rules.class_of(call.op) or "") in _CARRIES
 
     def _again(self, drawn: Tensor) -> Tensor:
         """Return numbers that are rounded to those that were drawn, FP32 of the same shape."""
@@ -135,11 +166,12 @@ class NoiseRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
 def noise(step: Step) -> Iterator[Observation]:
     """Yield, of each line that draws random numbers in 16 bits, the first line that makes infinite noise of them.
 
-    Where there is none, the first whose tail is cut off.
+    Where there is none, the first whose tail is cut off. Before these, what is drawn with such numbers or sums.
     """
     recorder, told = step.recorder, set[str]()
     if not isinstance(recorder, NoiseRecorder):
         return
+    yield from draws(step, recorder.draws)
     operators = step.report.operators
     rows = [(i, one) for i, one in recorder.noises.items() if i in step.trained and i < len(operators)]
     for bad in ([row for row in rows if row[1].infinite], [row for row in rows if row[1].tail >= _CUT_OFF]):

@@ -154,6 +154,28 @@ def test_positional_tables_whose_neighbours_are_the_same() -> None:
     assert distinct < 600
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("kept", ["cos", "complex", "buffer"])
+def test_tables_that_are_no_buffers_and_complex_rotations(dtype: torch.dtype, kept: str) -> None:
+    angle = (torch.arange(4096).to(dtype)[:, None] * torch.exp(-torch.arange(8.0)).to(dtype)).float()
+    turns = torch.polar(torch.ones_like(angle), angle)
+    model = nn.Sequential(nn.Module())
+    if kept == "buffer":
+        model[0].register_buffer("turns", turns)
+    else:
+        setattr(model[0], kept, turns if kept == "complex" else angle.cos())
+    found = list(collapsed_tables(ModelNames(model)))
+    assert [name for name, *_ in found] == ([] if dtype is torch.float32 else [f"0.{kept.replace('buffer', 'turns')}"])
+    assert all(distinct < rows == 4096 for *_, distinct, rows in found)
+
+
+def test_complex_numbers_that_are_no_rotations_are_no_table() -> None:
+    model = nn.Module()
+    model.weight_of_waves = torch.view_as_complex(torch.randint(0, 5, (1024, 8, 2)).float())
+    model.one = torch.ones(1024, 8, dtype=torch.complex64)
+    assert list(collapsed_tables(ModelNames(model))) == []
+
+
 _OWN_STEP = """
 import torch
 from torch import nn
