@@ -198,7 +198,7 @@ def _kept_module(figures: Mapping[str, Any]) -> str:
 
 #: How bad each observation is: of a figure, an error from the first share on and a warning from the second.
 #: Share of the probability that goes to other outcomes, from which on what is drawn is another distribution.
-_MOVED = 0.1
+_DRAWS = 0.1
 _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "updates-lost": _updates,
     "decay-lost": _decay,
@@ -217,7 +217,7 @@ _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "norm-16bit": _by("error", _HAND, 0.0),
     "softmax-16bit": _by("error", _HAND, 0.0),
     "reduction-16bit": lambda figures: "error" if figures["error"] >= _REDUCTION and figures["trained"] else "warning",
-    "noise-16bit": lambda figures: "error" if figures["infinite"] or figures.get("moved", 0.0) >= _MOVED else "warning",
+    "noise-16bit": lambda figures: "error" if figures["infinite"] or figures.get("moved", 0.0) >= _DRAWS else "warning",
     "eps-zero": _always("error"),
     "overflow-16bit": lambda figures: "warning" if figures.get("logged") else "error",
     "fp16-unscaled": _always("error"),
