@@ -35,6 +35,8 @@ _BASELINE = (
     "mend the script at the places that are named; findings that are meant are kept in a file and not told again: "
     "autoprec lint --json {words} > known.json, then --baseline known.json"
 )
+#: What is added to what was found where no step of the script could be looked at.
+_UNSEEN = " by reading alone: no step of the script was looked at"
 #: Seconds until a script has to reach its first step.
 _WITHIN_S = 300.0
 
@@ -194,7 +196,7 @@ def lint(
         document: dict[str, Any] = {"ok": not counts(found)["error"], "file": path, "what": what}
         document |= {"findings": [one.to_json() for one in found]}
         print_json(document | {"counts": counts(found), "gains": gains, "unseen": unseen, "source": "modelled"})
-    elif lines := TEXTS[layout](found):
+    elif lines := TEXTS[layout](found) + (_UNSEEN if layout == "text" and words and facts.report is None else ""):
         echo(f"{path}: valid {what}\n{lines}" if path and layout == "text" else lines)
     for text in unseen if layout != "json" else ():
         echo(f"note: {text}", err=True)

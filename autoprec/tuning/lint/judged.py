@@ -196,9 +196,9 @@ def _kept_module(figures: Mapping[str, Any]) -> str:
     return "error" if figures["to"] == "fp16" or figures["asked"].endswith("_strict") else "note"
 
 
-#: How bad each observation is: of a figure, an error from the first share on and a warning from the second.
 #: Share of the probability that goes to other outcomes, from which on what is drawn is another distribution.
 _DRAWS = 0.1
+#: How bad each observation is: of a figure, an error from the first share on and a warning from the second.
 _JUDGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "updates-lost": _updates,
     "decay-lost": _decay,

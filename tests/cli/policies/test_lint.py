@@ -136,6 +136,28 @@ def test_what_cannot_be_recorded_is_said_and_the_rest_is_judged(project: Path) -
     assert "silenced under `silenced:` in the policy" in strict.err
 
 
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "w = torch.ones(3, 3, requires_grad=True)\n(x @ w).sum().backward()\n",
+        (
+            "w = [torch.ones(3, 3, requires_grad=True)]\nfor _ in range(3): (x @ w[0]).sum().backward()\n",
+            "nothing found",
+        ),
+        "torch.nn.Linear(3, 3)\n",
+        "raise ValueError('no data')\n",
+    ],
+)
+def test_a_script_whose_step_was_not_seen_is_not_told_that_nothing_was_found(project: Path, body: str) -> None:
+    """It read "nothing found" of a script whose weights belong to no module, as of one that was judged."""
+    (project / "own.py").write_text(f"import torch\nx = torch.ones(2, 3)\n{body}")
+    said = autoprec("lint", "--", "own.py")
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[-1] == "nothing found by reading alone: no step of the script was looked at"
+    assert "no step was recorded" in said.err
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [
