@@ -144,10 +144,10 @@ def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
     return str(metrics["sources"].get("step_time_ms", setup.source))
 
 
-def _evidence(setup: Setup, state: SearchState, decision: Decision) -> dict[str, Any]:
+def _evidence(setup: Setup, state: SearchState, decision: Decision) -> Document:
     metrics = final_metrics(setup, state, decision)
     variant = state.variant(decision.run)
-    out: dict[str, Any] = {
+    out: Document = {
         "target": setup.target.name,
         "source": _source(metrics, setup),
         "verdict": decision.verdict,
@@ -330,7 +330,7 @@ def search_result(
 def _front_policy(setup: Setup, state: SearchState, record: Run, point: Mapping[str, Any]) -> Policy:
     """Return the policy of one point of a result's front, with its figures (four digits) as evidence."""
     seeds = int(point["seeds"])
-    evidence: dict[str, Any] = {
+    evidence: Document = {
         **record.policy.get("evidence", {}),
         **_under(state.variant(record)),
         "target": setup.target.name,
@@ -359,9 +359,9 @@ def save_front(setup: Setup, state: SearchState, result: SearchResult) -> None:
         save_policy(policy, setup.study_dir / "front" / f"{index:02d}.yaml")
 
 
-def _times(setup: Setup, source: str) -> dict[str, Any]:
+def _times(setup: Setup, source: str) -> Document:
     """Return what the times of a result are: their source, the script's own dtype, and what modelled ones rest on."""
-    out: dict[str, Any] = {"source": source, "written": written_in(setup.graph)}
+    out: Document = {"source": source, "written": written_in(setup.graph)}
     if source == MODELLED:
         as_compiled = setup.cost.compiled and not setup.host.compiled and not setup.target.is_cpu
         out |= {"cost": setup.cost.label, "cost_scale": setup.options.cost_scale, "as_compiled": as_compiled}
