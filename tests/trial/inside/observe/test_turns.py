@@ -11,7 +11,7 @@ import pytest
 
 from autoprec.trial.inside.observe.turns import Turn
 
-COMPILES_S, TIMED_S = 0.15, 0.1
+COMPILES_S, TIMED_S = 0.6, 0.1
 
 
 def trial(path: Path, log: Path, name: str) -> int:
