@@ -47,8 +47,10 @@ MOST_REPEATED = 5
 #: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
 
-#: Trials that compile at once, and what a compiler needs beside the model (bytes: Inductor's share, seen on a CPU).
-MOST_COMPILING, COMPILER_BYTES = 4, 1 << 30
+#: Trials that compile at once; more would be asked for before the first of them could teach the sampler anything.
+MOST_COMPILING = 4
+#: What a compiler needs beside the model (Inductor on a CPU took about 0.7 GB).
+COMPILER_BYTES = 1 << 30
 #: Of a parameter in FP32, its gradient and two moments.
 _TRAINED_BYTES = 16
 #: Forks beside a host, all that are at work at once, need less than this share of the memory that is free.
@@ -118,8 +120,8 @@ class PairedRunner:
 
     @property
     def final_workers(self) -> int:
-        """Finalists that may run at once: no two that are timed, also not on two devices; but see ``takes_turns``."""
-        return self.workers if self._setup.takes_turns or not self._setup.measured else 1
+        """Finalists that may run at once."""
+        return finalists_at_once(self._setup, self._pool.slots())
 
     def train_spec(self, policy: Document | None, params: Params = MappingProxyType({}), **changes: Any) -> TrainSpec:
         """Return the spec of a training trial; ``params`` say under which variant of the script."""
@@ -324,6 +326,14 @@ def trials_at_once(setup: Setup, slots: int) -> int:
     if asked or setup.measured:
         return asked or 1
     return min(MOST_SIDE_BY_SIDE, cores())
+
+
+def finalists_at_once(setup: Setup, slots: int) -> int:
+    """Return how many runs under further paired seeds are at work at once; arguments as :func:`trials_at_once`.
+
+    No two that are timed, also not on two devices, but where they wait for each other with that.
+    """
+    return trials_at_once(setup, slots) if setup.takes_turns or not setup.measured else 1
 
 
 def room_for(needed: int) -> int:

@@ -22,6 +22,7 @@ from autoprec.precision.recipes import AS_WRITTEN, BUILTIN_RECIPES, KEEP
 from autoprec.support.files import canonical_json
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
+from autoprec.trial.environment import thread_count
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import VARIANT, Params, Problem
 from autoprec.tuning.options import SearchOptions
@@ -182,6 +183,11 @@ class Setup:
     def is_timed_alone(self) -> bool:
         """Whether no trial computes beside another on one machine, so that each has the threads of the script."""
         return self.measured and self.options.workers < 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a run that is timed on a CPU, where the script does not ask for a number itself; else 1."""
+        return thread_count() if self.is_timed_alone and self.target.is_cpu else 1
 
     @property
     def takes_turns(self) -> bool:

@@ -127,7 +127,7 @@ def _document(bound: Bound, label: str, variants: list[str], recorded: TrialResu
 
 def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
     """Return the trials, runs under further seeds, and seconds of a search."""
-    from autoprec.tuning.paired import probes_at_once, trials_at_once
+    from autoprec.tuning.paired import finalists_at_once, probes_at_once, trials_at_once
     from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
     from autoprec.tuning.schedule import CLOSING_S, Pace, schedule
 
@@ -145,7 +145,7 @@ def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
             host_s=None if host.launch == "fork" else 0.0,
             probes_at_once=probes_at_once(setup, slots, setup.steps.of_reference().memory_bytes),
             workers=workers,
-            final_workers=1 if setup.measured else workers,
+            final_workers=finalists_at_once(setup, slots),
             turns=setup.takes_turns,
             usual=name == "usual",
             duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,

@@ -18,7 +18,6 @@ from autoprec.precision.recipes import KEEP
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import counted
-from autoprec.trial.environment import thread_count
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
@@ -176,16 +175,18 @@ def _evidence(setup: Setup, state: SearchState, decision: Decision) -> Document:
     out |= {
         "trials": len(state.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": setup.host.device if setup.host.device != "cpu" else _cpu(setup),
+        "device": _device(setup),
         "versions": versions() | {"python": platform.python_version()},
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out
 
 
-def _cpu(setup: Setup) -> str:
-    """Return the processor, and the threads of what was timed where the script does not ask for a number itself."""
-    return f"cpu ({platform.machine()}, {counted(thread_count() if setup.is_timed_alone else 1, 'thread')})"
+def _device(setup: Setup) -> str:
+    """Return the device that runs were on; of a CPU also its kind, and the threads of what was timed."""
+    if setup.host.device != "cpu":
+        return setup.host.device
+    return f"cpu ({platform.machine()}, {counted(setup.threads, 'thread')})"
 
 
 def _under(variant: Mapping[str, Any]) -> dict[str, str]:

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 from autoprec.errors import NothingAcceptableError, ScriptError
-from autoprec.trial.environment import thread_count
 from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import tells_training, uninformative
@@ -51,7 +50,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
     # the first run alone shows whether there are enough steps, and time for more of them
     first = blocks or whole or _run(setup, runner)
     state.seconds.reference_run_s = runner.clock() - began
-    # runs that are timed have the machine to themselves; where times are modelled they share it
+    # steps that are timed have the machine to themselves; where times are modelled runs share it
     with runner.threads(runner.final_workers, "reference") as threads:
         again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "bf16"))
         second, known = again.result(), {"bf16": rounded.result()}
@@ -153,7 +152,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
             workers=runner.workers,
             final_workers=runner.final_workers,
             turns=setup.takes_turns,
-            threads=thread_count() if setup.is_timed_alone and setup.target.is_cpu else 1,
+            threads=setup.threads,
             usual=usual,
             duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
             closing_s=state.seconds_to_close(),

@@ -19,7 +19,7 @@ from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.answer import (
-    _cpu,
+    _device,
     _plain,
     _row,
     figures_of_evidence,
@@ -223,5 +223,5 @@ def test_a_policy_says_in_how_many_threads_it_was_timed(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     setup = plain_search().made.setup
     assert setup is not None
-    asked = replace(setup, measured=measured, options=replace(setup.options, workers=workers))
-    assert _cpu(asked).endswith(f", {threads})")
+    asked = replace(setup, measured=measured, options=replace(setup.options, workers=workers), target=target("cpu"))
+    assert _device(replace(asked, host=replace(asked.host, device="cpu"))).endswith(f", {threads})")
