@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ from autoprec.errors import AutoPrecError
 from autoprec.support.units import percent_text, speed_text
 from autoprec.trial.command import ScriptCommand, parse_variants
 from autoprec.trial.intervals import FEWEST, median_interval
-from autoprec.trial.probe_log import append_round, read_rounds
-from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, HostInfo, TrainSpec, TrialResult
+from autoprec.trial.protocol import OUT_OF_TIME, PATIENCE_S, REFERENCE, HostInfo, TrainSpec, TrialResult
 from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.paired import baseline_of
 from autoprec.tuning.study.kept import KeptAnswers
-from autoprec.tuning.timing.in_turns import STEPS_APART, WARMUP_APART
+from autoprec.tuning.timing.in_turns import STEPS_APART, WARMUP_APART, take_turns, times_of
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 
 #: Share of a time budget that variants may take before the search.
@@ -40,8 +40,6 @@ _CLOSE = 1.03
 NEAR = 1.1
 #: The script without further arguments, as a value of the parameter ``variant``; the status of one left out for time.
 AS_GIVEN, NOT_TRIED = "as given", "not tried"
-#: How many rounds of runs in turns there are at most.
-_ROUNDS = 2 * FEWEST
 #: Half the width of a speed-up's interval that ends the rounds.
 _PRECISE = 0.03
 #: Seconds of its own without a step after which a variant hangs.
@@ -219,21 +217,22 @@ def _time_script(
         return
     short = replace(spec, steps=STEPS_APART, warmup=WARMUP_APART)
     log = known.turns({"in turns": row["arguments"], "steps": short.steps, "warmup": short.warmup})
-    ratios = [one[AS_GIVEN] / one[row["name"]] for one in read_rounds([log])[0]]
-    while True:
-        middle, low, high = median_interval(ratios) if len(ratios) >= FEWEST else (1.0, 0.0, math.inf)
-        enough = high - low < 2 * _PRECISE * middle or (len(ratios) >= FEWEST and left() <= 0)
-        if enough or len(ratios) >= _ROUNDS:
-            break
-        ms = [0.0, 0.0]
-        for at in (0, 1) if len(ratios) % 2 == 0 else (1, 0):
-            result = pools[at].host().run(short)
-            if not result.ok:
-                row["reason"] = f"it could not be timed: {result.status}: {_first_line(result.reason)}"
-                return
-            ms[at] = step_time(result.step_ms, result.warmup)
-        ratios.append(ms[0] / ms[1])
-        append_round(log, {AS_GIVEN: ms[0], row["name"]: ms[1]}, 0.0)
+    name = row["name"]
+
+    def interval(rounds: Sequence[Mapping[str, float]]) -> tuple[float, float, float]:
+        ratios = [before / ms for before, ms in times_of(rounds, name)]
+        return median_interval(ratios) if len(ratios) >= FEWEST else (1.0, 0.0, math.inf)
+
+    def enough(rounds: Sequence[Mapping[str, float]], _: float) -> bool:
+        middle, low, high = interval(rounds)
+        return high - low < 2 * _PRECISE * middle or (len(rounds) >= FEWEST and left() <= 0)
+
+    contest = {key: partial(pool.host().run, short) for key, pool in zip((REFERENCE, name), pools, strict=True)}
+    rounds, failed = take_turns(contest, log, enough)
+    for result in failed.values():
+        row["reason"] = f"it could not be timed: {result.status}: {_first_line(result.reason)}"
+        return
+    middle, low, high = interval(rounds)
     row |= {"speedup": middle, "low": low, "high": high}
     row["reason"] = f"the script is {speed_text(middle, low, high)} over the script as given"
 

@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
 from autoprec.support.plain import Document
@@ -26,6 +28,8 @@ from autoprec.tuning.study.run import Params, Run
 
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
 PROCESSES, STEPS_APART, WARMUP_APART = 4, 6, 2
+#: How many rounds of runs in turns there are at most.
+MOST_ROUNDS = 2 * FEWEST
 #: Steps that a contender takes to settle, and of the shortest block with those before it that are not timed.
 _SETTLING, _BLOCK = 3, 2
 
@@ -131,28 +135,53 @@ def in_turns(
     contest = {REFERENCE: short(setup.reference_policy(), {})} | {
         run.name: short(run.policy, run.params) for run in runs
     }
-    log = runner.turns(list(contest.values()))
-    rounds, taken = read_rounds([log] if log is not None else [])
-    began = time.monotonic() - taken
-    while len(contest) > 1 and len(rounds) < 2 * FEWEST:
-        enough = all(len(times_of(rounds, name)) >= FEWEST for name in contest if name != REFERENCE)
+
+    def enough(rounds: Sequence[Mapping[str, float]], seconds: float) -> bool:
         late = options.budget_s is not None and state.elapsed() > options.budget_s
-        if late or (enough and time.monotonic() - began > within_s):
-            break
-        times: dict[str, float] = {}
-        for name in list(contest)[:: -1 if len(rounds) % 2 else 1]:
-            result = runner.on_host(contest[name])
-            if result.ok:
-                times[name] = step_time(result.step_ms, result.warmup)
-            else:
-                del contest[name]
-        if REFERENCE not in contest:
-            break
-        rounds.append(times)
-        append_round(log or "", times, time.monotonic() - began)
+        running = rounds[-1] if rounds else contest
+        timed = all(len(times_of(rounds, name)) >= FEWEST for name in running if name != REFERENCE)
+        return late or (timed and seconds > within_s)
+
+    log = runner.turns(list(contest.values()))
+    rounds, _ = take_turns({name: partial(runner.on_host, spec) for name, spec in contest.items()}, log, enough)
     if log is not None:
         log.unlink(missing_ok=True)
     return rounds
+
+
+def take_turns(
+    contest: Mapping[str, Callable[[], TrialResult]],
+    log: Path | None,
+    enough: Callable[[Sequence[Mapping[str, float]], float], bool],
+) -> tuple[list[dict[str, float]], dict[str, TrialResult]]:
+    """Run contenders one after the other, in an order that changes, and return what their steps took, round by round.
+
+    A contender whose run fails is in no further round, and nothing is timed beside a reference that fails.
+
+    Args:
+        contest: what runs each; :data:`~autoprec.trial.protocol.REFERENCE` is among them.
+        log: has the rounds of a session that was killed in them, and gets those that follow; None where none are kept.
+        enough: says by the rounds, and the seconds that they took, that no further one is needed.
+
+    Returns:
+        Milliseconds per step by contender, of each round, and the runs that failed.
+    """
+    rounds, taken = read_rounds([log] if log is not None else [])
+    began, order, failed = time.monotonic() - taken, list(contest), dict[str, TrialResult]()
+    while len(order) > 1 and len(rounds) < MOST_ROUNDS and not enough(rounds, time.monotonic() - began):
+        times: dict[str, float] = {}
+        for name in order[:: -1 if len(rounds) % 2 else 1]:
+            result = contest[name]()
+            if result.ok:
+                times[name] = step_time(result.step_ms, result.warmup)
+            else:
+                failed[name] = result
+        if REFERENCE in failed:
+            break
+        order = [name for name in order if name not in failed]
+        rounds.append(times)
+        append_round(log or "", times, time.monotonic() - began)
+    return rounds, failed
 
 
 def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
