@@ -112,23 +112,29 @@ def _kind(name: str) -> str:
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """Return one row per kind of group and choice: savings add, errors add in quadrature."""
+    """Return one row per kind of group and choice: savings add, errors add in quadrature.
+
+    The sentence is that of the group that adds most, where the choice is most in question, and says the sums after it.
+    """
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((_kind(row["layers"]), row["choice"]), []).append(row)
     out: list[Row] = []
     for (name, _), same in kinds.items():
         error = math.sqrt(sum(row["gradient_error"] ** 2 for row in same))
-        # the sentence of the one that adds most: where the choice is most in question
         most = max(same, key=lambda row: row["gradient_error"])
+        saved, share, text = sum(row["saved_ms"] for row in same), sum(row["error_share"] for row in same), most["text"]
+        if len(same) > 1 and saved:
+            text += f". That is {most['layers']}; all {len(same)} together: {saved:.3g} ms, {share:.0%} of the error"
         out.append(
             most
             | {
+                "text": text,
                 "layers": same[0]["layers"] if len(same) == 1 else f"{name} ({len(same)})",
                 "count": sum(row["count"] for row in same),
-                "saved_ms": round(sum(row["saved_ms"] for row in same), 6),
+                "saved_ms": round(saved, 6),
                 "gradient_error": float(f"{error:.4g}") if math.isfinite(error) else None,
-                "error_share": round(sum(row["error_share"] for row in same), 4),
+                "error_share": round(share, 4),
             }
         )
     return sorted(out, key=lambda row: -row["saved_ms"])
@@ -138,7 +144,5 @@ def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:
     """Return the reasons as sentences for a policy's evidence: ``why`` by layers."""
     why: dict[str, str] = {}
     for row in reasons.get("layers", ()):
-        name = row["layers"] if row["layers"] not in why else f"{row['layers']} {row['choice']}"
-        share = f"; together {row['saved_ms']:.3g} ms and {row['error_share']:.0%} of the error"
-        why[name] = row["text"] + (share if row["layers"].endswith(")") and row["saved_ms"] else "")
+        why[row["layers"] if row["layers"] not in why else f"{row['layers']} {row['choice']}"] = row["text"]
     return {"why": why} if why else {}

@@ -95,6 +95,7 @@ REASONS = [
     reason("h.2.mlp", "bf16", 0.0, 0.0, 0.0),
     reason("head", "bf16", 0.0, math.inf, 0.3),
 ]
+TOGETHER = "mxfp8: because of h.1.mlp. That is h.1.mlp; all 2 together: 3 ms, 70% of the error"
 
 
 def test_equal_layers_of_all_blocks_are_told_once() -> None:
@@ -104,12 +105,12 @@ def test_equal_layers_of_all_blocks_are_told_once() -> None:
     assert first["saved_ms"] == 3.0
     assert first["gradient_error"] == pytest.approx(0.5)
     assert first["error_share"] == pytest.approx(0.7)
-    assert first["text"] == "mxfp8: because of h.1.mlp"  # the one that adds most
+    assert first["text"] == TOGETHER
     assert rows[2]["gradient_error"] is None
 
 
 def test_what_is_told_is_one_sentence_each() -> None:
     evidence = as_evidence({"layers": merged(REASONS)})
     assert evidence["why"]["head"] == "bf16: because of head"
-    assert evidence["why"]["h.*.mlp (2)"] == "mxfp8: because of h.1.mlp; together 3 ms and 70% of the error"
+    assert evidence["why"]["h.*.mlp (2)"] == TOGETHER
     assert as_evidence({}) == {}
