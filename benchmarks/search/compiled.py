@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import platform
 import random
@@ -52,21 +53,22 @@ CLOSE, BUDGET = 0.03, 0.0025
 
 @dataclass(frozen=True)
 class Row:
-    """One claim: of the answer, or of what is done by hand; ``claimed`` is None where the search made none."""
+    """One claim: of the answer, or of what is done by hand; without an interval it is of trials, and says "about"."""
 
     script: str
     what: str
-    claimed: Interval | None
+    claimed: Interval
     truth: Interval
 
     @property
     def apart(self) -> float:
         """How far the claim is from the truth."""
-        return 0.0 if self.claimed is None else self.claimed[0] / self.truth[0] - 1.0
+        return self.claimed[0] / self.truth[0] - 1.0
 
     @property
-    def overlaps(self) -> bool:
-        return self.claimed is not None and self.claimed[1] <= self.truth[2] and self.truth[1] <= self.claimed[2]
+    def overlap(self) -> str:
+        both = self.claimed[1] <= self.truth[2] and self.truth[1] <= self.claimed[2]
+        return "-" if math.isnan(self.claimed[1]) else "yes" if both else "no"
 
 
 def contender(name: str, policy: TorchPolicy | None, *, autocast: bool) -> Callable[[], None]:
@@ -115,10 +117,10 @@ def truth(name: str, policy: Path | None, rounds: int) -> dict[str, list[float]]
     return interleaved({who: contender(name, own, autocast=cast) for who, (own, cast) in asked.items()}, rounds)
 
 
-def claimed(row: dict[str, Any] | None) -> Interval | None:
-    """Return the speed-up of a row of a search's result, where it has an interval."""
-    bounds = (row or {}).get("intervals", {}).get("speedup")
-    return None if row is None or bounds is None else (row["speedup"], *bounds)
+def claimed(row: dict[str, Any]) -> Interval:
+    """Return the speed-up of a row of a search's result; without an interval where it was not timed in a duel."""
+    low, high = row.get("intervals", {}).get("speedup", (math.nan, math.nan))
+    return row["speedup"], low, high
 
 
 def claims(name: str, result: dict[str, Any], times: dict[str, list[float]]) -> list[Row]:
@@ -144,8 +146,7 @@ def main() -> None:
     for name in args.scripts:
         folder = args.work.resolve() / name
         script = (str(TRAIN), name, "--compile", "--steps", "100000")
-        words = args.options.split()
-        result = search(name, folder, words, script) if args.search else {"verdict": "", "presets": []}
+        result = search(name, folder, args.options.split(), script) if args.search else {"verdict": "", "presets": []}
         own = folder / "policy.yaml" if result["verdict"] == "adopt" else args.policy
         times = truth(name, own, args.rounds)
         for who, ms in times.items():
@@ -158,7 +159,7 @@ def main() -> None:
         slower += [f"{name} {text(beside)}"] if beside[2] < 1.0 and AUTOCAST in {row.what for row in own_rows} else []
     if not args.search:
         return
-    off = [row for row in rows if abs(row.apart) > CLOSE]
+    off, both = [row for row in rows if abs(row.apart) > CLOSE], [row.overlap for row in rows]
     lines = [
         "# What a search claims of a script that compiles its model, and the truth",
         "",
@@ -172,12 +173,12 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        overlap = "yes" if row.overlaps else "no"
-        cells = [row.script, row.what, text(row.claimed) or "none", text(row.truth), f"{row.apart:+.1%}", overlap]
+        said = f"about {row.claimed[0]:.2f}x" if row.overlap == "-" else text(row.claimed)
+        cells = [row.script, row.what, said, text(row.truth), f"{row.apart:+.1%}", row.overlap]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"claims whose interval overlaps the truth's: {sum(row.overlaps for row in rows)} of {len(rows)}",
+        f"claims whose interval overlaps the truth's: {both.count('yes')} of {len(both) - both.count('-')}",
         f"claims off by more than {CLOSE:.0%}: {len(off)} of {len(rows)}",
         f"answers slower than compiled autocast by hand: {len(slower)} of {len(args.scripts)}; {', '.join(slower)}",
         f"searches: {', '.join(took)}",
