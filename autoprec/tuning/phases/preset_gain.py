@@ -81,7 +81,9 @@ def over_preset(chosen: Standing, best: Standing | None, duels: Duels, noise: fl
     both = duels.between(chosen, best) if best.seeds else None
     if both is not None:
         data |= {"gain": max(0.0, both[0] - 1.0), "low": both[1], "high": both[2]}
-    elif chosen.timed and best.seeds and not best.reference:
+    elif chosen.timed and best.reference:
+        data |= {"low": chosen.low, "high": chosen.high}
+    elif chosen.timed and best.seeds:
         data["by_trials"] = True
     return (Reason("over_preset", data | {"noise": noise}),)
 

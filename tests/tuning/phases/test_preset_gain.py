@@ -46,7 +46,16 @@ def test_two_that_were_timed_apart_have_the_interval_of_their_intervals() -> Non
     assert "by_trials" not in told(POLICY, PRESET, duels()), "modelled ones never are"
     assert told(policy, PRESET, duels())["by_trials"], "4.1 % was once said over a preset that trials alone had timed"
     written = Standing("the script as written", 1.0, (0.0,), reference=True)
-    assert "by_trials" not in told(policy, written, duels()), "every duel times the script"
+    data = told(policy, written, duels())
+    assert "by_trials" not in data, "every duel times the script"
+    assert (data["gain"], data["low"], data["high"]) == (pytest.approx(1.33), 2.24, 2.4)
+
+
+def test_what_is_surely_faster_than_the_script_is_not_within_its_timing_noise() -> None:
+    """A policy was adopted for 1.06x [1.01, 1.15], and a preset, the script as written, was said to be enough."""
+    written = Standing("the script as written", 1.0, (0.0,), reference=True)
+    (reason,) = over_preset(replace(POLICY, speedup=1.06, low=1.01, high=1.15), written, duels(), 0.1)
+    assert str(reason) == ("6.0% over the best preset (the script as written), timed beside it: 1.06x [1.01, 1.15]")
 
 
 def test_a_preset_that_was_chosen_is_not_said_to_gain_nothing_over_itself() -> None:
