@@ -277,6 +277,7 @@ class Search:
         )
         self.setup, self.state = setup, state  # only now: under another setup nothing is continued
         others = {name: pool for name, pool in self._pools.items() if pool is not host.pool}
+        state.seconds.first_step_s = host.start_s - host.info.setup_s
         runner = PairedRunner(setup, host.pool, state, others=others, kept=host.kept)
         for note in (*host.info.notes, *setup.space.warnings()):
             self.listener.note(note)

@@ -46,13 +46,15 @@ EMULATED_STEP = 2.0
 class Pace:
     """Seconds of one run: until its first step, to compile the whole model with nothing cached, and for each step.
 
-    ``blocks`` share what a run compiles (``TrainSpec.by_block``); 1 where runs compile as the script does.
+    ``blocks`` share what a run compiles (``TrainSpec.by_block``); 1 where runs compile as the script does. ``cached``
+    is the share of those seconds where torch's cache holds what is compiled.
     """
 
     start_s: float
     step_s: float
     compile_s: float = 0.0
     blocks: int = 1
+    cached: float = CACHED_COMPILE
 
     def run_s(self, steps: int) -> float:
         """Return the seconds of a run that compiles the whole model with nothing cached."""
@@ -60,7 +62,7 @@ class Pace:
 
     def trial_s(self, steps: int, *, cached: bool = False) -> float:
         """Return the seconds of a run that compiles one of the blocks, or finds it in torch's cache."""
-        share = CACHED_COMPILE if cached else 1.0
+        share = self.cached if cached else 1.0
         return self.start_s + share * self.compile_s / self.blocks + steps * self.step_s
 
     def of_trials(self, *, measured: bool) -> Pace:

@@ -23,7 +23,7 @@ from autoprec.tuning.decide.ranking import Ranking
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import CLOSING_S
+from autoprec.tuning.schedule import CACHED_COMPILE, CLOSING_S
 from autoprec.tuning.study.run import Run, headline, over_what
 from autoprec.tuning.study.study import StudyStore
 
@@ -36,13 +36,20 @@ class Seconds:
     """Seconds that the phases of a search took, None before they ended; only the phase beside a field writes it."""
 
     verdict_s: float | None = None  # the engine: until the bound was known
+    first_step_s: float | None = None  # the engine: the script's first step, and what it compiled for that
     reference_run_s: float | None = None  # the reference: its first run
     compile_s: float | None = None  # by_block: of the whole model, with nothing cached
+    cached_compile_s: float | None = None  # by_block: the same where torch's cache holds all of it
     step_s: float | None = None  # by_block: a step of the reference's first run
     sensitivity_s: float | None = None  # sensitivity: the table
     error_run_s: float | None = None  # sensitivity: the last gradient error of a whole policy
     finalists_s: float | None = None  # finalists: further paired seeds
     duels_s: float | None = None  # duels
+
+    @property
+    def cached_share(self) -> float:
+        """The share of the seconds to compile that are left where torch's cache holds what is compiled."""
+        return (self.cached_compile_s or 0.0) / self.compile_s if self.compile_s else CACHED_COMPILE
 
     def to_json(self) -> dict[str, float]:
         """Return those that are known, by name."""

@@ -149,6 +149,22 @@ def test_what_torchs_cache_may_hold_of_the_script_pays_by_block(is_cpu: bool, me
     assert ("times" in runs._state.notes[0]) is measured
 
 
+def test_what_the_first_step_compiled_tells_how_long_a_policy_compiles_that_torchs_cache_does_not_hold() -> None:
+    """A GPT was said to compile for 4 s, which its trials did for 20: the reference found its graphs in the cache."""
+    script = Script(compile_s=4.0)
+    for first_step_s, compile_s, cached_s in (
+        (40.0, 39.0, 4.0),
+        (0.5, 4.0, 0.8),
+    ):  # once it ran for its variants before
+        runs = made(script)
+        runs._state.seconds.first_step_s = first_step_s
+        assert begun(runs, script).active
+        seconds = runs._state.seconds
+        assert (seconds.compile_s, seconds.cached_compile_s) == (pytest.approx(compile_s), pytest.approx(cached_s))
+        assert seconds.cached_share == pytest.approx(cached_s / compile_s)
+        assert f"for {compile_s:.0f} s" in runs._state.notes[0]
+
+
 def test_what_fails_by_block_under_the_scripts_own_seed_is_run_as_the_script_compiles_it() -> None:
     script = Script(oom=True)
     runs = begun(made(script), script)

@@ -30,7 +30,6 @@ from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.libraries.choice import BACKENDS
 from autoprec.tuning.paired import OVERRUN, PairedRunner, room_for
-from autoprec.tuning.schedule import CACHED_COMPILE
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
@@ -226,7 +225,7 @@ class Duels:
 
     def _whole_runs_s(self, count: int) -> float:
         """Return the seconds in which so many policies and the reference have an interval by whole runs; 0 of none."""
-        options, compile_s = self._setup.options, CACHED_COMPILE * (self._state.seconds.compile_s or 0.0)
+        options, compile_s = self._setup.options, self._state.seconds.cached_compile_s or 0.0
         share = min(1.0, (STEPS_APART + WARMUP_APART) / (options.steps + options.warmup))
         each_s = self._runner.work.start_s + compile_s + share * self._run_s()
         return FEWEST * (count + 1) * each_s if count else 0.0
@@ -337,12 +336,14 @@ class Duels:
     def _compile_s(self, count: int, by_block: bool) -> float:
         """Return the seconds in which so many contenders of a duel and the reference compile; 0 for an eager script.
 
-        Graphs of blocks, of the reference and of one policy, which is run before, are in torch's cache.
+        What ran before is in torch's cache: of whole models where trials compile blocks, the reference and one policy.
         """
-        compile_s = self._state.seconds.compile_s or 0.0
+        seconds = self._state.seconds
+        compile_s, cached_s = seconds.compile_s or 0.0, seconds.cached_compile_s or 0.0
         if by_block:
-            return CACHED_COMPILE * (count + 1) * compile_s / self._setup.host.blocks
-        return (2 * CACHED_COMPILE + count - 1) * compile_s
+            return cached_s * (count + 1) / self._setup.host.blocks
+        others = count - 1 if self._runner.by_block.active else 0
+        return (count + 1 - others) * cached_s + others * compile_s
 
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:

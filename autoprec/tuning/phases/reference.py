@@ -139,7 +139,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
     step_s = state.reference.step_ms / 1e3 if setup.measured else step_s
     compile_s = seconds.compile_s or 0.0 if setup.measured else max(0.0, training_s - steps * step_s)
     blocks = setup.host.blocks if runner.by_block.active else 1
-    pace = Pace(work.start_s, step_s, compile_s, blocks)
+    pace = Pace(work.start_s, step_s, compile_s, blocks, seconds.cached_share)
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(

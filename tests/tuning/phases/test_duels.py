@@ -17,7 +17,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases import duels
 from autoprec.tuning.phases.duels import Duels
-from autoprec.tuning.state import SearchState
+from autoprec.tuning.state import SearchState, Seconds
 from autoprec.tuning.study.run import DUEL, Metric, Run, metrics_of, pooled
 from autoprec.tuning.timing import in_turns
 from tests.simulated import SimulatedRunner, SimulatedScript
@@ -333,3 +333,18 @@ def test_where_whole_runs_fail_as_well_that_is_said(here: Path, monkeypatch: pyt
     _, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     assert "not timed beside the script" in result.reason
     assert any(note.startswith("no speed of ") for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("by_block", "trials_by_block", "seconds"),
+    [(True, True, 4 * 3.0 / 6), (False, True, 2 * 3.0 + 2 * 40.0), (False, False, 4 * 3.0)],
+)
+def test_what_a_duel_compiles_is_what_no_trial_compiled_before(
+    by_block: bool, trials_by_block: bool, seconds: float
+) -> None:
+    """Three policies and the reference: blocks, whole models after trials by block, and after trials of whole models."""
+    made: Any = object.__new__(Duels)
+    made._setup = SimpleNamespace(host=SimpleNamespace(blocks=6))
+    made._state = SimpleNamespace(seconds=Seconds(compile_s=40.0, cached_compile_s=3.0))
+    made._runner = SimpleNamespace(by_block=SimpleNamespace(active=trials_by_block))
+    assert made._compile_s(3, by_block) == pytest.approx(seconds)
