@@ -342,7 +342,7 @@ def test_where_whole_runs_fail_as_well_that_is_said(here: Path, monkeypatch: pyt
 def test_what_a_duel_compiles_is_what_no_trial_compiled_before(
     by_block: bool, trials_by_block: bool, seconds: float
 ) -> None:
-    """Three policies and the reference: blocks, whole models after trials by block, and after trials of whole models."""
+    """Three policies and the reference: blocks, and whole models after trials by block or of whole models."""
     made: Any = object.__new__(Duels)
     made._setup = SimpleNamespace(host=SimpleNamespace(blocks=6))
     made._state = SimpleNamespace(seconds=Seconds(compile_s=40.0, cached_compile_s=3.0))
