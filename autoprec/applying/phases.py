@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoprec.applying.optimizers import shared
 from autoprec.applying.stage import put_stage
-from autoprec.applying.state import ON, carries_state, carry_state
+from autoprec.applying.state import ON, begin_phases, models_of
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecError
 from autoprec.optim.communication import install_gradient_hook
@@ -70,7 +70,6 @@ class Phases:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = self._stage_at(step)
-        self._late = False  # the optimizers still have to follow
         self._stop: Callable[[], None] = lambda: None
 
     # ---------------------------------------------------------------- begin and end
@@ -133,32 +132,29 @@ class Phases:
         """Count an optimizer step; where a phase begins after it, it is put on the model."""
         self.resume(self.step + 1)
 
-    def resume(self, step: int, *, with_optimizers: bool = True) -> None:
+    def resume(self, step: int) -> None:
         """Continue as after ``step`` optimizer steps."""
         self.step = step
         index = self._stage_at(step)
-        if index != self._index or (self._late and with_optimizers):
+        if index != self._index:
             self._index = index
-            self._exchange(with_optimizers=with_optimizers)
+            self._exchange()
 
     def replace(self, policy: Policy) -> None:
         """Carry out another policy with the same boundaries from this step on (a guard that falls back)."""
         self.policy, self.stages = policy, policy.stages
         self._exchange()
 
-    def _exchange(self, *, with_optimizers: bool = True) -> None:
+    def _exchange(self) -> None:
         model, stage = self._model() or self._root(), self.current
         if model is None:
             return
         try:
             self._put(stage, model, keep=True)
-            self._late = not with_optimizers
-            for ref in self._optimizers if with_optimizers else ():
+            for ref in self._optimizers:
                 optimizer = ref()
                 if optimizer is not None:
                     rewrap_optimizer(optimizer, stage, model)
-                    if carries_state(optimizer):
-                        carry_state(optimizer)
         except AutoPrecError as error:  # all was tried before the first step, so the script has changed its model
             warnings.warn(f"the policy's phase of step {self.step} could not begin: {error}", stacklevel=2)
             return
@@ -180,13 +176,13 @@ class Phases:
         return {"step": torch.tensor(float(self.step), dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state`; optimizers are wrapped for the phase after their next step.
+        """Continue from :meth:`state`, optimizers too.
 
         Args:
-            state: ``step``, of shape ``[]``; nothing begins at the first.
+            state: ``step``, of shape ``[]``; nothing changes without.
         """
-        if "step" in state:  # an optimizer that is loading its state must not be wrapped anew: after its next step
-            self.resume(int(state["step"]), with_optimizers=False)
+        if "step" in state:
+            self.resume(int(state["step"]))
 
 
 def phases_of(model: nn.Module) -> Phases | None:
@@ -212,6 +208,7 @@ def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | Non
     found = None if model is None else phases_of(model)
     if found is None:
         return wrap_optimizer(optimizer, policy, model=model)
+    begin_phases(models_of(optimizer), optimizer.param_groups)  # of a checkpoint that was loaded before
     found.know(optimizer)
     if found.step == 0:
         found.resume(steps_taken(optimizer))

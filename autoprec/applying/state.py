@@ -22,9 +22,9 @@ from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import ROOTS, root_of
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecWarning
-from autoprec.optim.checkpoint import ENTRY, parameters_of
+from autoprec.optim.checkpoint import ENTRY, hook_checkpoints, parameters_of
 from autoprec.optim.holders import models_holding
-from autoprec.optim.optimizer import load_counters, optimizer_counters, stored_codes
+from autoprec.optim.optimizer import load_counters, optimizer_counters, runtime_of, stored_codes
 
 _CARRIER = "_autoprec_carrier"
 _PHASES = "autoprec.phases."
@@ -120,7 +120,9 @@ class _Carrier:
         self.given: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(unwrap(model))
         self.tells = asks and model is None
         self._stepped: list[weakref.ref[nn.Module]] | None = None
+        hook_checkpoints(optimizer)  # before the hooks here
         self._handles = [
+            optimizer.register_load_state_dict_pre_hook(self._begin_phase, prepend=True),
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_post_hook(self.load),
             optimizer.register_step_post_hook(self._settle),
@@ -155,6 +157,21 @@ class _Carrier:
             document = {**document, "param_groups": [{**groups[0], ENTRY: state}, *groups[1:]]}
         return document
 
+    def _begin_phase(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
+        """Pre-hook of ``load_state_dict``: state is read in the formats of the phase that it was saved in."""
+        before = runtime_of(optimizer)
+        rounds = before is not None and bool(before.weights.real)
+        begin_phases(self.models(optimizer), document["param_groups"])
+        after = runtime_of(optimizer)
+        if before is not None and rounds and (after is None or after.choice.weights != before.choice.weights):
+            warnings.warn(
+                "the checkpoint is of another phase of the policy: weights that were loaded before the optimizer were "
+                f"rounded to {before.choice.weights}, as the phase until now stores them; load the optimizer first, "
+                "or policy.apply(model, step=...) with the steps that were taken",
+                AutoPrecWarning,
+                stacklevel=3,
+            )
+
     def load(self, optimizer: torch.optim.Optimizer) -> None:
         """Post-hook of ``load_state_dict``: what was loaded lies in the live parameter groups."""
         held: dict[str, Tensor] = {}
@@ -183,6 +200,21 @@ class _Carrier:
                 root.after_step()
 
 
+def begin_phases(models: list[nn.Module], groups: list[dict[str, Any]]) -> None:
+    """Let policies with phases go on in those that a checkpoint was written in, before it is read.
+
+    Args:
+        models: of an optimizer, in the order of its parameters.
+        groups: its parameter groups in the checkpoint.
+    """
+    held: dict[str, Tensor] = {}
+    for group in groups:
+        held |= group.get(ENTRY, {})
+    for index, model in enumerate(models):
+        if (counted := ON.get(unwrap(model))) is not None:
+            counted.load_state(_under(_prefix(index) + _PHASES, held))
+
+
 def without_policy(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the classes of living models whose layers an optimizer trains and that no policy is on, nor on a part."""
     found = models_of(optimizer)
@@ -193,11 +225,6 @@ def without_policy(optimizer: torch.optim.Optimizer) -> list[str]:
     policed = {id(model) for model in found}
     tops = [top for top in models_holding(rest) if not any(id(part) in policed for part in top.modules())]
     return [type(unwrap(top)).__name__ for top in tops if tunable_units(top)]
-
-
-def carries_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether :func:`carry_state` was asked to look after this optimizer."""
-    return _CARRIER in optimizer.__dict__
 
 
 def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None = None, *, asks: bool = False) -> None:

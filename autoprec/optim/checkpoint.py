@@ -24,6 +24,7 @@ from autoprec.optim.weights import EXACT, StoredWeights
 #: The entry of a parameter group that holds what a policy remembers.
 ENTRY = "autoprec"
 _CODES = "optimizer.codes"
+_ATTRIBUTE = "_autoprec_checkpoint"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -40,9 +41,47 @@ class _AsSaved:
         self.value = value
 
 
+def hook_checkpoints(optimizer: torch.optim.Optimizer) -> None:
+    """Register what writes and reads the checkpoints of an optimizer, once: nothing as long as none is attached.
+
+    The hooks stay, because the optimizer may be wrapped for another phase while it loads a checkpoint.
+    """
+    if _ATTRIBUTE not in optimizer.__dict__:
+        attach(optimizer, None)
+        optimizer.register_state_dict_post_hook(_plain)
+        optimizer.register_load_state_dict_pre_hook(_hide)
+        optimizer.register_load_state_dict_post_hook(_encode)
+
+
+def attach(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint | None) -> None:
+    """Say what the hooks of an optimizer ask; None takes it off."""
+    optimizer.__dict__[_ATTRIBUTE] = checkpoint
+
+
+def _attached(optimizer: torch.optim.Optimizer) -> Checkpoint | None:
+    found: Checkpoint | None = optimizer.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def _plain(optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+    found = _attached(optimizer)
+    return document if found is None else found.plain(optimizer, document)
+
+
+def _hide(optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+    found = _attached(optimizer)
+    return document if found is None else found.hide(optimizer, document)
+
+
+def _encode(optimizer: torch.optim.Optimizer) -> None:
+    found = _attached(optimizer)
+    if found is not None:
+        found.encode(optimizer)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hooks of ``state_dict`` and ``load_state_dict``.
+    """What hooks of ``state_dict`` and ``load_state_dict`` do (:func:`hook_checkpoints`).
 
     ``codecs``: how each entry of the state is stored, None as the optimizer itself keeps it; ``moments``: entries that
     must be there wherever the state is not empty (Adam's).
@@ -52,15 +91,7 @@ class Checkpoint:
     codecs: Mapping[str, Codec | None]
     moments: tuple[str, ...] = ()
 
-    def register(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Return the handles of the hooks."""
-        return [
-            optimizer.register_state_dict_post_hook(self._plain),
-            optimizer.register_load_state_dict_pre_hook(self._hide),
-            optimizer.register_load_state_dict_post_hook(self.encode),
-        ]
-
-    def _plain(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+    def plain(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
         """Post-hook of ``state_dict``: decoded values, and exact weights that no parameter holds."""
         state = {}
         for key, held in document["state"].items():
@@ -77,7 +108,7 @@ class Checkpoint:
         zeros = {name: torch.zeros_like(parameter.detach(), dtype=torch.float32) for name in self.moments}
         return {"step": torch.zeros((), dtype=torch.float32)} | zeros
 
-    def _hide(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+    def hide(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
         """Pre-hook of ``load_state_dict``: keep the values of what is stored here from being cast."""
         names = {EXACT, *(name for name, how in self.codecs.items() if how is not None)}
         numbers = chain.from_iterable(group["params"] for group in document["param_groups"])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
-from autoprec.optim.checkpoint import Checkpoint, narrow_moments, parameters_of
+from autoprec.optim.checkpoint import Checkpoint, attach, hook_checkpoints, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.guard import StepGuard
@@ -107,7 +107,6 @@ class OptimizerRuntime:
     steps: int = 0
     codecs: dict[str, Codec | None] = field(init=False)
     checkpoint: Checkpoint = field(init=False)
-    handles: list[Any] = field(default_factory=list)
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
@@ -326,7 +325,8 @@ def wrap_optimizer(
 
     optimizer._init_group = types.MethodType(init_group, optimizer)  # type: ignore[attr-defined]
     setattr(optimizer, _ATTRIBUTE, runtime)
-    runtime.handles += runtime.checkpoint.register(optimizer)
+    hook_checkpoints(optimizer)
+    attach(optimizer, runtime.checkpoint)
     runtime.checkpoint.encode(optimizer)
     return optimizer
 
@@ -381,8 +381,7 @@ def _take_off(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
     if runtime is None:
         return {}
     runtime.guard.remove()
-    for handle in runtime.handles:
-        handle.remove()
+    attach(optimizer, None)
     del optimizer._init_group  # type: ignore[attr-defined]
     delattr(optimizer, _ATTRIBUTE)
     for state in optimizer.state.values():

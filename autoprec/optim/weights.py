@@ -67,6 +67,7 @@ class StoredWeights:
         self.beside: dict[
             int, tuple[Tensor, StoredTensor]
         ] = {}  # by id: torch will not exchange what is weakly referenced
+        self.loaded: dict[int, Tensor] = {}  # exact values of a checkpoint that had them beside, until the next step
         self.emulated: dict[str, int] = {}
         self.gradients: Codec | None = None
         self.rounded: set[int] = set()  # ids of parameters whose gradient is rounded at the step instead of stored
@@ -165,6 +166,9 @@ class StoredWeights:
     def read(self, parameter: Tensor) -> Tensor:
         """Return the FP32 value the optimizer updates: the parameter itself, or a copy of its shape."""
         if isinstance(parameter, StoredTensor):
+            if id(parameter) in self.loaded:
+                self._take_loaded(parameter)
+                del self.loaded[id(parameter)]
             return parameter.exact()
         found = self.beside.get(id(parameter))
         return parameter.detach().float() if found is None else _current(*found)
@@ -213,6 +217,16 @@ class StoredWeights:
         stored = self.beside_of(parameter)
         if stored is not None:
             stored.assign(values.float())
+        elif isinstance(parameter, StoredTensor):
+            self.loaded[id(parameter)] = values.float()
+            self._take_loaded(parameter)
+
+    def _take_loaded(self, parameter: StoredTensor) -> None:
+        """Put a loaded exact value in the place of what it rounds to; the model may load after the optimizer."""
+        exact, held = self.loaded[id(parameter)], parameter.exact()
+        rounded = StoredTensor.store(exact, parameter.codec).decode()
+        if not torch.equal(known := torch.where(held == rounded, exact, held), held):
+            parameter.assign(known)
 
     def beside_of(self, parameter: Tensor) -> StoredTensor | None:
         """Return what is stored beside a parameter, of its shape, if anything."""

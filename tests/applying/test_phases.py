@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from autoprec import Policy
 from autoprec.applying.phases import phases_of
 from autoprec.applying.swap import execution_of
-from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
+from autoprec.errors import AutoPrecWarning, PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.optimizer import loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import policy_from_dict
@@ -156,6 +157,45 @@ def test_a_resumed_run_continues_in_its_phase(way: str) -> None:
     found = phases_of(resumed.model)
     assert found is not None
     assert found.step == resumed.done
+
+
+OPTIMIZER_PHASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "moments begin low": ({"exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"}, {}),
+    "moments end low": ({}, {"exp_avg": "e4m3", "exp_avg_sq": "int8_block"}),
+    "other moments": ({"exp_avg": "e4m3"}, {"exp_avg": "bf16", "exp_avg_sq": "int8_block"}),
+    "weights end low": ({}, {"weights": "bf16_kahan"}),
+    "weights begin low": ({"weights": "fp16_scaled"}, {}),
+    "other weights": ({"weights": "fp16_scaled", "exp_avg": "e4m3"}, {"weights": "bf16_kahan"}),
+    "noise": ({"weights": "bf16_stochastic"}, {"weights": "bf16_stochastic", "exp_avg": "e4m3"}),
+}
+
+
+@pytest.mark.parametrize("how", ["optimizer first", "model first", "wrapped last", "gone back"])
+@pytest.mark.parametrize("name", OPTIMIZER_PHASES)
+def test_what_is_stored_otherwise_in_a_later_phase_is_loaded_as_it_was_saved(name: str, how: str) -> None:
+    first, second = OPTIMIZER_PHASES[name]
+    policy = made({"from": 3, "optimizer": second}, optimizer=first, default="delayed")
+
+    def wrapped() -> Training:
+        run = Training(policy)
+        policy.wrap_optimizer(run.optimizer, run.model)
+        return run
+
+    run = wrapped()
+    run.steps(5)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    expected = run.steps(4)
+    resumed = Training(policy) if how == "wrapped last" else wrapped()
+    told = "weights" in first and name != "noise" and how != "wrapped last"
+    resumed.steps(1 if how == "gone back" else 0)
+    with pytest.warns(AutoPrecWarning, match="load the optimizer first") if told else nullcontext():
+        loads = [(resumed.model, saved[0]), (resumed.optimizer, saved[1])]
+        for part, held in loads if how in ("model first", "wrapped last") else reversed(loads):
+            part.load_state_dict(held)
+    if how == "wrapped last":
+        policy.wrap_optimizer(resumed.optimizer, resumed.model)
+    resumed.done = 5
+    assert (resumed.steps(4) == expected) is not (told and how == "model first")
 
 
 def test_other_optimizers_are_not_counted() -> None:

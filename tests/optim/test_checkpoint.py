@@ -254,3 +254,33 @@ def test_moments_that_are_not_stored_here_have_the_dtype_of_their_parameter() ->
     state = {"exp_avg": torch.ones(2), "master": torch.ones(2), "step": torch.ones(())}
     narrow_moments(torch.zeros(2, dtype=torch.float16), state)
     assert [value.dtype for value in state.values()] == [torch.float16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("model_last", [False, True])
+@pytest.mark.parametrize("kind", ["kahan", "master", "scaled", "stochastic", "all"])
+def test_exact_weights_of_a_run_that_held_them_beside_reach_one_that_stores_them(kind: str, model_last: bool) -> None:
+    def beside() -> Run:
+        run = Run("adamw", kind, torch.float32, wrap=False)
+        for parameter in run.model.parameters():
+            parameter.register_hook(lambda gradient: gradient)  # as DistributedDataParallel holds it
+        run.wrap()
+        return run
+
+    run = beside()
+    run.steps(0, 4)
+    model, state = saved(run.model.state_dict()), saved(run.optimizer.state_dict())
+    assert EXACT in state["state"][0]
+    resumed = Run("adamw", kind, torch.float32)
+    assert isinstance(resumed.model[0].weight, StoredTensor)
+    if not model_last:
+        resumed.model.load_state_dict(model)
+    resumed.optimizer.load_state_dict(state)
+    if model_last:
+        resumed.model.load_state_dict(model)
+    assert resumed.steps(4, 8) == run.steps(4, 8)
+    changed = Run("adamw", kind, torch.float32)  # what is written after a checkpoint was loaded counts
+    changed.optimizer.load_state_dict(state)
+    with torch.no_grad():
+        changed.model[0].weight.fill_(0.5)
+    changed.steps(4, 5)
+    assert (changed.model[0].weight.detach() - 0.5).abs().max() < 0.05
