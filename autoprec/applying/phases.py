@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ class Phases:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = self._stage_at(step)
-        self._stop: Callable[[], None] = lambda: None
 
     # ---------------------------------------------------------------- begin and end
     def begin(self) -> None:
@@ -83,9 +82,7 @@ class Phases:
             install_gradient_hook(model, "fp32", reserve=True)  # DDP takes one before the first step, or never
         stop_phases(model)
         self._put(self.current, model)
-        handle = register_optimizer_step_post_hook(self._after_step)
-        # a hook of the process would keep this alive when the model is gone
-        self._stop = weakref.finalize(unwrap(model), handle.remove)
+        _count_steps()
         ON[unwrap(model)] = self
 
     @property
@@ -122,7 +119,8 @@ class Phases:
             self.step = max(0, steps_taken(optimizer) - 1)
         return True
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count the step of an optimizer, where it trains this model; the first known is the one that counts."""
         primary = next((found for ref in self._optimizers if (found := ref()) is not None), None)
         if self._trains_this_model(optimizer) and (primary is None or optimizer is primary):
             self.advance()
@@ -192,9 +190,22 @@ def phases_of(model: nn.Module) -> Phases | None:
 
 def stop_phases(model: nn.Module) -> None:
     """Carry out no phases on a model any more, on which stays what is; a no-op where there are none."""
-    found = ON.pop(unwrap(model), None)
-    if found is not None:
-        found._stop()
+    ON.pop(unwrap(model), None)
+
+
+@cache
+def _count_steps() -> None:
+    """Register the hook that tells every phases of steps, once and for good.
+
+    Hooks of the process that come and go with models would do so while torch iterates over them.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for counted in list(ON.values()):
+        if counted is not None:
+            counted.after_step(optimizer)
 
 
 def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | None) -> Optimizer:

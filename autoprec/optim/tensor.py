@@ -2,7 +2,8 @@
 
 ``StoredTensor`` is a wrapper subclass: shape, dtype, autograd, ``state_dict`` keys and ``isinstance(nn.Parameter)``
 are those of the tensor it replaces; its bytes are the codec's parts. Any operation decodes it first; an in-place
-operation decodes, runs, and encodes back (rounding to nearest). A *view* of it is a decoded copy: writing through
+operation runs on the exact values and encodes back (rounding to nearest). A copy (``clone``, ``deepcopy``) is a plain
+tensor of the exact values: what is averaged in it loses nothing. A *view* of it is a decoded copy: writing through
 ``weight.data[0]`` does not reach the stored values. Pickling writes a plain tensor, so checkpoints stay readable.
 """
 
@@ -93,10 +94,10 @@ class StoredTensor(torch.Tensor):
         return held if held is values else held.copy_(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if not self._is_entry:
-            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        made = memo[id(self)] = self.clone()
-        return made
+        """Return what a checkpoint holds as a plain tensor: an average of weights is kept in copies, in FP32."""
+        values = self.exact().to(self.dtype)
+        kept: Tensor = torch.nn.Parameter(values, self.requires_grad) if getattr(self, "_is_param", False) else values
+        return memo.setdefault(id(self), kept)
 
     def share_memory_(self) -> Any:
         """Refuse: torch would crash."""
@@ -132,10 +133,6 @@ class StoredTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and isinstance(
-            args[1], StoredTensor
-        ):  # a checkpoint's value, not the rounded one
-            args = (args[0], args[1].exact().to(args[1].dtype), *args[2:])
         special = _SPECIAL.get(func)
         if special is not None and isinstance(args[0], StoredTensor):
             found = special(args[0], kwargs)
@@ -148,8 +145,8 @@ def _alias(tensor: StoredTensor, _kwargs: dict[str, Any]) -> StoredTensor:
     return StoredTensor(tensor.parts, tensor.codec, tensor.shape, tensor.dtype)
 
 
-def _clone(tensor: StoredTensor, _kwargs: dict[str, Any]) -> StoredTensor:
-    return StoredTensor(tuple(part.clone() for part in tensor.parts), tensor.codec, tensor.shape, tensor.dtype)
+def _clone(tensor: StoredTensor, _kwargs: dict[str, Any]) -> Tensor:
+    return tensor.exact().to(tensor.dtype)
 
 
 def _to_copy(tensor: StoredTensor, kwargs: dict[str, Any]) -> Tensor | None:
@@ -178,16 +175,17 @@ def decoded(value: Any) -> Any:
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on plain values; encode back what it wrote to and return the original in its place."""
     plain: dict[int, tuple[StoredTensor, Tensor]] = {}
+    writes = func._schema.is_mutable  # an average of weights, clipping: of exact values, and not of rounded ones
 
     def open_(value: Any) -> Any:
         if not isinstance(value, StoredTensor):
             return value
         if id(value) not in plain:
-            plain[id(value)] = (value, decoded(value))
+            plain[id(value)] = (value, value.exact().to(value.dtype) if writes else decoded(value))
         return plain[id(value)][1]
 
     result = func(*tree_map(open_, args), **tree_map(open_, kwargs))
-    if not func._schema.is_mutable:
+    if not writes:
         return result
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:

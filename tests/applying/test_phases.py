@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from autoprec import Policy
 from autoprec.applying.phases import phases_of
@@ -227,15 +227,20 @@ def test_what_cannot_run_is_refused_before_the_first_step() -> None:
 
 
 def test_it_ends_with_the_policy_and_with_the_model() -> None:
-    gc.collect()  # models of other tests
-    hooks = len(_global_optimizer_post_hooks)
     policy = made({"from": 2, "default": "bf16"})
     run = Training(policy)
+    first = phases_of(run.model)
+    hooks = len(_global_optimizer_post_hooks)
     policy.apply(run.model, backend="emulated")  # again: the first count is dropped
-    assert len(_global_optimizer_post_hooks) == hooks + 1
+    last = phases_of(run.model)
+    run.steps(1)
+    assert first is not None
+    assert last is not None
+    assert (first.step, last.step) == (0, 1)
     policy.remove(run.model)
-    assert len(_global_optimizer_post_hooks) == hooks
+    assert phases_of(run.model) is None
     run.steps(3)
+    assert last.step == 1
     assert type(run.model[0]) is nn.Linear
     policy.apply(run.model, backend="emulated")
     gone = weakref.ref(run.model)
@@ -243,6 +248,25 @@ def test_it_ends_with_the_policy_and_with_the_model() -> None:
     gc.collect()
     assert gone() is None
     assert len(_global_optimizer_post_hooks) == hooks
+
+
+def test_a_model_that_goes_while_another_one_steps_does_not_end_the_training() -> None:
+    policy = made({"from": 2, "default": "bf16"})
+    runs: list[Training] = []
+    steps: list[int] = []
+
+    def forget(*_: Any) -> None:
+        steps.append(1)
+        del runs[1:]
+        gc.collect()
+
+    hook = register_optimizer_step_post_hook(forget)  # as a collection in the middle of torch's loop over its hooks
+    try:
+        runs += [Training(policy) for _ in range(3)]
+        runs[0].steps(3)
+    finally:
+        hook.remove()
+    assert len(steps) == 3
 
 
 def test_a_phase_that_cannot_begin_any_more_is_told_and_does_not_end_the_training() -> None:
