@@ -24,6 +24,11 @@ def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+def is_library(file: str) -> bool:
+    """Say whether a file is PyTorch's, Python's, AutoPrec's, or an installed library's, and no script."""
+    return _is_hidden(file) or _is_installed(file)
+
+
 def caller(*, own: bool = False) -> str:
     """Return ``file:line`` of the innermost frame of a script or of its libraries; empty where there is none.
 

@@ -149,6 +149,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._known[key] = self._new_value(tensor, origin, name=name)
                 self._storages.exclude(tensor)
 
+    def name_parameters(self, names: ModelNames) -> None:
+        """Take other tensors for the parameters: those of a model whose weights are new ones in each step."""
+        self.names = names
+        for name, tensor in names.parameters.items():
+            value = self.value_of(tensor)
+            if value >= 0 and self.trace.values[value].producer < 0:
+                self.trace.values[value].origin, self.trace.values[value].name = "parameter", name
+                self._storages.exclude(tensor)
+
     def push_root(self) -> None:
         """Tell the recorder that the root's forward has begun (its pre-hook passed before recording started)."""
         self._stack.append(("", _graph_task()))
@@ -369,6 +378,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # in a backward pass only what ranks exchange has a line of its own: that of a communication hook
         line = caller() if task == -1 or phase == "recompute" or op.startswith("c10d::") else ""
         self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where, line))
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """Return the index in the trace of the value of a tensor of any shape, -1 where it was not seen."""
+        return self._known.get(self._storages.key(tensor), -1)
 
     def _where(self, task: int, again: bool) -> tuple[str, str]:
         if task == -1:

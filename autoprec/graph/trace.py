@@ -126,6 +126,18 @@ class Trace:
     source: str = "real"
     _consumers: dict[int, list[Call]] = field(default_factory=dict, repr=False)
 
+    def drop_before(self, first: int) -> None:
+        """Forget the calls before one: what they made came from outside."""
+        for value in self.values:
+            if 0 <= value.producer < first:
+                value.producer, value.origin = -1, "input"
+            elif value.producer >= 0:
+                value.producer -= first
+        self.calls = self.calls[first:]
+        for call in self.calls:
+            call.index -= first
+        self._consumers.clear()
+
     def inputs(self, call: Call) -> list[Value]:
         """Return the tensors that a call reads."""
         return [self.values[index] for index in call.ins]
@@ -138,6 +150,13 @@ class Trace:
         """Return the call that made a value, None for a value from outside."""
         index = self.values[value].producer
         return self.calls[index] if index >= 0 else None
+
+    def created(self, storage: int) -> Call | None:
+        """Return the call that made a storage, None for one from outside: a view of it reads it as well."""
+        for call in self.calls:
+            if any(value.storage == storage for value in self.outputs(call)):
+                return None if any(value.storage == storage for value in self.inputs(call)) else call
+        return None
 
     def argument(self, call: Call, position: int) -> int | None:
         """Return the value index of a tensor argument, None when that argument is not a tensor."""

@@ -178,7 +178,7 @@ def stopped_at_first_step(
     with _its_own(script, arguments, within):
         hooks.install()
         try:
-            FirstStep(hooks, lambda found, *_: arrived(found, hooks, end), lambda _: None).watch()
+            FirstStep(hooks, lambda found, *_: arrived(found, hooks, end), lambda _: None, judges=True).watch()
             with contextlib.suppress(_EndError):
                 runpy.run_path(str(script), run_name="__main__")
                 ended()

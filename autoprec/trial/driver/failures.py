@@ -37,8 +37,8 @@ _ADVICE = {
     ),
     "no_module": (
         "what it trains are tensors that belong to no torch.nn.Module",
-        "put the weights into a Module: in an nn.ParameterDict whose parameters the optimizer has, the step can be "
-        "judged; a policy decides about the layers of a Module that the script calls",
+        "put the weights into a Module whose layers the script calls: a policy decides about these; "
+        "`autoprec check` judges such a script as it is, if it takes three steps or more",
     ),
     "no_backward": (
         "the script never called backward() or torch.autograd.grad",

@@ -239,6 +239,7 @@ class TrialRunner(Runner):
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
             "weights": self._weights,
+            "judges": not self._tunes,
             "pass_over": max(len(self._passed_over), self._info.passed_over if self._info is not None else 0),
             "started": time.monotonic(),
             "driver": [os.getpid(), start_ticks(os.getpid())],

@@ -72,7 +72,7 @@ class Agent:
         self.mode = str(config["mode"])
         self.hooks = Hooks()
         self.trial: Trial | None = None
-        self._first = FirstStep(self.hooks, self._arrived, self._give_up)
+        self._first = FirstStep(self.hooks, self._arrived, self._give_up, judges=bool(config.get("judges")))
         self._pid = os.getpid()
         self._started = float(config.get("started", time.monotonic()))
         self._watching = threading.Event()

@@ -3,7 +3,7 @@
 Usually that is the first call in training mode of a module whose parameters an optimizer has. Where the forward cannot
 be seen (``model.forward(x)``, a functional call) the first optimizer step finds the model; where there is no optimizer,
 the first backward pass finds it through the graph of the loss. A script may also name its model
-(:func:`autoprec.register`).
+(:func:`autoprec.register`). Where a step is only judged, weights of no module are found too (:mod:`.observe.loose`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from autoprec.applying.compiling import compiled_graphs, note_compiled
 from autoprec.backends.casts import stance
 from autoprec.trial.inside.observe.discovery import Found, discover, holds_copies, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks, parameter_ids
+from autoprec.trial.inside.observe.loose import (
+    LooseWeights,
+    Watch,
+    are_plain_weights,
+    loose_weights_of,
+    plain_leaves,
+)
 
 #: After this many training forwards without a backward, or steps of tensors that no module owns, none will come.
 _MOST_FORWARDS, _MOST_UNOWNED = 5000, 50
@@ -26,6 +33,8 @@ _COPIES = (
     "the optimizer's tensors belong to no module: they are taken for copies of the weights that the loss reaches, and "
     "each backward counts as one step"
 )
+
+_LOOSE = "the weights belong to no module: tensors that a loss reaches and the script updates are taken for them"
 
 #: Receives what was found, and the module call that is about to run: the module, its arguments and keyword arguments.
 Arrived = Callable[[Found, nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -38,6 +47,7 @@ class FirstStep(Events):
         hooks: the hooks of this process.
         arrived: called once, inside the first training forward of the model.
         gave_up: called with a code where no step will be seen: ``no_backward``, ``no_module`` or ``functional``.
+        judges: the step is only judged: weights need belong to no module, and a module's forward need not be called.
 
     Attributes:
         pass_over: models to ignore, as the driver has seen that the script soon goes on with another.
@@ -45,12 +55,18 @@ class FirstStep(Events):
         found: what is trained, once that is known.
     """
 
-    def __init__(self, hooks: Hooks, arrived: Arrived, gave_up: Callable[[str], None]) -> None:
+    def __init__(self, hooks: Hooks, arrived: Arrived, gave_up: Callable[[str], None], *, judges: bool = False) -> None:
         self._hooks, self._arrived, self._gave_up = hooks, arrived, gave_up
+        self._judges = judges
+        self._watch: Watch | None = None  # of tensors that no module holds, and may be weights
+        self._trained: list[torch.Tensor] = []  # what a watch that has ended has seen updated
+        self._leaves: list[torch.Tensor] = []  # what the last loss reached
+        self._next: Found | None = None  # to stop for when this backward has ended
         self.pass_over = self.forwards = self._unowned = self._passed = 0
         self.found: Found | None = None
         self._registered: Found | None = None
         self._unowned_optimizers = False  # a step was taken by optimizers whose tensors belong to no module
+        self._awaited: nn.Module | None = None  # whose forward should have followed the last backward
         self._eager = False  # a step of what the script compiles runs as eager code, so that its forward is seen
         #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
         self._passed_over: dict[int, torch.Tensor] = {}
@@ -59,6 +75,8 @@ class FirstStep(Events):
         """Begin to watch."""
         self._hooks.watch(self._on_training_call)
         self._hooks.events = self
+        if self._judges:
+            self._hooks.plain = are_plain_weights
 
     def register(self, found: Found) -> None:
         """Take what the script names itself: nothing has to be discovered."""
@@ -83,6 +101,9 @@ class FirstStep(Events):
     def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.unwatch()
         self._hooks.events = Events()
+        self._end_watch()
+        if not isinstance(found.root, LooseWeights):
+            self._hooks.plain = None
         self.found = found
         if self._eager:
             torch.compiler.set_stance("default")
@@ -91,11 +112,24 @@ class FirstStep(Events):
         self._arrived(found, module, args, kwargs)
 
     # ---------------------------------------------------------------- events
+    def forward_ended(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if not self._judges:
+            return
+        self._leaves, watch = loss_parameters(tensors), self._watch
+        self._trained = watch.trained(plain_leaves(tensors)) if watch is not None else []
+        self._end_watch()
+
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if not self.optimizers():
             self._without_optimizer(tensors)
         elif self._unowned_optimizers:
             self._with_copies(tensors)
+
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
+        if self._next is not None:
+            self._stop_unseen(self._next)
+        elif self._watch is not None:
+            self._watch.begin()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._without_forward()
@@ -142,13 +176,20 @@ class FirstStep(Events):
         if not optimizers or self._searched_in_vain():
             return
         found = discover(optimizers)
-        if found is None:
+        loose = loose_weights_of(optimizers, self._leaves) if found is None else []
+        if loose:
+            self._stop_unseen(Found([LooseWeights(loose)], optimizers, loose, [_LOOSE]))
+        elif found is None:
             self._unowned_optimizers = True
             self._count_unowned()
         elif not self._uncover() and not self._pass_over(found):
             found.notes.append("the model's forward is not called through the module: the first step finds the model")
-            self._hooks.unseen = found.root
-            self._stop(found, found.root, (), {})
+            self._stop_unseen(found)
+
+    def _stop_unseen(self, found: Found) -> None:
+        """Stop at the end of a step of a model whose forwards cannot be seen."""
+        self._hooks.unseen = found.root
+        self._stop(found, found.root, (), {})
 
     def _uncover(self) -> bool:
         """Let the next step run as eager code if anything was compiled: what Dynamo goes through calls no module.
@@ -174,8 +215,27 @@ class FirstStep(Events):
             found = Found([root], [], weights, ["called through functional_call: each backward counts as one step"])
         if found is None:
             self._count_unowned()
+            if self._judges:
+                self._look_at_loose(tensors)
             return
+        if self._judges and self._awaited is found.root:  # it was not called for this loss
+            self._next = found
+            return
+        self._awaited = found.root
         self._hooks.watch_next(found.root, lambda *call: self._stop(found, *call))
+
+    def _look_at_loose(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Find tensors of no module that were updated since the last backward."""
+        leaves = plain_leaves(tensors)
+        if self._trained:
+            self._next = Found([LooseWeights(self._trained)], [], self._trained, [_LOOSE])
+        elif leaves:
+            self._watch = Watch(leaves)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def _with_copies(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Find a model whose optimizer has copies of its weights, such as FP32 ones, by what the loss reaches."""

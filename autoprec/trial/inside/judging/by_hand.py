@@ -28,6 +28,8 @@ _ALIKE = 0.02
 LEAST_DECAY = 1e-6
 #: What may remain of a lost update that the script is to hold, relative to it.
 HOLDS = 0.3
+#: Calls between a weight and what is computed of it for its update.
+_UPDATE_CALLS = 24
 #: Results of one shape that are looked at for what a weight of that shape has lost.
 _RECENT = 6
 
@@ -80,11 +82,18 @@ class UpdateRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
     @property
     def has_updated(self) -> bool:
         """True where a weight was written into, or is another tensor than before."""
-        return self._written_to or any(address_of(p) not in self.weights for p in self.names.parameters.values())
+        return self._written_to or any(address_of(p) not in self.weights for p in self.names.root.parameters())
+
+    def end_at(self, first: int) -> None:
+        """Forget the calls from one on: they are the next forward's."""
+        del self.trace.calls[first:]
+        self.measures = {index: one for index, one in self.measures.items() if index < first}
+        self.writes = [call for call in self.writes if call.index < first]
+        self.decays = [one for one in self.decays if one.call.index < first]
 
     def is_compensated(self, weight: Tensor) -> bool:
         """Say whether the script computed what a weight, of any shape, lost of its update: it means to add it later."""
-        return id(weight) in self._compensated
+        return address_of(weight) in self._compensated
 
     def line_of(self, weights: Collection[Tensor]) -> str:
         """Return the line that updated weights, of any shapes, last; empty where none did."""
@@ -92,10 +101,26 @@ class UpdateRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
         for call in reversed(self.writes):
             if call.where and any(self.trace.values[one].storage in storages for one in call.ins):
                 return call.where
-        made = (self.trace.producer(value) for value in map(self.value_of, weights) if value >= 0)
+        made = (self.trace.created(storage) for storage in storages)
         return next((call.where for call in made if call is not None and call.where), "")
 
     # ---------------------------------------------------------------- as it runs
+    def _beside(self, table: dict[int, tuple[Tensor, int]], func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        cast = bare_name(func._schema.name) == "_to_copy" and kwargs.get("dtype") in self.low
+        exact = cast and args[0].dtype is torch.float32 and self.twin_of(args[0]) is None
+        if exact and not self._is_of_weights(args[0]):
+            return None  # master weights that live on lose nothing where they are rounded
+        return super()._beside(table, func, args, kwargs)
+
+    def _is_of_weights(self, tensor: Tensor) -> bool:
+        """Say whether the script computed a tensor of its 16-bit weights: no FP32 copy of them is behind it."""
+        low = self._weights.keys()
+        return any(
+            self.trace.values[value].storage in low
+            for call in self.trace.above(self.value_of(tensor), lambda _: True, _UPDATE_CALLS)
+            for value in call.ins
+        )
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._decaying = []
         name = bare_name(func._schema.name).removeprefix("_foreach_") if hasattr(func, "_schema") else ""
@@ -129,7 +154,9 @@ class UpdateRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
         for real, twin in made:
             if call.op.endswith("_") and address_of(real) in self._weights:
                 self.writes.append(call)
-                self._lost(self._weights[address_of(real)], real, twin)
+                self._lost(real, twin)
+            elif not call.op.endswith("_") and real.dtype in self.low and real.shape in self._shapes:
+                self._lost(real, twin)  # it may become a weight
         for one in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(one, Tensor) and one.is_floating_point() and one.shape in self._shapes:
                 self._resulted(one)
@@ -153,21 +180,22 @@ class UpdateRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
             dtype = dtype_name(made[0][0].dtype)
             self.decays.append(Decay(call, dtype, sum(factors) / len(factors), same / count, elements))
 
-    def _lost(self, weight: Tensor, real: Tensor, twin: Tensor) -> None:
-        lost = sampled(twin).float() - sampled(real).float()
-        rows = self._losses.setdefault(real.shape, [])
+    def _lost(self, weight: Tensor, twin: Tensor) -> None:
+        lost = sampled(twin).float() - sampled(weight).float()
+        rows = self._losses.setdefault(weight.shape, [])
         rows[:] = [*rows, (weight, len(self.trace.calls) - 1, lost)][-_RECENT:]
-        for value, held in self._results.get(real.shape, ()):
+        for value, held in self._results.get(weight.shape, ()):
             if _holds(held, lost) and self._is_rest(value, weight, 0):
-                self._compensated.add(id(weight))
+                self._compensated.add(address_of(weight))
 
     def _resulted(self, result: Tensor) -> None:
         held, value = sampled(result).float().clone(), self.value_of(result)
         rows = self._results.setdefault(result.shape, [])
         rows[:] = [*rows, (value, held)][-_RECENT:]
         for weight, since, lost in self._losses.get(result.shape, ()):
-            if id(weight) not in self._compensated and _holds(held, lost) and self._is_rest(value, weight, since + 1):
-                self._compensated.add(id(weight))
+            known = address_of(weight) in self._compensated
+            if not known and _holds(held, lost) and self._is_rest(value, weight, since + 1):
+                self._compensated.add(address_of(weight))
 
     def _is_rest(self, value: int, weight: Tensor, since: int) -> bool:
         """Say whether a value is what is left of a difference with a weight: an update that is lost is none."""

@@ -53,6 +53,7 @@ class _Weight:
     group: int
     optimizer: int
     stored: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,18 @@ class Weights:
                     grad = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
                     if grad is not None and _is_plain(p):
                         before, stored = self._exact(at, p)
-                        self._held.append(_Weight(p, before, sampled(grad, SAMPLE) != 0, index, at, stored))
+                        moves = sampled(grad, SAMPLE) != 0
+                        self._held.append(_Weight(p, before, moves, index, at, stored, self._name(p)))
         for p in filter(_is_plain, loose):
             before = sampled(p, SAMPLE).clone()
-            self._held.append(_Weight(p, before, torch.zeros_like(before, dtype=torch.bool), 0, BY_HAND))
+            moves = torch.zeros_like(before, dtype=torch.bool)
+            self._held.append(_Weight(p, before, moves, 0, BY_HAND, name=self._name(p)))
             self._rates[BY_HAND, 0] = 0.0
+
+    def follow(self, now: Mapping[int, Tensor]) -> None:
+        """Take other tensors, of the same shapes, for what weights have become, by the ``id`` of each weight."""
+        for one in self._held:
+            one.parameter = now.get(id(one.parameter), one.parameter)
 
     def foresee(self, optimizer: Optimizer) -> bool:
         """Note what an optimizer's step would make of 16-bit weights in FP32; say whether that is known.
@@ -198,7 +206,7 @@ class Weights:
             at,
             index,
             sum(one.parameter.numel() for one in held),
-            tuple(self._name(one.parameter) for one in held),
+            tuple(one.name for one in held),
             stayed / moved if moved else 0.0,
             inner / size if seen and size else None,
             lost / moved if moved else 0.0,

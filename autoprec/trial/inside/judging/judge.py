@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +19,24 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.census import Held, Judged, Observation
 from autoprec.graph.places import caller
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import address_of
-from autoprec.graph.trace import SCRIPT, Ref, dtype_name
-from autoprec.trial.inside.judging import forward, loop, positions, sums
+from autoprec.graph.trace import dtype_name
+from autoprec.trial.inside.judging import forward, loop
 from autoprec.trial.inside.judging.by_hand import UpdateRecorder
+from autoprec.trial.inside.judging.counted import copies, hooked, read_by, reductions
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, in_fp32, states_of, tensors_of
+from autoprec.trial.inside.judging.lines import positions, sums
 from autoprec.trial.inside.judging.noise import NoiseRecorder, noise
+from autoprec.trial.inside.judging.unseen import forget_update, forward_begins, update_ends
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.observe.loose import LooseWeights, plain_leaves
 from autoprec.trial.inside.sensitivity.recorded_step import eager
 
 #: Seconds that a trial waits for the forward after an update.
@@ -79,6 +84,12 @@ class Judge(Events):
         self._stepping: list[tuple[int, int]] = []
         self._stepped: set[int] = set()
         self._over = False
+        #: no call of a module shows the forward: it ends where backward begins
+        self._holder: nn.Module = found.root  # has what is updated: other tensors may stand for a model's own
+        own = isinstance(found.root, LooseWeights)
+        self._unseen_forward = own or (hooks.unseen is found.root and not found.optimizers)
+        self._recorder.leaves_are_given = self._unseen_forward
+        self._awaits = False
         self._eager = contextlib.ExitStack()
         self._undo: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
@@ -119,6 +130,25 @@ class Judge(Events):
             self._by_scaler = self._by_scaler or any(raw_loss(one) is not one and one.dim() == 0 for one in tensors)
             self._scaled = self._scaled or self._scale != 1.0 or self._by_scaler
 
+    def forward_ended(self, tensors: tuple[Tensor, ...]) -> None:
+        """Tell the calls of a forward from those of the update before it, where no module was called between them."""
+        if not self._unseen_forward:
+            return
+        root, before = self._found.root, list(self._found.root.parameters())
+        if isinstance(root, LooseWeights) and not self._found.optimizers:
+            self._weights.follow(root.follow(plain_leaves(tensors)))
+            self._found.parameters[:] = root.parameters()
+            self._names = self._weights.names = ModelNames(root)
+        weights = list(root.parameters())
+        if self._update is not None and self._awaits:
+            self._awaits = False
+            self._update.end_at(forward_begins(self._update, update_ends(self._update, before, weights)))
+            self._next_forward() if self._found.optimizers else self._next_by_hand()
+        elif self._recorder is not None and not self._recorder.trace.backwards:
+            losses = {self._recorder.value_of(raw_loss(one)) for one in tensors} - {-1}
+            forget_update(self._recorder, before, weights, losses)
+            self._recorder.name_parameters(self._names)
+
     def _multiplied(self, tensor: Tensor) -> bool:
         """Say whether a loss is the product of another with a large number: scaled by hand."""
         recorder = self._recorder
@@ -140,14 +170,25 @@ class Judge(Events):
         if self._update is not None:
             return
         self._tries += 1
-        self._weights.hold(self._found.root.parameters())
-        self._update = UpdateRecorder(self._found.root)
+        if self._hooks.functional is self._found.root and self._hooks.stand_ins:
+            self._holder = LooseWeights(self._hooks.stand_ins)
+            self._weights.names = ModelNames(self._holder)
+        self._weights.hold(self._holder.parameters())
+        self._update = UpdateRecorder(self._holder)
         self._update.__enter__()
         if self._tries == 1:
             self._lose_patience()
-        self._hooks.watch_next(self._found.root, self._next_by_hand)
+        self._watch_forward(self._next_by_hand)
+
+    def _watch_forward(self, then: Callable[..., None]) -> None:
+        if self._unseen_forward:
+            self._awaits = True
+        else:
+            self._hooks.watch_next(self._found.root, then)
 
     def _next_by_hand(self, *_: Any) -> None:
+        if isinstance(self._holder, LooseWeights) and self._holder is not self._found.root:
+            self._weights.follow(self._holder.follow(self._hooks.stand_ins))
         # micro-batches follow each other without an update
         if self._update is not None and not self._update.has_updated and self._tries < _MICRO_BATCHES:
             self._close_update(keep=False)
@@ -203,7 +244,7 @@ class Judge(Events):
             self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
         if optimizer is self._found.optimizers[0] and self._update is not None:
             self._lose_patience()
-            self._hooks.watch_next(self._found.root, self._next_forward)
+            self._watch_forward(self._next_forward)
 
     def _lose_patience(self) -> None:
         """Wait for the next forward no longer than one may."""
@@ -251,8 +292,8 @@ class Judge(Events):
             frozenset(address_of(t) for p in self._found.parameters for t in (p, p.grad) if t is not None),
         )
         self._census = [*tensors_of(self._found.root, self._names, self._hooks.sources.loaded), *self._losses[:8]]
-        self._census += _read(self._step)
-        self._reduced = [*_reductions(self._step), *_hooked(self._found.root)]
+        self._census += read_by(self._step)
+        self._reduced = [*reductions(self._step), *hooked(self._found.root)]
         self._census += [
             Held("reduced gradient", where, dtype, twin="fp32" if dtype in LOW else "")
             for where, dtype in self._reduced
@@ -270,8 +311,8 @@ class Judge(Events):
                 stepped = [at for at, one in enumerate(self._found.optimizers) if id(one) in self._stepped]
                 self._updates = [one for one in self._weights.updates(update) if by_hand or one.optimizer in stepped]
                 if by_hand:
-                    self._by_hand = update.line_of([p for p in self._found.root.parameters() if p.dtype in update.low])
-                self._assigned = tuple(v for v in map(update.value_of, self._found.root.parameters()) if v >= 0)
+                    self._by_hand = update.line_of([p for p in self._holder.parameters() if p.dtype in update.low])
+                self._assigned = tuple(v for v in map(update.value_of, self._holder.parameters()) if v >= 0)
         if not waited:
             StepRecorder.__exit__(update, None, None, None)
         if keep:
@@ -344,7 +385,10 @@ class Judge(Events):
             self._by_hand,
             self._assigned,
         )
-        census = [*self._census, *states_of(self._found.optimizers, self._names), *self._copies()]
+        census = [*self._census, *states_of(self._found.optimizers, self._names)]
+        if self._kept_update is not None:
+            grads = [p.grad for p in self._found.parameters if p.grad is not None]
+            census += copies(self._kept_update, [*self._found.root.parameters()], [*grads, *self._states()])
         observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step), *noise(step)]
         observations += [*loop.seen(around, step, census), *positions.tables(step, self._names)]
         if self._broken is not None:
@@ -364,41 +408,6 @@ class Judge(Events):
         states = [state for one in self._found.optimizers for state in one.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
-    def _copies(self) -> Iterator[Held]:
-        """Yield copies of the weights that are written between updates: moving averages."""
-        if self._kept_update is None:
-            return
-        shapes = {tuple(p.shape) for p in self._found.root.parameters()}
-        grads = [p.grad for p in self._found.parameters if p.grad is not None]
-        own = [*self._found.root.parameters(), *grads, *self._states()]
-        told = {address_of(one) for one in own}
-        trace, outside = self._kept_update.trace, self._kept_update.outside
-        names = {value.storage: value.name for value in trace.values if value.name}
-        for call in trace.calls:
-            if not call.op.endswith("_") or call.name in ("zero", "_foreach_zero", "fill"):
-                continue
-            first = call.args[0] if call.args else None
-            for written in first if isinstance(first, (list, tuple)) else (first,):
-                to = trace.values[written.value] if isinstance(written, Ref) else None
-                if (
-                    to is None
-                    or to.storage in told
-                    or to.storage not in outside
-                    or to.shape not in shapes
-                    or not to.shape
-                ):
-                    continue
-                told.add(to.storage)
-                twin = "fp32" if to.dtype in LOW else ""
-                yield Held(
-                    "copy of the weights",
-                    names.get(to.storage) or call.where,
-                    to.dtype,
-                    to.shape,
-                    twin,
-                    where=call.where,
-                )
-
 
 def broken_backward(error: BaseException) -> Observation | None:
     """Return what is known of a backward of an own ``autograd.Function`` that met two dtypes; None for other errors."""
@@ -416,62 +425,3 @@ def broken_backward(error: BaseException) -> Observation | None:
     file, line, name = found
     said = str(error).splitlines()[0][:200]
     return Observation("function-backward", f"{file}:{line}", name, "", (), {"what": name, "error": said})
-
-
-def _read(step: Step) -> Iterator[Held]:
-    """Yield what the step itself reads and keeps: logits, router scores, accumulators, norms of gradients."""
-    weights = {value.shape for value in step.recorder.trace.values if value.origin == "parameter"}
-    told: set[tuple[str, str]] = set()
-    for call, operator in zip(step.calls, step.report.operators, strict=True):
-        kind, value = "", call.ins[0] if call.ins else -1
-        if call.phase == "forward" and call.name in ("_log_softmax", "log_softmax"):
-            kind = "logits"
-        elif call.phase == "forward" and call.name == "topk" and call.module != SCRIPT:
-            kind = "top-k input"
-        elif call.phase == "update" and call.name in ("linalg_vector_norm", "_foreach_norm") and call.outs:
-            kind, value = "clipping norm", call.outs[0]
-        elif call.op.endswith("add_") and call.module == SCRIPT and value >= 0:
-            to = step.recorder.trace.values[value]
-            kind = "gradient accumulator" if not to.grad and to.shape in weights and to.origin != "parameter" else ""
-        elif operator.cls == "gemm" and operator.phase == "forward" and "router" in _flags(step, operator.module):
-            kind, value = "router scores", call.outs[0] if call.outs else -1
-        if not kind or value < 0 or (kind, call.where) in told:
-            continue
-        told.add((kind, call.where))
-        seen = step.recorder.trace.values[value]
-        yield Held(
-            kind,
-            call.module if call.module != SCRIPT else call.where,
-            seen.dtype,
-            seen.shape,
-            "fp32" if seen.dtype in LOW else "",
-            where=call.where,
-        )
-
-
-def _flags(step: Step, module: str) -> tuple[str, ...]:
-    return next((layer.flags for layer in step.report.layers if layer.name == module), ())
-
-
-def _reductions(step: Step) -> Iterator[tuple[str, str]]:
-    """Yield line and dtype of what ranks add up after forward."""
-    for call in step.calls:
-        if call.op.startswith(
-            ("c10d::allreduce", "c10d::reduce", "_c10d_functional::all_reduce", "_c10d_functional::reduce")
-        ):
-            dtypes = {value.dtype for value in step.values(call)}
-            if call.phase != "forward":
-                yield from (
-                    (call.where or (step.backward_at[-1] if step.backward_at else ""), dtype) for dtype in dtypes
-                )
-
-
-def _hooked(root: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield what FSDP2 reduces in."""
-    for module in root.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        policy = getattr(state(), "_mp_policy", None) if callable(state) else None
-        dtype = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
-        if dtype is not None:
-            yield "fully_shard", dtype_name(dtype)
-            return

@@ -9,7 +9,7 @@ and by the tail.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from autoprec.graph.census import Observation
 from autoprec.graph.trace import Call, bare_name
-from autoprec.trial.inside.judging.draws import LOOKS_UP, Draw, draws, moved
 from autoprec.trial.inside.judging.forward import JUMPS, LOW, Step, low_of, observed
+from autoprec.trial.inside.judging.lines.draws import LOOKS_UP, Draw, draws, moved
 from autoprec.trial.inside.judging.samples import half_ulp
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
 
@@ -66,6 +66,15 @@ class NoiseRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
         self._wide: tuple[Tensor, int] | None = None
+
+    def drop_before(self, first: int) -> None:
+        """Forget the calls before one, and what was drawn by them."""
+        super().drop_before(first)
+        moved = {i - first: replace(one, source=one.source - first) for i, one in self.noises.items()}
+        drawn = ((i, one) for i, one in self.draws.items() if min(one.sum, one.source) >= first)
+        self.noises = {i: one for i, one in moved.items() if min(i, one.source) >= 0}
+        self.draws = {i - first: replace(d, sum=d.sum - first, source=d.source - first) for i, d in drawn}
+        self._drawn = {v: (t, i - first) for v, (t, i) in self._drawn.items() if i >= first}
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._wide = None

@@ -106,6 +106,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         outside: storages that were there before the recording.
         failures: operators that have no FP32 form.
         low, wide: dtypes of which there are twins, and the twins' own.
+        leaves_are_given: a leaf of autograd's has no twin: what the update before a forward lost is not lost there.
         recurrent: recurrent modules that ran under autocast: their class, the line that called them, its dtype.
     """
 
@@ -122,6 +123,7 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.failures = 0
         self.low: tuple[torch.dtype, ...] = SIXTEEN_BIT
         self.wide = torch.float32
+        self.leaves_are_given = False
         self.recurrent: dict[str, tuple[str, str, str]] = {}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -133,10 +135,6 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 self.recurrent.setdefault(self.names.name_of(module), (type(module).__name__, caller(), dtype))
 
     # ---------------------------------------------------------------- twins
-    def value_of(self, tensor: Tensor) -> int:
-        """Return the index in the trace of the value of a tensor of any shape, -1 where it was not seen."""
-        return self._known.get(self._storages.key(tensor), -1)
-
     def twin_of(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's twin, of the same shape and in FP32; None where it has none."""
         return self._twin(self._twins, tensor)
@@ -147,6 +145,11 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return None
         twin, version = held
         return twin if twin._version == version and twin.shape == tensor.shape else None
+
+    def drop_before(self, first: int) -> None:
+        """Forget the calls before one, and what was measured at them."""
+        self.trace.drop_before(first)
+        self.measures = {index - first: one for index, one in self.measures.items() if index >= first}
 
     def _lookup(self, tensor: Tensor) -> int:
         seen, before = len(self.trace.values), self.value_of(tensor)
@@ -159,6 +162,9 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 self._errors[value] = self._errors.get(before, 0.0)
             else:
                 self.outside.add(self.trace.values[value].storage)
+        if self.leaves_are_given and tensor.is_leaf and tensor.requires_grad:
+            self._forget((tensor,))
+            self._errors.pop(value, None)
         return value
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,6 +26,12 @@ class FunctionalLoop:
         self._hooks = hooks
         #: Parameters of the functional model, by the id of the tensor that stands for each.
         self._stand_ins: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+        self._named: dict[str, torch.Tensor] = {}
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors that stood for parameters in the last call of the functional model, of any shapes, by name."""
+        return dict(self._named)
 
     def install(self) -> None:
         """Patch ``torch.autograd.grad`` and ``functional_call``."""
@@ -37,17 +43,19 @@ class FunctionalLoop:
         # A graph is created for second derivatives (a gradient penalty, MAML): no update follows from that.
         higher = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
         seen_elsewhere = self._hooks.steps_reported or self._hooks.busy
-        if seen_elsewhere or higher or not leaves or not all(map(self._is_trained, leaves)):
-            return original(outputs, inputs, *args, **kwargs)
         roots = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+        if seen_elsewhere or higher or not leaves or not self._are_trained(roots, leaves):
+            return original(outputs, inputs, *args, **kwargs)
         with self._hooks.inside_backward(roots):
             found = original(outputs, leaves, *args, **kwargs)
         with self._lent(leaves, found):
             self._hooks.events.after_backward(roots)
         return found
 
-    def _is_trained(self, leaf: torch.Tensor) -> bool:
-        return isinstance(leaf, nn.Parameter) or id(leaf) in self._stand_ins
+    def _are_trained(self, roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> bool:
+        if all(isinstance(leaf, nn.Parameter) or id(leaf) in self._stand_ins for leaf in leaves):
+            return True
+        return self._hooks.plain is not None and self._hooks.plain(roots, leaves)
 
     @contextlib.contextmanager
     def _lent(self, leaves: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> Iterator[None]:
@@ -70,10 +78,7 @@ class FunctionalLoop:
             self._hooks.functional = module
             given = [parameters] if isinstance(parameters, Mapping) else list(parameters)
             owners = dict(module.named_parameters())
-            self._stand_ins = {
-                id(tensor): (tensor, owners[name])
-                for mapping in given
-                for name, tensor in mapping.items()
-                if name in owners and isinstance(tensor, torch.Tensor)
-            }
+            rows = (row for mapping in given for row in mapping.items() if row[0] in owners)
+            self._named = {name: tensor for name, tensor in rows if isinstance(tensor, torch.Tensor)}
+            self._stand_ins = {id(tensor): (tensor, owners[name]) for name, tensor in self._named.items()}
         return original(module, parameters, *args, **kwargs)

@@ -32,6 +32,9 @@ OnCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 class Events:
     """What a watcher may react to; every method does nothing unless overridden."""
 
+    def forward_ended(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """A top-level backward from these tensors follows; modes that were entered may be left here, not inside it."""
+
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A top-level backward starts from these tensors: losses of shape ``[]``, or vectors with gradients."""
 
@@ -105,6 +108,7 @@ class Hooks:
         self.events = Events()
         self.sources = Sources()
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._functional = FunctionalLoop(self)
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._steps = 0
@@ -122,8 +126,15 @@ class Hooks:
         self.unseen: nn.Module | None = None
         #: The script tells its steps itself (``Session.observe``): gradients taken as values are not steps as well.
         self.steps_reported = False
+        #: Says of losses and inputs of ``torch.autograd.grad`` whether these are weights, where no module has them.
+        self.plain: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], bool] | None = None
         #: The model that the script calls through ``functional_call``.
         self.functional: nn.Module | None = None
+
+    @property
+    def stand_ins(self) -> dict[str, torch.Tensor]:
+        """What stood for parameters in the last call of the functional model, of any shapes, by their names."""
+        return self._functional.weights
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -137,7 +148,6 @@ class Hooks:
         self.sources.install(self.replace)
         self.replace(torch.autograd, "backward", self._backward)
         self.replace(torch.Tensor, "backward", self._backward_of)
-        self._functional = FunctionalLoop(self)
         self._functional.install()
         self.replace(torch.amp.GradScaler, "scale", self._scale)
         self.replace(torch.amp.GradScaler, "step", self._scaled_step)
@@ -237,6 +247,8 @@ class Hooks:
         """Tell the end of ``tensor.backward()`` outside of it: torch function modes are not on their stack inside."""
         if self._in_method:
             return original(tensor, *args, **kwargs)
+        if not self._depth:
+            self.events.forward_ended((tensor,))
         self._in_method, self._finished = True, None
         try:
             out = original(tensor, *args, **kwargs)
@@ -249,6 +261,8 @@ class Hooks:
     @contextlib.contextmanager
     def inside_backward(self, roots: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """Tell that a backward from ``roots``, of any shapes, runs, which may itself call backward."""
+        if not self._in_method:
+            self.events.forward_ended(roots)
         self.backwards += 1
         self.events.before_backward(roots)
         self._depth += 1

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoprec.graph.census import Observation
-from autoprec.trial.inside.judging.draws import moved
 from autoprec.trial.inside.judging.forward import Step
+from autoprec.trial.inside.judging.lines.draws import moved
 from autoprec.trial.inside.judging.noise import NoiseRecorder, noise
 from autoprec.tuning.lint.judged import assess
 from autoprec.tuning.lint.rules import Finding

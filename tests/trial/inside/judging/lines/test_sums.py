@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from autoprec.graph.census import Observation
 from autoprec.trial.inside.judging.forward import Step
+from autoprec.trial.inside.judging.lines.sums import gathered
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
-from autoprec.trial.inside.judging.sums import gathered
 from autoprec.tuning.lint.judged import assess
 from autoprec.tuning.lint.rules import Finding
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.census import Observation
 from autoprec.trial.inside.judging.forward import Step, seen
-from autoprec.trial.inside.judging.positions import positions, tables
+from autoprec.trial.inside.judging.lines.positions import positions, tables
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
 from autoprec.tuning.lint.judged import assess
 from autoprec.tuning.lint.rules import Finding
