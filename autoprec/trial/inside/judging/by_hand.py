@@ -19,6 +19,7 @@ from autoprec.graph.saved import address_of
 from autoprec.graph.trace import Call, bare_name, dtype_name
 from autoprec.trial.inside.judging.samples import sampled
 from autoprec.trial.inside.judging.shadow import ShadowRecorder
+from autoprec.trial.inside.observe.loose import UPDATE_CALLS
 
 #: Operators by which a weight is decayed: their result is the weight times a factor just below 1.
 _DECAYS = ("mul", "sub", "add", "lerp", "addcmul")
@@ -28,8 +29,6 @@ _ALIKE = 0.02
 LEAST_DECAY = 1e-6
 #: What may remain of a lost update that the script is to hold, relative to it.
 HOLDS = 0.3
-#: Calls between a weight and what is computed of it for its update.
-_UPDATE_CALLS = 24
 #: Results of one shape that are looked at for what a weight of that shape has lost.
 _RECENT = 6
 
@@ -117,7 +116,7 @@ class UpdateRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
         low = self._weights.keys()
         return any(
             self.trace.values[value].storage in low
-            for call in self.trace.above(self.value_of(tensor), lambda _: True, _UPDATE_CALLS)
+            for call in self.trace.above(self.value_of(tensor), lambda _: True, UPDATE_CALLS)
             for value in call.ins
         )
 

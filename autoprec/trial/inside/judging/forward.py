@@ -478,14 +478,6 @@ def _wide(step: Step) -> Iterator[Observation]:
         yield observed("wide-part", first, where=cast, also=also, count=len(computing), share=share, to=to)
 
 
-def _recurrent(step: Step) -> Iterator[Observation]:
-    for name, (kind, where, autocast) in step.recorder.recurrent.items():
-        rows = [o for o in step.report.operators if o.module == name and o.phase == "forward" and o.cls == "gemm"]
-        if rows and all("fp32" in o.dtypes and not set(o.dtypes) & set(LOW) for o in rows):
-            share = sum(o.flops for o in step.report.operators if o.module == name) / (step.report.total_flops or 1)
-            yield observed("recurrent-fp32", rows[0], where=where, kind=kind, share=share, to=autocast)
-
-
 _LOOKS: tuple[Callable[[Step], Iterator[Observation]], ...] = (
     _losses,
     _routers,
@@ -496,5 +488,4 @@ _LOOKS: tuple[Callable[[Step], Iterator[Observation]], ...] = (
     _range,
     _unscaled,
     _wide,
-    _recurrent,
 )

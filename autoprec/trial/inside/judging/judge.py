@@ -32,6 +32,7 @@ from autoprec.trial.inside.judging.counted import copies, hooked, read_by, reduc
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, in_fp32, states_of, tensors_of
 from autoprec.trial.inside.judging.lines import positions, sums
+from autoprec.trial.inside.judging.lines.recurrent import recurrent
 from autoprec.trial.inside.judging.noise import NoiseRecorder, noise
 from autoprec.trial.inside.judging.unseen import forget_update, forward_begins, update_ends
 from autoprec.trial.inside.observe.discovery import Found
@@ -389,7 +390,13 @@ class Judge(Events):
         if self._kept_update is not None:
             grads = [p.grad for p in self._found.parameters if p.grad is not None]
             census += copies(self._kept_update, [*self._found.root.parameters()], [*grads, *self._states()])
-        observations = [*positions.positions(step), *forward.seen(step), *sums.gathered(step), *noise(step)]
+        observations = [
+            *positions.positions(step),
+            *forward.seen(step),
+            *sums.gathered(step),
+            *noise(step),
+            *recurrent(step),
+        ]
         observations += [*loop.seen(around, step, census), *positions.tables(step, self._names)]
         if self._broken is not None:
             observations.insert(0, self._broken)

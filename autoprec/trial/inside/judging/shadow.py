@@ -107,7 +107,8 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         failures: operators that have no FP32 form.
         low, wide: dtypes of which there are twins, and the twins' own.
         leaves_are_given: a leaf of autograd's has no twin: what the update before a forward lost is not lost there.
-        recurrent: recurrent modules that ran under autocast: their class, the line that called them, its dtype.
+        recurrent: recurrent modules that ran under autocast: their class, the line that called them, its dtype, and
+            that of what they returned.
     """
 
     def __init__(self, model: nn.Module, *, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
@@ -124,15 +125,17 @@ class ShadowRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.low: tuple[torch.dtype, ...] = SIXTEEN_BIT
         self.wide = torch.float32
         self.leaves_are_given = False
-        self.recurrent: dict[str, tuple[str, str, str]] = {}
+        self.recurrent: dict[str, tuple[str, str, str, str]] = {}
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        super()._enter_module(module, args)
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave_module(module, args, output)
+        name = self.names.name_of(module)
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and name not in self.recurrent:
             device = next((p.device.type for p in module.parameters()), "cpu")
-            if torch.is_autocast_enabled(device):
-                dtype = dtype_name(torch.get_autocast_dtype(device))
-                self.recurrent.setdefault(self.names.name_of(module), (type(module).__name__, caller(), dtype))
+            given = output[0] if isinstance(output, tuple) else output
+            if torch.is_autocast_enabled(device):  # a packed sequence has its data as well
+                dtypes = dtype_name(torch.get_autocast_dtype(device)), dtype_name(given.data.dtype)
+                self.recurrent[name] = type(module).__name__, caller(), *dtypes
 
     # ---------------------------------------------------------------- twins
     def twin_of(self, tensor: Tensor) -> Tensor | None:

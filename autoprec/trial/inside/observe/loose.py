@@ -23,7 +23,7 @@ from autoprec.trial.inside.observe.discovery import loss_parameters
 #: How deep containers are looked into for a weight's name, and at how many objects.
 _DEEPEST, _MOST_OBJECTS = 5, 20_000
 #: Calls between a weight, or a gradient, and what the weight is after its update.
-_UPDATE_CALLS = 24
+UPDATE_CALLS = 24
 
 
 class LooseWeights(nn.Module):
@@ -178,7 +178,7 @@ class Watch:
         if any(trace.values[one].storage in weights for call in written for one in call.outs or call.ins):
             return list(leaves) if weights & {address_of(one) for one in leaves} else self._leaves
         sources = weights | self._gradients
-        made = (call for value in values if value >= 0 for call in trace.above(value, lambda _: True, _UPDATE_CALLS))
+        made = (call for value in values if value >= 0 for call in trace.above(value, lambda _: True, UPDATE_CALLS))
         return list(leaves) if any(trace.values[one].storage in sources for call in made for one in call.ins) else []
 
 
