@@ -113,6 +113,7 @@ class FirstStep(Events):
 
     # ---------------------------------------------------------------- events
     def forward_ended(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Note what the losses, of any shapes, reach, and whether what the last ones reached was updated since."""
         if not self._judges:
             return
         self._leaves, watch = loss_parameters(tensors), self._watch

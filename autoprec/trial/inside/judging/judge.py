@@ -132,7 +132,7 @@ class Judge(Events):
             self._scaled = self._scaled or self._scale != 1.0 or self._by_scaler
 
     def forward_ended(self, tensors: tuple[Tensor, ...]) -> None:
-        """Tell the calls of a forward from those of the update before it, where no module was called between them."""
+        """Tell a forward that led to losses, of any shapes, from the update before it, where no module was called."""
         if not self._unseen_forward:
             return
         root, before = self._found.root, list(self._found.root.parameters())

@@ -33,7 +33,7 @@ class Events:
     """What a watcher may react to; every method does nothing unless overridden."""
 
     def forward_ended(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """A top-level backward from these tensors follows; modes that were entered may be left here, not inside it."""
+        """A top-level backward from these tensors, of any shapes, follows: modes are left here, not inside of it."""
 
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A top-level backward starts from these tensors: losses of shape ``[]``, or vectors with gradients."""
