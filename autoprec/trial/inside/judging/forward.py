@@ -27,7 +27,7 @@ _PATTERNS = {
     "softmax": "softmax-16bit",
     "logsumexp": "softmax-16bit",
 }
-_REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
+REDUCES = ("mean", "sum", "var", "var_mean", "std", "std_mean")
 _ADDS = ("add", "_foreach_add", "addcmul", "_foreach_addcmul", "lerp", "_foreach_lerp", "add_n")
 #: Operators at whose jumps a small difference of the input is a large one of the output: no digits are lost there.
 JUMPS = frozenset(("round", "floor", "ceil", "sign", "trunc", "fmod", "remainder", "where", "masked_fill"))
@@ -308,7 +308,7 @@ def _patterns(step: Step) -> Iterator[Observation]:
     told = {("logsumexp", where) for where in _told(step)}
     for call, operator, _ in rows:
         key = operator.pattern, operator.where
-        if call.name in _REDUCES and key not in told and any(one in LOW for one in operator.dtypes):
+        if call.name in REDUCES and key not in told and any(one in LOW for one in operator.dtypes):
             told.add(key)
             yield observed(
                 _PATTERNS[operator.pattern],
@@ -326,7 +326,7 @@ def _lines(step: Step) -> Iterator[Observation]:
     told, said = _told(step), {o.where for c, o, m in step.rows if m.overflowed and c.phase == "update"}
     for call, operator, measure in step.rows:
         # of rounded values in FP32 digits are lost where they cancel; another model's optimizer may step in a forward
-        counts = bool(low_of(operator)) or (call.phase != "update" and call.name in ("sub", "rsub", *_REDUCES))
+        counts = bool(low_of(operator)) or (call.phase != "update" and call.name in ("sub", "rsub", *REDUCES))
         counts = counts and call.phase in ("forward", "update") and bool(operator.where) and not operator.pattern
         # the one rounding of a cast loses nothing of this kind
         if counts and operator.cls != "cast" and measure.error > 0 and not _cancels(step, call):

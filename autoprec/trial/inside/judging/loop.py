@@ -17,6 +17,7 @@ from autoprec.graph.trace import bare_name
 from autoprec.trial.inside.judging.by_hand import Decay, UpdateRecorder, lost_decays
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import BY_HAND, Update, lost_epsilon, moments
+from autoprec.trial.inside.judging.lines.updating import updating
 
 _NORMS = (
     "linalg_vector_norm",
@@ -78,12 +79,16 @@ class Loop:
     @cached_property
     def decays(self) -> list[Decay]:
         """The decays of weights by lines of the script's, or of an optimizer of its own."""
+        return [] if self.update is None else list(lost_decays(self.update, self.written))
+
+    @cached_property
+    def written(self) -> set[int]:
+        """The calls that what was written into the weights is made of, by index, and those that wrote."""
         if self.update is None:
-            return []
-        trace = self.update.trace
-        written = trace.made_of(value for call in self.update.writes for value in call.ins)
-        written |= trace.made_of(self.assigned)
-        return list(lost_decays(self.update, written | {call.index for call in self.update.writes}))
+            return set()
+        trace, writes = self.update.trace, self.update.writes
+        made = trace.made_of(value for call in writes for value in call.ins) | trace.made_of(self.assigned)
+        return made | {call.index for call in writes}
 
     def cast(self, dtype: str) -> str:
         """Return the line that cast a module to a dtype last; empty where none did."""
@@ -99,6 +104,7 @@ def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
         census: what the step holds.
     """
     found = [*_updates(loop), *_moments(loop), *_epsilons(loop), *_copies(loop)]
+    found += updating(loop.update, loop.written) if loop.update is not None and not loop.optimizers else ()
     scaled = list(_unscaled_step(loop, step))
     return [
         *found,
