@@ -32,6 +32,7 @@ from autoprec.trial.inside.judging.counted import copies, hooked, read_by, reduc
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import Update, Weights, in_fp32, states_of, tensors_of
 from autoprec.trial.inside.judging.lines import positions, sums
+from autoprec.trial.inside.judging.lines.kept import statistics
 from autoprec.trial.inside.judging.lines.recurrent import recurrent
 from autoprec.trial.inside.judging.noise import NoiseRecorder, noise
 from autoprec.trial.inside.judging.unseen import forget_update, forward_begins, update_ends
@@ -46,6 +47,8 @@ PATIENCE_S = 20.0
 _TRIES = 4
 #: Backward passes after which a script without an optimizer is not waited for to update its weights.
 _MICRO_BATCHES = 64
+#: The end of a step that goes on.
+_OPEN = 1 << 60
 
 
 class Judge(Events):
@@ -84,6 +87,7 @@ class Judge(Events):
         self._reduced: list[tuple[str, str]] = []
         self._stepping: list[tuple[int, int]] = []
         self._stepped: set[int] = set()
+        self._first_hooks: list[Any] = []
         self._over = False
         #: no call of a module shows the forward: it ends where backward begins
         self._holder: nn.Module = found.root  # has what is updated: other tensors may stand for a model's own
@@ -199,7 +203,7 @@ class Judge(Events):
     def gradients_ready(self, optimizer: Optimizer) -> None:
         if optimizer is not self._found.optimizers[0]:
             if self._update is not None:
-                self._stepping.append((len(self._update.trace.calls), 1 << 60))
+                self._stepping.append((len(self._update.trace.calls), _OPEN))
                 self._foresee(optimizer, self._update)
             return
         if self._recorder is not None and self._by_scaler and not self._hooks.is_scaler_stepping:
@@ -214,13 +218,18 @@ class Judge(Events):
             self._clears = 0
             self._update = UpdateRecorder(self._found.root)
             self._update.__enter__()
-            self._stepping, self._stepped = [(0, 1 << 60)], set()
+            self._stepping, self._stepped = [(0, _OPEN)], set()
         else:
-            self._stepping.append((len(self._update.trace.calls), 1 << 60))
+            self._stepping.append((len(self._update.trace.calls), _OPEN))
         self._foresee(optimizer, self._update)
 
     def _foresee(self, optimizer: Optimizer, recorder: UpdateRecorder) -> None:
         """Look at an optimizer's step on samples, and leave its operators alone where that shows all."""
+        hooks = optimizer._optimizer_step_post_hooks
+        if hooks:  # what a hook of the script does is no part of the step
+            handle = optimizer.register_step_post_hook(self._own_step_over)
+            hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            self._first_hooks.append(handle)
         recorder.paused = True
         try:
             recorder.paused = self._weights.foresee(optimizer)
@@ -237,12 +246,18 @@ class Judge(Events):
                 self._unseen.append(f"the GradScaler skipped {self._tries} updates in a row: none was looked at")
                 self._finish()
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def _own_step_over(self, *_: Any) -> None:
         if self._update is not None:
             self._update.paused = False
+            if self._stepping and self._stepping[-1][1] == _OPEN:
+                self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        while self._first_hooks:
+            self._first_hooks.pop().remove()
+        self._own_step_over()
+        if self._update is not None:
             self._stepped.add(id(optimizer))
-        if self._update is not None and self._stepping:
-            self._stepping[-1] = self._stepping[-1][0], len(self._update.trace.calls)
         if optimizer is self._found.optimizers[0] and self._update is not None:
             self._lose_patience()
             self._watch_forward(self._next_forward)
@@ -396,6 +411,7 @@ class Judge(Events):
             *sums.gathered(step),
             *noise(step),
             *recurrent(step),
+            *statistics(step),
         ]
         observations += [*loop.seen(around, step, census), *positions.tables(step, self._names)]
         if self._broken is not None:
