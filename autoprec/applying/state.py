@@ -9,9 +9,11 @@ The entries and their shapes depend on the policy alone: a distributed checkpoin
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,14 @@ from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecWarning
 from autoprec.optim.checkpoint import ENTRY, hook_checkpoints, parameters_of
 from autoprec.optim.holders import models_holding
-from autoprec.optim.optimizer import load_counters, optimizer_counters, runtime_of, stored_codes
+from autoprec.optim.optimizer import (
+    load_counters,
+    loss_scaler_of,
+    optimizer_counters,
+    runtime_of,
+    stored_codes,
+    wrap_optimizer,
+)
 
 _CARRIER = "_autoprec_carrier"
 _PHASES = "autoprec.phases."
@@ -241,6 +250,30 @@ def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None = None
         before.remove()
         asks, model = asks or before.tells, before.given() if model is None else model
     made = optimizer.__dict__[_CARRIER] = _Carrier(optimizer, model, asks)
+    optimizer.__dict__["__deepcopy__"] = partial(_copied, optimizer)
     waits = any(ENTRY in group for group in optimizer.param_groups)
     if waits and (models_of(optimizer) or model is not None):
         made.load(optimizer)
+
+
+def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Return a deep copy that is wrapped as the optimizer is: torch's own would be a plain one, without a word."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    made.__setstate__(copy.deepcopy(optimizer.__getstate__(), memo))
+    if (runtime := runtime_of(optimizer)) is not None:
+        wrap_optimizer(made, runtime.choice)
+        copied = runtime_of(made)
+        for key, values in runtime.weights.exact_values().items():
+            if copied is not None and key in memo:
+                copied.weights.restore(memo[key], values)
+        load_counters(made, optimizer_counters(optimizer))
+    if loss_scaler_of(optimizer) is not None or any(ON.get(unwrap(model)) for model in models_of(optimizer)):
+        warnings.warn(
+            "a copy of a wrapped optimizer stores what it stores, but scales no loss and follows no phases: "
+            "policy.apply(copied_model), then policy.wrap_optimizer(copied_optimizer, copied_model)",
+            AutoPrecWarning,
+            stacklevel=3,
+        )
+    carry_state(made)
+    return made

@@ -152,7 +152,8 @@ class OptimizerRuntime:
         return left
 
     def _update(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-        state = optimizer.state[parameter]
+        stateless = self.kind == _SGD and not group["momentum"]  # for which torch makes no entry either
+        state: dict[str, Any] = {} if stateless else optimizer.state[parameter]
         gradient = self.weights.gradient(parameter)
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when the optimizer is fused
         if scale is not None:
@@ -323,7 +324,12 @@ def wrap_optimizer(
     def init_group(self: torch.optim.Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
         return original({**group, "params": runtime.update_group(self, group)}, *lists, **named)
 
+    def add_param_group(self: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        type(self).add_param_group(self, group)
+        weights.take(self.param_groups[-1]["params"])
+
     optimizer._init_group = types.MethodType(init_group, optimizer)  # type: ignore[attr-defined]
+    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, _ATTRIBUTE, runtime)
     hook_checkpoints(optimizer)
     attach(optimizer, runtime.checkpoint)
@@ -382,7 +388,7 @@ def _take_off(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
         return {}
     runtime.guard.remove()
     attach(optimizer, None)
-    del optimizer._init_group  # type: ignore[attr-defined]
+    del optimizer._init_group, optimizer.add_param_group  # type: ignore[attr-defined]
     delattr(optimizer, _ATTRIBUTE)
     for state in optimizer.state.values():
         for name, value in list(state.items()):

@@ -90,25 +90,29 @@ class StoredWeights:
         Args:
             parameters: of any shapes and dtypes.
             choice: in which formats weights and gradients are stored.
-            model: whose parameters they are; None where that is not known.
             exact: values that count in the place of a parameter's own, of its shape, by its id.
         """
         made = cls(codec("weights", choice.weights))
-        made.gradients, embeddings = codec("gradients", choice.gradients), tables_among(parameters)
+        made.gradients = codec("gradients", choice.gradients)
+        made.take(parameters, exact)
+        return made
+
+    def take(self, parameters: Sequence[Tensor], exact: Mapping[int, Tensor] | None = None) -> None:
+        """Store further parameters, of any shapes, as :meth:`install` does: those of a group that is added later."""
+        embeddings = tables_among(parameters)
         for parameter in parameters:
             if not parameter.is_floating_point():
                 continue
             obstacle, matrix = _obstacle(parameter), parameter.dim() >= 2 and id(parameter) not in embeddings
-            if made.codec is not None and (matrix or parameter.dtype in SIXTEEN_BIT):
-                made._add(parameter, obstacle, (exact or {}).get(id(parameter)))
+            if self.codec is not None and (matrix or parameter.dtype in SIXTEEN_BIT):
+                self._add(parameter, obstacle, (exact or {}).get(id(parameter)))
             if not matrix:
                 continue
-            if made.gradients is not None and "holds it" in obstacle:  # DDP works on the gradient after our hook would
-                made.rounded.add(id(parameter))
-            elif made.gradients is not None:
-                hook = parameter.register_post_accumulate_grad_hook(made._store_gradient)  # type: ignore[no-untyped-call]
-                made._handles.append(hook)
-        return made
+            if self.gradients is not None and "holds it" in obstacle:  # DDP works on the gradient after our hook would
+                self.rounded.add(id(parameter))
+            elif self.gradients is not None:
+                hook = parameter.register_post_accumulate_grad_hook(self._store_gradient)  # type: ignore[no-untyped-call]
+                self._handles.append(hook)
 
     def _add(self, parameter: Tensor, obstacle: str, exact: Tensor | None) -> None:
         assert self.codec is not None

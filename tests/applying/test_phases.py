@@ -277,3 +277,13 @@ def test_a_phase_that_cannot_begin_any_more_is_told_and_does_not_end_the_trainin
         warnings.simplefilter("always")
         run.steps(1)
     assert "could not begin" in str(caught[0].message)
+
+
+def test_a_copy_that_follows_no_phases_is_told_of() -> None:
+    policy = made({"from": 2, "default": "bf16"}, optimizer={"exp_avg": "bf16"})
+    run = Training(policy)
+    policy.wrap_optimizer(run.optimizer, run.model)
+    run.steps(1)
+    with pytest.warns(AutoPrecWarning, match="follows no phases"):
+        copied = copy.deepcopy((run.model, run.optimizer))
+    assert runtime_of(copied[1]) is not None

@@ -284,3 +284,29 @@ def test_exact_weights_of_a_run_that_held_them_beside_reach_one_that_stores_them
         changed.model[0].weight.fill_(0.5)
     changed.steps(4, 5)
     assert (changed.model[0].weight.detach() - 0.5).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("optimizer", "kind"), [("sgd", "stochastic"), ("momentum", "kahan"), ("muon", "first")])
+def test_a_copied_run_goes_on_as_the_run(optimizer: str, kind: str, dtype: torch.dtype) -> None:
+    _goes_on_when_copied(optimizer, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("kind", ["kahan", "stochastic", "scaled", "tensor", "moments", "all", "delayed"])
+def test_a_copied_adamw_goes_on_as_the_run(kind: str, dtype: torch.dtype) -> None:
+    _goes_on_when_copied("adamw", kind, dtype)
+
+
+def _goes_on_when_copied(optimizer: str, kind: str, dtype: torch.dtype) -> None:
+    run = Run(optimizer, kind, dtype)
+    run.steps(0, 4)
+    copied = Run(optimizer, kind, dtype, wrap=False)
+    copied.model, copied.optimizer = copy.deepcopy((run.model, run.optimizer))
+    assert (runtime_of(copied.optimizer) is None) is (kind == "delayed")
+    if runtime_of(run.optimizer) is not None and isinstance(run.model[0].weight, StoredTensor):
+        assert isinstance(copied.model[0].weight, StoredTensor)
+    document = saved(copied.optimizer.state_dict())
+    assert ("autoprec" in document["param_groups"][0]) is ("autoprec" in run.optimizer.state_dict()["param_groups"][0])
+    assert copied.steps(4, 8) == run.steps(4, 8)
+    assert equal(copied.exact(), run.exact())

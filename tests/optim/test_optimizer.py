@@ -464,3 +464,49 @@ def test_parameters_added_later_are_stored_too():
     optimizer.step()
     assert isinstance(optimizer.state[late.weight]["exp_avg"], StoredTensor)
     assert type(optimizer.state[late.bias]["exp_avg"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"weights": "bf16_kahan"},
+        {"weights": "bf16_stochastic", "exp_avg": "bf16"},
+        {"weights": "e4m3_master", "gradients": "e4m3"},
+        {"gradients": "bf16"},
+        {"weights": "fp16_scaled", "gradients": "e4m3", "exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"},
+    ],
+    ids=str,
+)
+def test_a_group_that_is_added_later_trains_as_one_that_was_there_before(choice, dtype):
+    ends = []
+    for later in (False, True):
+        model = network().to(dtype)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters[:-2], lr=1e-2, eps=1e-4)
+        if later:
+            wrap_optimizer(optimizer, OptimizerPolicy(**choice), model)
+        optimizer.add_param_group({"params": parameters[-2:]})
+        if not later:
+            wrap_optimizer(optimizer, OptimizerPolicy(**choice), model)
+        for step in range(4):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            (model(x.to(dtype)) - y).float().square().mean().backward()
+            optimizer.step()
+        held = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        ends.append([*(p.detach().float().clone() for p in model.parameters()), *held])
+    assert len(ends[0]) == len(ends[1])
+    assert all(map(torch.equal, *ends))
+    wrap_optimizer(optimizer, OptimizerPolicy())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert type(optimizer.param_groups[-1]["params"][0]) is nn.Parameter
+
+
+def test_sgd_without_momentum_has_no_state_that_torch_would_not_have():
+    model = network()
+    optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), OptimizerPolicy(weights="bf16_kahan"))
+    x, y = batch(0)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"] == {}  # torch.distributed.checkpoint wants an entry of each, or of none
