@@ -310,3 +310,9 @@ def _goes_on_when_copied(optimizer: str, kind: str, dtype: torch.dtype) -> None:
     assert ("autoprec" in document["param_groups"][0]) is ("autoprec" in run.optimizer.state_dict()["param_groups"][0])
     assert copied.steps(4, 8) == run.steps(4, 8)
     assert equal(copied.exact(), run.exact())
+
+
+def test_sgd_without_momentum_has_no_state_that_torch_would_not_have() -> None:
+    run = Run("sgd", "kahan", torch.float32)
+    run.steps(0, 1)
+    assert run.optimizer.state_dict()["state"] == {}  # distributed checkpoints want an entry of each parameter or none

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.optim.tensor import StoredTensor
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy
@@ -102,3 +103,41 @@ def test_gradients_are_stored_as_they_arrive():
     layer.zero_grad()
     layer(torch.ones(2, 4)).sum().backward()
     assert type(layer.weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"weights": "bf16_kahan"},
+        {"weights": "bf16_stochastic", "exp_avg": "bf16"},
+        {"weights": "e4m3_master", "gradients": "e4m3"},
+        {"gradients": "bf16"},
+        {"weights": "fp16_scaled", "gradients": "e4m3", "exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"},
+    ],
+    ids=str,
+)
+def test_a_group_that_is_added_later_trains_as_one_that_was_there_before(choice, dtype):
+    ends = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters[:-2], lr=1e-2, eps=1e-4)
+        if later:
+            wrap_optimizer(optimizer, OptimizerPolicy(**choice), model)
+        optimizer.add_param_group({"params": parameters[-2:]})
+        if not later:
+            wrap_optimizer(optimizer, OptimizerPolicy(**choice), model)
+        for step in range(4):
+            x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.zero_grad()
+            (model(x) - x[:, :4]).float().square().mean().backward()
+            optimizer.step()
+        held = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        ends.append([*(p.detach().float().clone() for p in model.parameters()), *held])
+    assert len(ends[0]) == len(ends[1])
+    assert all(map(torch.equal, *ends))
+    wrap_optimizer(optimizer, OptimizerPolicy())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert type(optimizer.param_groups[-1]["params"][0]) is nn.Parameter
