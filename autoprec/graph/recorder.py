@@ -125,6 +125,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved = SavedTensors(self._storages)
         self._known: dict[tuple[Any, ...], int] = {}
         self.paused = False
+        self.began_at = 0  # the number of the next autograd node when recording began
         self._last_task = -1
         self._plain: set[int] = set()  # graph tasks whose operators run without gradients
         self._after_backward = False
@@ -172,6 +173,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         entered.callback(register_module_forward_pre_hook(self._enter_module).remove)
         entered.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        self.began_at = _sequence_number()
         self._saved.start()
         entered.callback(self._saved.stop)
         entered.enter_context(self._functions)

@@ -31,7 +31,7 @@ def update_ends(recorder: StepRecorder, before: Iterable[Tensor], after: Iterabl
 def forward_begins(recorder: StepRecorder, first: int) -> int:
     """Return the first call from one on that leaves a node for a backward: what precedes it is not the next forward."""
     calls = recorder.trace.calls
-    before = calls[0].seq - any(value.grad for value in recorder.trace.inputs(calls[0])) if calls else 0
+    before = recorder.began_at - 1
     for call in calls:
         if call.index >= first and call.seq > before:
             return call.index

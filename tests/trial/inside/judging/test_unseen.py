@@ -282,6 +282,35 @@ def test_what_else_such_a_step_loses_is_named(code: str, more: str, forward: str
     assert (code, _line(text)) in [(one, line) for one, _, line in found(text)]
 
 
+AVERAGED = """
+P = {{"first": first, "last": last}}
+E = {{k: p.detach().clone() for k, p in P.items()}}
+optimizer = torch.optim.SGD(P.values(), lr=lr)
+for step in range(4):
+    loss = loss_of(**P)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    for k in P:
+        {average}  # here
+"""
+
+
+@pytest.mark.parametrize(
+    "average",
+    [
+        "E[k].lerp_(P[k].detach(), 1e-4)",
+        "E[k].mul_(0.9999).add_(P[k].detach(), alpha=1e-4)",
+        "E[k] += 1e-4 * (P[k].detach() - E[k])",
+        "E[k].copy_(E[k] * 0.9999 + P[k].data * 1e-4)",
+        "torch._foreach_lerp_([E[k]], [P[k].detach()], 1e-4)",
+    ],
+)
+def test_an_average_after_an_optimizer_s_step_is_no_part_of_the_next_forward(average: str) -> None:
+    text = AVERAGED.format(average=average)
+    assert found(text, rate=30.0) == [("ema-16bit", "error", _line(text))]
+
+
 @pytest.mark.parametrize("held", ["a dict, in place", "a list, by new tensors", "tensors of an optimizer"])
 def test_the_census_names_weights_as_the_script_does(held: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
