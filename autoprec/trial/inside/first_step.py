@@ -60,6 +60,7 @@ class FirstStep(Events):
         self._judges = judges
         self._watch: Watch | None = None  # of tensors that no module holds, and may be weights
         self._trained: list[torch.Tensor] = []  # what a watch that has ended has seen updated
+        self._passed_loose = False  # such tensors are trained before the model is
         self._leaves: list[torch.Tensor] = []  # what the last loss reached
         self._next: Found | None = None  # to stop for when this backward has ended
         self.pass_over = self.forwards = self._unowned = self._passed = 0
@@ -179,7 +180,9 @@ class FirstStep(Events):
         found = discover(optimizers)
         loose = loose_weights_of(optimizers, self._leaves) if found is None else []
         if loose:
-            self._stop_unseen(Found([LooseWeights(loose)], optimizers, loose, [_LOOSE]))
+            of_loose = Found([LooseWeights(loose)], optimizers, loose, [_LOOSE])
+            if not self._pass_over(of_loose):
+                self._stop_unseen(of_loose)
         elif found is None:
             self._unowned_optimizers = True
             self._count_unowned()
@@ -214,10 +217,11 @@ class FirstStep(Events):
             root = self._hooks.functional
             weights: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
             found = Found([root], [], weights, ["called through functional_call: each backward counts as one step"])
-        if found is None:
+        if found is None and not self._passed_loose:
             self._count_unowned()
             if self._judges:
                 self._look_at_loose(tensors)
+        if found is None:
             return
         if self._judges and self._awaited is found.root:  # it was not called for this loss
             self._next = found
@@ -229,7 +233,9 @@ class FirstStep(Events):
         """Find tensors of no module that were updated since the last backward."""
         leaves = plain_leaves(tensors)
         if self._trained:
-            self._next = Found([LooseWeights(self._trained)], [], self._trained, [_LOOSE])
+            found = Found([LooseWeights(self._trained)], [], self._trained, [_LOOSE])
+            self._passed_loose = self._pass_over(found)
+            self._next = None if self._passed_loose else found
         elif leaves:
             self._watch = Watch(leaves)
 

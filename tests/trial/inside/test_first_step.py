@@ -14,6 +14,7 @@ from autoprec.applying.compiling import is_compiled
 from autoprec.trial.inside.first_step import _MOST_UNOWNED, FirstStep
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
+from autoprec.trial.inside.observe.loose import LooseWeights
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
@@ -67,6 +68,54 @@ def test_a_model_is_passed_over_and_its_optimizers_with_it() -> None:
     hooks.optimizers = optimizers
     first._on_training_call(models[1], (), {})
     assert [found.root for found in got] == [models[1]]
+
+
+@pytest.mark.parametrize(("judges", "pass_over"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize("how", ["by hand", "by grad", "by an optimizer"])
+def test_tensors_that_are_fitted_before_a_model_are_judged_or_passed_over(
+    how: str, judges: bool, pass_over: int
+) -> None:
+    hooks, got = Hooks(), list[Found]()
+    weight, net = torch.ones(3, requires_grad=True), nn.Linear(3, 1)
+    hooks.install()
+    try:
+        first = FirstStep(hooks, lambda found, *_: got.append(found), lambda _: None, judges=judges)
+        first.pass_over = pass_over
+        first.watch()
+        own = torch.optim.SGD([weight], lr=0.1) if how == "by an optimizer" else None
+        for _ in range(_MOST_UNOWNED + 5):
+            if how == "by grad":
+                weight.data -= 0.1 * torch.autograd.grad((weight * 2).square().sum(), weight)[0]
+                continue
+            (weight * 2).square().sum().backward()
+            if own is not None:
+                own.step()
+            elif weight.grad is not None:
+                weight.data -= 0.1 * weight.grad
+        fitted = [type(found.root) for found in got]
+        got.clear()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if not fitted:
+            net(torch.ones(2, 3)).sum().backward()
+        del optimizer
+    finally:
+        hooks.remove()
+    assert fitted == ([LooseWeights] if judges and not pass_over else [])
+    assert [found.root for found in got] == ([] if fitted else [net])
+
+
+def test_parameters_that_no_module_calls_are_found_at_the_second_backward() -> None:
+    hooks, got = Hooks(), list[Found]()
+    held = nn.ParameterDict({"a": torch.ones(3)})
+    hooks.install()
+    try:
+        FirstStep(hooks, lambda found, *_: got.append(found), lambda _: None, judges=True).watch()
+        for seen in ([], [held]):
+            held["a"].square().sum().backward()
+            assert [found.root for found in got] == seen
+        assert hooks.unseen is held
+    finally:
+        hooks.remove()
 
 
 def _step(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from autoprec.applying.compiling import compiled_graphs
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, parameter_ids, raw_loss
+from autoprec.trial.inside.observe.loose import LooseWeights
 from autoprec.trial.inside.observe.measure import StepClock
 from autoprec.trial.inside.observe.memory import StepPeak, lasting
 from autoprec.trial.losses import loss_units
@@ -192,7 +193,9 @@ class Loop(Events):
     def _is_primary(self, optimizer: Optimizer) -> bool:
         if self.found.copied:
             return False
-        return self._primary is None or optimizer is self._primary
+        if self._primary is None:  # tensors that no module holds may be fitted before the model is trained
+            return not isinstance(self.found.root, LooseWeights) or self._owns_root(optimizer)
+        return optimizer is self._primary
 
     def _owns_root(self, optimizer: Optimizer) -> bool:
         return not parameter_ids(optimizer).isdisjoint(map(id, self.found.root.parameters()))

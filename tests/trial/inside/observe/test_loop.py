@@ -15,6 +15,7 @@ from torch import nn
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.observe.loop import ANNEAL_END, Loop, annealed, early_stop, out_of_time
+from autoprec.trial.inside.observe.loose import LooseWeights
 from autoprec.trial.inside.observe.measure import CpuClock
 
 
@@ -126,3 +127,18 @@ def test_a_vector_loss_counts_as_its_weighted_sum_where_nothing_else_does() -> N
     finally:
         hooks.remove()
     assert loop.losses == [3.0, 6.0, 3.0]
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_tensors_of_no_module_fall_silent_where_an_optimizer_of_others_steps(loose: bool) -> None:
+    weight, net = torch.ones(3, requires_grad=True), nn.Linear(3, 1)
+    root = LooseWeights([weight]) if loose else net
+    other, own = torch.optim.SGD(net.parameters()), torch.optim.SGD([weight])
+    silent: list[object] = []
+    found = Found([root], [], list(root.parameters()))
+    loop = Loop(found, total=50, clock=CpuClock(), then=lambda _: None, silent=silent.append)
+    for _ in range(3):
+        loop.after_step(other)
+    assert silent == ([other] if loose else [])
+    loop.after_step(own)
+    assert loop.steps == (1 if loose else 4)
