@@ -155,6 +155,26 @@ def test_a_script_whose_step_was_not_seen_is_not_told_that_nothing_was_found(pro
     assert "no step was recorded" in said.err
 
 
+LOOSE = """
+import torch
+w = {"a": torch.ones(64, 8, dtype=torch.bfloat16, requires_grad=True)}
+for _ in range(5):
+    loss = (torch.randn(16, 64).bfloat16() @ w["a"]).float().square().mean()
+    loss.backward()
+    with torch.no_grad():
+        w["a"] -= 1e-6 * w["a"].grad
+        w["a"].grad = None
+"""
+
+
+def test_weights_of_no_module_are_judged(project: Path) -> None:
+    (project / "own.py").write_text(LOOSE)
+    said = autoprec("lint", "--", "own.py")
+    assert said.code == 1, said.err
+    assert said.out.startswith("own.py:8: error: ")
+    assert "[updates-lost]" in said.out
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [

@@ -86,6 +86,9 @@ class UpdateRecorder(ShadowRecorder):  # type: ignore[no-untyped-call]
     def end_at(self, first: int) -> None:
         """Forget the calls from one on: they are the next forward's."""
         del self.trace.calls[first:]
+        for value in self.trace.values:
+            if value.producer >= first:
+                value.producer = -1
         self.measures = {index: one for index, one in self.measures.items() if index < first}
         self.writes = [call for call in self.writes if call.index < first]
         self.decays = [one for one in self.decays if one.call.index < first]

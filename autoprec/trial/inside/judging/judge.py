@@ -94,7 +94,7 @@ class Judge(Events):
         own = isinstance(found.root, LooseWeights)
         self._unseen_forward = own or (hooks.unseen is found.root and not found.optimizers)
         self._recorder.leaves_are_given = self._unseen_forward
-        self._awaits = False
+        self._awaits = self._has_begun = False
         self._eager = contextlib.ExitStack()
         self._undo: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
@@ -149,7 +149,8 @@ class Judge(Events):
             self._awaits = False
             self._update.end_at(forward_begins(self._update, update_ends(self._update, before, weights)))
             self._next_forward() if self._found.optimizers else self._next_by_hand()
-        elif self._recorder is not None and not self._recorder.trace.backwards:
+        elif self._recorder is not None and not self._has_begun:
+            self._has_begun = True
             losses = {self._recorder.value_of(raw_loss(one)) for one in tensors} - {-1}
             forget_update(self._recorder, before, weights, losses)
             self._recorder.name_parameters(self._names)

@@ -282,6 +282,56 @@ def test_what_else_such_a_step_loses_is_named(code: str, more: str, forward: str
     assert (code, _line(text)) in [(one, line) for one, _, line in found(text)]
 
 
+#: Forwards of all kinds: the loss of the weights `P`, of which the update loses what reaches them.
+FORWARDS = {
+    "compiled": """
+compute = torch.compile(loss_of, backend="eager")
+def loss(): return compute(*P)
+""",
+    "checkpointed": """
+from torch.utils.checkpoint import checkpoint
+def loss(): return checkpoint(loss_of, *P, use_reentrant=False)
+""",
+    "a function with a backward of its own": """
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z * z
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+def loss(): return Square.apply(loss_of(*P))
+""",
+    "a gradient penalty": """
+def loss():
+    z = x.detach().clone().requires_grad_()
+    out = F.gelu(z @ P[0]).float()
+    (g,) = torch.autograd.grad(out.sum(), z, create_graph=True)
+    return F.cross_entropy((F.gelu(x @ P[0]) @ P[1]).float(), y) + 1e-6 * g.float().square().mean()
+""",
+    "gradients by the input": """
+def loss():
+    z = x.detach().clone().requires_grad_()
+    (g,) = torch.autograd.grad(F.cross_entropy((F.gelu(z @ P[0]) @ P[1]).float(), y), z)
+    return F.cross_entropy((F.gelu((x + 0.1 * g.sign()) @ P[0]) @ P[1]).float(), y)
+""",
+    "views of one vector": """
+P = [torch.cat([p.detach().flatten() for p in P]).requires_grad_()]
+def loss(): return loss_of(P[0][:8192].view(64, 128), P[0][8192:].view(128, 10))
+""",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's
+@pytest.mark.parametrize("how", FORWARDS)
+def test_whatever_runs_in_the_forward_its_update_is_judged(how: str) -> None:
+    body = "\nP = [first, last]" + FORWARDS[how] + STEPS + "loss().backward()\n    with torch.no_grad():\n"
+    body += "        for p in P:\n            p -= lr * p.grad  # here\n            p.grad = None\n"
+    assert found(body) == [("updates-lost", "error", _line(body))]
+    assert [row for row in found(body, rate=30.0) if row[1] == "error"] == []
+
+
 AVERAGED = """
 P = {{"first": first, "last": last}}
 E = {{k: p.detach().clone() for k, p in P.items()}}
