@@ -30,7 +30,7 @@ from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.places import caller
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.saved import SavedTensors, StorageTable, address_of
-from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, dtype_name
+from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, bare_name, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
 from autoprec.support.living import uncollected
 
@@ -377,8 +377,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function = self._functions.running
         twice = phase == "backward" and torch.is_grad_enabled()
         where = (module, phase, seq, task, node, function, twice, made, within)
-        # in a backward pass only what ranks exchange has a line of its own: that of a communication hook
-        line = caller() if task == -1 or phase == "recompute" or op.startswith("c10d::") else ""
+        # in a backward pass only what ranks exchange has a line of its own, that of a communication hook, and what is
+        # added up: a hook of the script may do that
+        adds = "AccumulateGrad" in node and bare_name(op) in ("add", "_foreach_add")
+        own = task == -1 or phase == "recompute" or adds or op.startswith("c10d::")
+        line = caller(own=adds) if own else ""
         self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where, line))
 
     def value_of(self, tensor: torch.Tensor) -> int:

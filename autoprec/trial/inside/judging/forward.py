@@ -388,7 +388,8 @@ def _accumulators(step: Step) -> Iterator[Observation]:
             continue
         to = step.recorder.trace.values[call.ins[0]]
         if to.dtype in LOW and not to.grad and call.op.endswith("_"):
-            adds.setdefault((operator.where or "gradient" * own, to.storage), []).append((call, operator, measure))
+            line = "gradient" if own and operator.where in ("", *step.backward_at) else operator.where
+            adds.setdefault((line, to.storage), []).append((call, operator, measure))
     told = set[str]()
     for (where, _), several in sorted(adds.items(), key=lambda row: -row[1][-1][2].error):
         if len(several) < 3 or where in told:

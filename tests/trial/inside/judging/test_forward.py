@@ -348,3 +348,44 @@ def test_a_norm_that_is_logged_alone_is_no_error(norm: str) -> None:
 )
 def test_a_norm_of_gradients_in_fp32_is_not_named(norm: str) -> None:
     assert _clipped(norm) == {}
+
+
+HOOKED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+acc = {p: torch.zeros_like(p, dtype=torch.DTYPE) for p in net.parameters()}
+def hook(p):
+    KEEP
+    p.grad = None
+for p in net.parameters():
+    p.register_post_accumulate_grad_hook(hook)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(2):
+    for _ in range(16):
+        F.cross_entropy(net(torch.randn(16, 32)), torch.randint(0, 8, (16,))).backward()
+    for p, a in acc.items():
+        p.grad = a.float() / 16
+        a.zero_()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        "acc[p].add_(p.grad.to(acc[p].dtype))",
+        "acc[p].add_(p.grad)",
+        "acc[p] += p.grad.to(acc[p].dtype)",
+        "acc[p].data.add_(p.grad, alpha=1.0)",
+        "torch._foreach_add_([acc[p]], [p.grad.to(acc[p].dtype)])",
+    ],
+)
+def test_a_sum_of_gradients_in_a_hook_is_named_by_the_hook_s_line(keep: str) -> None:
+    text = HOOKED.replace("KEEP", keep)
+    found = [(one.code, int(one.place.rpartition(":")[2])) for one in found_in_text(text.replace("DTYPE", "bfloat16"))]
+    assert found == [("accumulator-16bit", text.splitlines().index(f"    {keep}") + 1)]
+    assert found_in_text(text.replace("DTYPE", "float32")) == []
