@@ -88,7 +88,7 @@ PROCESSES = 8
 #: A claim so close to the truth is right, whatever the interval.
 CLOSE = 0.03
 #: What a search that has ended says is left at most, in percent.
-LEFT = re.compile(r"none of them more than about ([\d.]+)%")
+LEFT = re.compile(r"none of them gains more than about ([\d.]+)%")
 Interval = tuple[float, float, float]
 
 

@@ -107,10 +107,10 @@ LEAST_NOISE, MOST_NOISE = 0.01, 0.10
 
 
 def noise_text(noise: float) -> str:
-    """Return what two speed-ups have to be apart by: measured or assumed noise, or the model's resolution."""
+    """Return what two speed-ups have to be apart by: the noise, which is not known above a bound, or the model's."""
     if noise < LEAST_NOISE:
         return f"the cost model's resolution of {noise:.1%}"
-    return f"the timing noise, taken as {noise:.0%}" if noise >= MOST_NOISE else f"the timing noise of {noise:.1%}"
+    return f"the timing noise, {noise:.0%} or more" if noise >= MOST_NOISE else f"the timing noise of {noise:.1%}"
 
 
 def reference_name(reference: str) -> str:

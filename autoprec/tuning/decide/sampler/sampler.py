@@ -104,8 +104,8 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
             least = self.expectation.goals.resolution
             gain = f"{best.gain:.1%}" if best.gain > least else f"less than {least:.1%}"
             return (
-                f"the best untried policy is expected to gain {gain}, and none of them more than about "
-                f"{self.bound():.1%}: too little for the runs it would take"
+                f"the best untried policy is expected to gain {gain}, too little for the runs it would take; none of "
+                f"them gains more than about {self.bound():.1%}"
             )
         return ""
 
