@@ -98,9 +98,9 @@ def names_of(leaves: Sequence[Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def _variables() -> Iterator[Mapping[str, Any]]:
+def _variables() -> Iterator[Mapping[str, object]]:
     """Yield the variables of the script's frames that run, the innermost first, and those of their files."""
-    frame, files = sys._getframe(1), list[dict[str, Any]]()
+    frame, files = sys._getframe(1), list[Mapping[str, object]]()
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
             yield frame.f_locals
