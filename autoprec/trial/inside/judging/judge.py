@@ -414,6 +414,8 @@ class Judge(Events):
             *recurrent(step),
             *statistics(step),
         ]
+        averages = {one.where for one in observations if one.code in ("ema-16bit", "statistics-16bit")}
+        observations = [one for one in observations if one.code != "reduction-16bit" or one.where not in averages]
         observations += [*loop.seen(around, step, census), *positions.tables(step, self._names)]
         if self._broken is not None:
             observations.insert(0, self._broken)

@@ -17,7 +17,7 @@ from autoprec.graph.trace import bare_name
 from autoprec.trial.inside.judging.by_hand import Decay, UpdateRecorder, lost_decays
 from autoprec.trial.inside.judging.forward import LOW, Step
 from autoprec.trial.inside.judging.held import BY_HAND, Update, lost_epsilon, moments
-from autoprec.trial.inside.judging.lines.updating import updating
+from autoprec.trial.inside.judging.lines.updating import lost_epsilons, updating
 
 _NORMS = (
     "linalg_vector_norm",
@@ -104,7 +104,10 @@ def seen(loop: Loop, step: Step, census: list[Held]) -> list[Observation]:
         census: what the step holds.
     """
     found = [*_updates(loop), *_moments(loop), *_epsilons(loop), *_copies(loop)]
-    found += updating(loop.update, loop.written) if loop.update is not None and not loop.optimizers else ()
+    if loop.update is not None and not loop.optimizers:
+        found += updating(loop.update, loop.written)
+    elif loop.update is not None and all(one.code != "eps-zero" for one in found):
+        found += lost_epsilons(loop.update)
     scaled = list(_unscaled_step(loop, step))
     return [
         *found,

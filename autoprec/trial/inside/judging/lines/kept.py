@@ -24,8 +24,24 @@ def statistics(step: Step) -> Iterator[Observation]:
         if known or call.index in step.trained or not _decays(step, call):
             continue
         told.add(operator.where)
-        table = f"of {call.module}" if call.module in step.recorder.names.modules else "of the script"
+        if _is_of_weights(step, operator.where):
+            yield observed("ema-16bit", operator, unchanged=unchanged, error=measure.error, to=to.dtype)
+            continue
+        known = bool(call.module) and call.module in step.recorder.names.modules
+        table = f"of {call.module}" if known else "of the script"
         yield observed("statistics-16bit", operator, unchanged=unchanged, error=measure.error, table=table, to=to.dtype)
+
+
+def _is_of_weights(step: Step, where: str) -> bool:
+    """Say whether a line reads weights, as they are or cast: what it keeps is an average of them."""
+    trace, operators = step.recorder.trace, step.report.operators
+
+    def passes(call: Call) -> bool:
+        return operators[call.index].cls in ("view", "cast")
+
+    own = [call for call, operator, _ in step.rows if operator.where == where]
+    above = [one for call in own for value in call.ins for one in trace.above(value, passes) if passes(one)]
+    return any(trace.values[value].origin == "parameter" for call in (*own, *above) for value in call.ins)
 
 
 def _decays(step: Step, call: Call) -> bool:

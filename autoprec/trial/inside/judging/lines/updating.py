@@ -35,14 +35,24 @@ def updating(recorder: UpdateRecorder, written: Collection[int]) -> Iterator[Obs
             figures |= {"to": dtype, "logged": not _reaches(recorder, call, written)}
             yield Observation(code, call.where, call.op, "", (dtype,), figures)
 
-    for call, measure in rows:
-        if "eps" in measure.figures:
-            yield from observed("eps-zero", call, eps=measure.figures["eps"], what=call.name)
+    yield from lost_epsilons(recorder)
     over = next((call for call, measure in rows if measure.overflowed), None)
     if over is not None:
         yield from observed("overflow-16bit", over, overflowed=recorder.measures[over.index].overflowed)
     for call, error in _sums(recorder) if over is None else ():
         yield from observed("reduction-16bit", call, error=error, gradient=0.0, adds=0, trained=False)
+
+
+def lost_epsilons(recorder: UpdateRecorder) -> Iterator[Observation]:
+    """Yield the lines of an update, by hand or by an optimizer of the script's own, whose epsilon is zero."""
+    told = set[str]()
+    for at, measure in recorder.measures.items():
+        call = recorder.trace.calls[at]
+        if "eps" in measure.figures and call.where and call.where not in told:
+            told.add(call.where)
+            dtype = next((v.dtype for v in recorder.trace.inputs(call) if v.dtype in LOW), "")
+            figures = {"eps": measure.figures["eps"], "what": call.name, "to": dtype}
+            yield Observation("eps-zero", call.where, call.op, "", (dtype,), figures)
 
 
 def _sums(recorder: UpdateRecorder) -> Iterator[tuple[Call, float]]:

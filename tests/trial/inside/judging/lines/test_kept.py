@@ -89,3 +89,28 @@ def test_an_average_that_a_hook_of_the_optimizer_keeps_is_named(update: str) -> 
     assert told(hook=hook, dtype="float32") == []
     twice = hook.replace("average", "again") + hook
     assert told(hook=twice) == [("ema-16bit", update)] * 2
+
+
+IN_FORWARD = """
+def average(module, args):
+    with torch.no_grad():
+        for n, p in net.named_parameters():
+            UPDATE
+net.register_forward_pre_hook(average)
+"""
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "shadow[n].mul_(0.999).add_(p.to(half), alpha=1e-3)",
+        "shadow[n].lerp_(p.to(half), 1e-3)",
+        "shadow[n] += 1e-3 * (p.to(half) - shadow[n])",
+        "shadow[n].copy_(0.999 * shadow[n] + 0.001 * p.detach().to(half))",
+        "torch._foreach_lerp_([shadow[n]], [p.to(half)], 1e-3)",
+    ],
+)
+def test_an_average_of_weights_that_a_forward_keeps_is_no_statistic(update: str) -> None:
+    hook = IN_FORWARD.replace("UPDATE", update)
+    assert told(hook=hook) == [("ema-16bit", update)]
+    assert told(hook=hook, dtype="float32") == []

@@ -111,3 +111,47 @@ def test_a_running_sum_in_16_bits_is_named(how: str) -> None:
 def test_an_epsilon_that_is_zero_is_named(update: str) -> None:
     assert told("pass", update)["eps-zero"] == ("error", update)
     assert told("pass", update.replace("g.abs()", "g.float().abs()").replace("(g * g)", "(g * g).float()")) == {}
+
+
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+half = torch.DTYPE
+class Own(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            s = self.state[p]
+            v = s["v"] = s.get("v", torch.zeros_like(p)).mul(0.9).addcmul(p.grad, p.grad, value=0.1)
+            UPDATE
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(half)
+optimizer = Own(net.parameters())
+for step in range(3):
+    loss = F.cross_entropy(net(torch.randn(16, 32).to(half)).float(), torch.randint(0, 8, (16,))) * 128
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "p.addcdiv_(p.grad, v.sqrt().add_(1e-8), value=-1e-2)",
+        "p.sub_(1e-2 * p.grad / (v.sqrt() + 1e-8))",
+        "p.sub_(1e-2 * p.grad / v.add(1e-10).sqrt())",
+        "p.sub_(1e-2 * p.grad / v.sqrt().clamp_min(1e-8))",
+        "p.sub_(1e-2 * p.grad / torch._foreach_add([v.sqrt()], 1e-8)[0])",
+    ],
+)
+def test_an_epsilon_of_an_optimizer_of_its_own_is_named_where_it_is_added(update: str) -> None:
+    def eps(dtype: str) -> list[int]:
+        found = found_in_text(OWN.replace("UPDATE", update).replace("DTYPE", dtype))
+        return [int(one.place.rpartition(":")[2]) for one in found if one.code == "eps-zero"]
+
+    assert eps("float16") == [OWN.splitlines().index("            UPDATE") + 1]
+    assert eps("bfloat16") == []
