@@ -28,17 +28,16 @@ from autoprec.numerics.rounding import (
     decode,
     encode,
     hashed_noise,
+    number,
     round_e2m1,
     round_e2m1_stochastic,
     stores_values,
 )
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.numerics.sharded import reduced
-from autoprec.precision.formats import FORMATS
 
 #: Values per scale along the contraction axis (and across it, for square groups).
 GROUP_SIZES = {"block": 128, "mx": 32, "nvfp4": 16}
-_E4M3_TINY = 2.0**-6  # smallest normal E4M3 value: the lower bound of NVFP4 group scales, as in torchao
 #: The random signs of Transformer Engine's 16 x 16 Hadamard transform, bit i for column i (1: negative): fixed, so that
 #: both operands use the same. Kept as an integer, which needs no copy to the device.
 NEGATIVE = 0b1101_0111_1110_1000
@@ -104,14 +103,14 @@ def _reciprocal_e8m0(code: Tensor) -> Tensor:
 
 
 def _block(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Tensor, Tensor]:
-    scaling, limit = spec.rule, FORMATS[spec.format].max
+    scaling, limit = spec.rule, number(spec.format)
     amax = _group_amax(x, dims)
-    scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
+    scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.epsilon)
     return encode(x * scale, spec.format, bounded=True, in_place=values), inverse_of(scale, amax)
 
 
 def _mx(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Tensor, Tensor]:
-    code = encode_e8m0(_group_amax(x, dims), FORMATS[spec.format].max)
+    code = encode_e8m0(_group_amax(x, dims), number(spec.format))
     return encode(x * _reciprocal_e8m0(code), spec.format, in_place=values), code
 
 
@@ -122,11 +121,12 @@ def _nvfp4(
     group = _group_amax(x, dims)
     amax = reduced(group.amax() if group.numel() else group.new_zeros(()), over)
     # a GPU divides by a tensor, by a number it multiplies by a rounded reciprocal
-    limit, most = amax.new_full((), FORMATS["e4m3"].max * FORMATS["e2m1"].max), amax.new_full((), FORMATS["e2m1"].max)
+    limit, most = amax.new_full((), number("e4m3") * number("e2m1")), amax.new_full((), number("e2m1"))
     tensor = amax / limit
     # where the quotient underflows the tensor scale would divide by zero
     tensor = torch.where((tensor > 0) & tensor.isfinite(), tensor, 1.0)
-    wanted = (group / most / tensor).clamp(_E4M3_TINY, FORMATS["e4m3"].max)
+    # at least the smallest normal E4M3 value, as in torchao
+    wanted = (group / most / tensor).clamp(2.0**-6, number("e4m3"))
     scale = wanted.nan_to_num(nan=1.0).to(torch.float8_e4m3fn)
     scaled = x * (tensor.reciprocal() / scale.float())
     if not spec.stochastic:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics.delayed.repeated import Used, learning, remember, repeated
-from autoprec.numerics.rounding import STORAGE
+from autoprec.numerics.rounding import STORAGE, number
 from autoprec.numerics.scaling import DelayedScale
 from autoprec.numerics.sharded import Groups
 from autoprec.precision.formats import FORMATS
@@ -31,12 +31,18 @@ class ScaleRule:
     margin: int = 0
     amax_history_len: int = 16
     amax_compute_algo: str = "max"
-    amax_epsilon: float = 0.0
+    amax_epsilon: str = ""  # written out: see :func:`autoprec.numerics.rounding.number`; nothing for 0
 
     @classmethod
     def of(cls, scaling: Scaling) -> ScaleRule:
         """Return the same rule as plain fields."""
-        return cls(**{name: getattr(scaling, name) for name in Scaling.model_fields})
+        fields = {name: getattr(scaling, name) for name in Scaling.model_fields}
+        return cls(**{**fields, "amax_epsilon": repr(scaling.amax_epsilon) if scaling.amax_epsilon else ""})
+
+    @property
+    def epsilon(self) -> float:
+        """The least magnitude that counts."""
+        return number(self.amax_epsilon) if self.amax_epsilon else 0.0
 
 
 _DEFAULT = ScaleRule()
@@ -199,4 +205,4 @@ class QuantizerState:
 def _slot(operand: str, spec: Spec) -> str:
     how = spec.rule
     history = f"{how.amax_history_len} {how.amax_compute_algo}"
-    return f"{operand} {spec.format} {history} {how.margin} {how.power_of_2} {how.amax_epsilon}"
+    return f"{operand} {spec.format} {history} {how.margin} {how.power_of_2} {how.epsilon}"

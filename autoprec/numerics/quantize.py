@@ -14,10 +14,9 @@ from torch import Tensor
 
 from autoprec.numerics.grouped import grouped_values, quantize_grouped
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, ScaleRule, Spec
-from autoprec.numerics.rounding import decode, encode, hashed_noise, round_tf32
+from autoprec.numerics.rounding import decode, encode, hashed_noise, number, round_tf32
 from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
 from autoprec.numerics.sharded import reduced
-from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
 
@@ -57,10 +56,10 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _tensor(x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, values: bool) -> QuantizedOperand:
-    scaling, limit = spec.rule, FORMATS[spec.format].max
+    scaling, limit = spec.rule, number(spec.format)
     amax = amax_of(x)
     if scaling.amax_epsilon:
-        amax = amax.clamp(min=scaling.amax_epsilon)
+        amax = amax.clamp(min=scaling.epsilon)
     delayed = scaling.scale == "delayed"
     if delayed:
         scale = state.delayed_scale(operand, spec, amax, update=update)
@@ -72,9 +71,9 @@ def _tensor(x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: 
 
 
 def _row(x: Tensor, spec: Spec, state: QuantizerState, values: bool) -> QuantizedOperand:
-    scaling, limit = spec.rule, FORMATS[spec.format].max
+    scaling, limit = spec.rule, number(spec.format)
     amax = amax_of(x, spec.axis)
-    scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
+    scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.epsilon)
     codes = _codes(_scaled(x, scale), spec, amax, state, bounded=True, values=values)
     return QuantizedOperand(codes, inverse_of(scale, amax), spec, x.shape[0], x.shape[1])
 
@@ -90,7 +89,7 @@ def _codes(scaled: Tensor, spec: Spec, amax: Tensor, state: QuantizerState, *, b
         noise = hashed_noise(scaled, amax.max())
     else:
         noise = torch.rand(scaled.shape, generator=state.generator(scaled.device), device=scaled.device)
-    limit = FORMATS[spec.format].max
+    limit = number(spec.format)
     return scaled.add_(noise).floor_().clamp_(-limit, limit).to(torch.int8)
 
 

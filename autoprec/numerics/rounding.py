@@ -28,7 +28,6 @@ STORAGE: dict[str, torch.dtype] = {
 }
 #: Floating-point dtypes of 16 bits, in which sums and updates lose what fp32 keeps.
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-_E4M3_BIAS = 2.0**120  # bias 127 of bf16 and float32 minus bias 7 of e4m3
 _FP32_FROM_E4M3 = 0x87F00000 - (1 << 32)  # sign, four bits of exponent, three of mantissa
 #: Half a unit of TF32's ten bits of the fraction in fp32's 23, and the bits that TF32 keeps.
 _TF32_HALF, _TF32_MASK = 1 << 12, -(1 << 13)
@@ -38,6 +37,19 @@ _TF32_HALF, _TF32_MASK = 1 << 12, -(1 << 13)
 _FAST_ON_CPU = bool(cpu_bf16_units())
 #: whether torch._int_mm is right and fast on this CPU; flags that cannot be read are not an x86 CPU's
 INTEGER_UNITS_ON_CPU = cpu_int8_units() != ()
+
+
+def number(text: str) -> float:
+    """Return the number that is written as ``text``, or the largest value of the format of that name.
+
+    For what layers compute with in a graph: where a script compiles with ``dynamic=True``, Dynamo makes every float
+    that it reads an input of the graph, and torch 2.13 fails where two ``autograd.Function`` read the same one. What
+    this function returns is a constant.
+    """
+    return FORMATS[text].max if text in FORMATS else float(text)
+
+
+number._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, unloaded
 
 
 def fast_bf16_gemm(device_type: str) -> bool:
@@ -74,13 +86,13 @@ def encode(x: Tensor, format_name: str, *, bounded: bool = False, in_place: bool
         Codes of the shape of ``x`` in the format's dtype; bfloat16 values where the device stores those; ``x`` itself
         where ``in_place``.
     """
-    f = FORMATS[format_name]
+    f, largest = FORMATS[format_name], number(format_name)
     if stores_values(x.device):
-        return split_to_grid(x.float(), f.mantissa, f.min_exponent, f.max).to(torch.bfloat16)
+        return split_to_grid(x.float(), f.mantissa, f.min_exponent, largest).to(torch.bfloat16)
     if in_place:
-        return to_grid_(x if bounded else x.clamp_(-f.max, f.max), f.mantissa, f.min_exponent)
+        return to_grid_(x if bounded else x.clamp_(-largest, largest), f.mantissa, f.min_exponent)
     if not bounded:
-        x = x.clamp(-f.max, f.max)
+        x = x.clamp(-largest, largest)
     return x.to(STORAGE[format_name])
 
 
@@ -96,10 +108,10 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     # seeeemmm: sign-extend, move exponent and mantissa up to the wider format's, clear the copied signs, rebias
     if codes.dtype is torch.float8_e4m3fn and dtype is torch.bfloat16:
         bits = codes.view(torch.int8).to(torch.int16).mul_(16).bitwise_and_(-30736)
-        return bits.view(torch.bfloat16).mul_(_E4M3_BIAS)
+        return bits.view(torch.bfloat16).mul_(2.0**120)  # bias 127 of bf16 and float32 minus bias 7 of e4m3
     if codes.dtype is torch.float8_e4m3fn and dtype is torch.float32:
         bits = codes.view(torch.int8).to(torch.int32).mul_(1 << 20).bitwise_and_(_FP32_FROM_E4M3)
-        return bits.view(torch.float32).mul_(_E4M3_BIAS)
+        return bits.view(torch.float32).mul_(2.0**120)
     if codes.dtype is torch.float8_e5m2:  # the upper half of a float16
         return codes.view(torch.int8).to(torch.int16).mul_(256).view(torch.float16).to(dtype)
     return codes.to(dtype)

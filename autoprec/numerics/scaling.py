@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FP32_MAX = torch.finfo(torch.float32).max
+from autoprec.numerics.rounding import number
 
 
 def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
@@ -66,7 +66,7 @@ def scale_of(amax: Tensor, limit: float, *, power_of_2: bool = False, epsilon: f
         amax = amax.clamp(min=epsilon)
     exact = amax if amax.device.type == "cpu" else amax.double()
     # a number divided by a tensor is the number times the reciprocal, rounded twice
-    scale = torch.div(exact.new_full((), limit), exact).clamp(max=_FP32_MAX).float()
+    scale = torch.div(exact.new_full((), limit), exact).clamp(max=number("fp32")).float()
     scale = torch.where(_usable(amax), scale, 1.0)
     return power_of_2_floor(scale) if power_of_2 else scale
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoprec import Policy
 from autoprec.applying import compiling
 from autoprec.applying.compiling import is_compiled, note_compiled
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.applying.test_compiling import BF16, _Block, _Odd, _Odds, _policy, _ran, _Stack, policies
 from tests.warm import run_ranks
 
@@ -238,3 +241,25 @@ def test_blocks_inside_of_ddp_are_compiled_whatever_the_script_compiled_around_i
             assert (blocks, ok, executed) == (3, True, "compile"), how
             assert torch.equal(out, expected)
             assert all(torch.equal(a, b) for a, b in zip(own, grads, strict=True)), how
+
+
+DYNAMIC = ["fp8_tensorwise", "fp8_rowwise", "fp8_block_fp32_scales", "fp8_delayed", "mxfp8", "nvfp4_plain", "int8"]
+
+
+@pytest.mark.parametrize("name", [*DYNAMIC, "int8_tensor"])
+def test_a_script_that_compiles_with_dynamic_shapes_runs_scaled_layers(name: str) -> None:
+    """Dynamo makes inputs of the graph of the numbers it reads then, and fails where two layers read the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    policy = Policy.model_validate({"default": "r", "recipes": {"r": BUILTIN_RECIPES[name]}})
+    policy.apply(model)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, dynamic=True, backend="aot_eager")
+    for length in (16, 24, 40):
+        x = torch.randn(4, length, 32)
+        found, expected = compiled(x), eager(x)
+        for out in (found, expected):
+            out.square().mean().backward()
+        torch.testing.assert_close(found, expected)
+    assert policy.audit(model).ok

@@ -14,6 +14,7 @@ from autoprec.numerics.rounding import (
     decode,
     encode,
     hashed_noise,
+    number,
     round_e2m1,
     round_e2m1_stochastic,
     round_tf32,
@@ -143,3 +144,8 @@ def test_splitting_rounds_as_the_bits_do(name: str) -> None:
     found, wanted = (g(x, f.mantissa, f.min_exponent, f.max) for g in (split_to_grid, to_grid))
     assert torch.equal(found.view(torch.int32)[:-1], wanted.view(torch.int32)[:-1])  # signs of zeros, too
     assert found[-1].isnan()
+
+
+def test_a_number_is_written_out_or_the_largest_of_a_format() -> None:
+    assert [number(name) for name in ("e4m3", "e5m2", "int8")] == [448.0, 57344.0, 127.0]
+    assert number(repr(1e-4)) == 1e-4

@@ -21,6 +21,7 @@ from autoprec.numerics.gemm import LONGEST_SUM, exact_sums, integer_matmul, prod
 from autoprec.numerics.linear import Pair
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import GemmStep, Multiply, multiply_emulated
+from autoprec.numerics.rounding import number
 from autoprec.policy import LayerPlan
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import GEMMS, Gemm
@@ -112,7 +113,7 @@ class Int8Casts:
 
 
 def _numbers(spec: Spec | None) -> list[float]:
-    return [] if spec is None else [FORMATS[spec.format].max, spec.rule.amax_epsilon, float(spec.rule.power_of_2)]
+    return [] if spec is None else [number(spec.format), spec.rule.epsilon, 1.0 if spec.rule.power_of_2 else 0.0]
 
 
 def _rule(values: list[float]) -> Rule | None:

@@ -45,10 +45,9 @@ from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import Spec
 from autoprec.numerics.plan import GemmStep, Steps
 from autoprec.numerics.quantize import quantize
-from autoprec.numerics.rounding import encode
+from autoprec.numerics.rounding import encode, number
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.policy import LayerPlan
-from autoprec.precision.formats import FORMATS
 from autoprec.precision.hardware import grouped_refusal
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
@@ -86,7 +85,7 @@ def _columns(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
     cells = torch.zeros(count + 1, x.shape[1], dtype=torch.int32, device=x.device)
     found = cells.scatter_reduce(0, index, x.float().view(torch.int32) & 0x7FFFFFFF, "amax")
     amax, rule = found[:-1].view(torch.float32), spec.rule
-    scale = scale_of(amax, FORMATS[spec.format].max, power_of_2=rule.power_of_2, epsilon=rule.amax_epsilon)
+    scale = scale_of(amax, number(spec.format), power_of_2=rule.power_of_2, epsilon=rule.epsilon)
     source, held, group = padded_rows(ends, padded, width)
     values = x.float()[source] * scale[group]
     codes = encode(torch.where(held.unsqueeze(1), values, 0.0), spec.format, bounded=True)
