@@ -19,8 +19,8 @@ DELAYED = Spec("tensor", "e4m3", scaling=ScaleRule(scale="delayed", amax_history
 def test_a_rule_has_every_field_of_a_recipe_s_scaling_and_nothing_that_torch_2_11_cannot_trace() -> None:
     scaling = Scaling(granularity="block", power_of_2=True, amax_epsilon=0.5)
     rule = ScaleRule.of(scaling)
-    assert dataclasses.asdict(rule) == scaling.model_dump()
-    assert dataclasses.asdict(ScaleRule()) == Scaling().model_dump()
+    for made, wanted in ((rule, scaling), (ScaleRule(), Scaling())):
+        assert {**dataclasses.asdict(made), "amax_epsilon": made.epsilon} == wanted.model_dump()
     assert Spec("row", "e4m3").rule == ScaleRule()
     for recipe in BUILTIN_RECIPES.values():
         for gemm in GEMM_OPERANDS:
