@@ -123,13 +123,15 @@ class TakesScript(click.Command):
         ctx.meta[_TAKES] = takes_value
         own, script = split_script(list(args), takes_value)
         late = [t for t in script[1:] if t.partition("=")[0] in OURS_ALONE & takes_value.keys()]
-        if late and script[0] != "--":
-            echo(f"note: {late[0]} comes after the script, so it is the script's; ours come before it", err=True)
         try:
             return super().parse_args(ctx, [*own, "--", *script])
         except click.NoSuchOption as error:
+            late = []  # what was taken for the script may be the value of the option that there is not
             message = f"{error.message} Arguments of the script itself come after the script's name."
             raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
+        finally:
+            if late and script[0] != "--":
+                echo(f"note: {late[0]} comes after the script, so it is the script's; ours come before it", err=True)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; where the script refuses an option that is one of ours, say where that belongs."""

@@ -86,6 +86,10 @@ def test_our_own_options_behind_the_script_are_noted_and_passed_on() -> None:
     assert "['train.py', '--trials', '6'], 30, 0" in late.stdout
     assert not CliRunner().invoke(study, ["--trials", "6", "train.py", "--seed", "1"]).stderr
     assert "--budget" in OURS_ALONE  # a search would take all the time it wants
+    for option in ("--budgets", "--budget", "--trial", "--wall-time", "-x"):  # its value is no script
+        unknown = CliRunner().invoke(study, [option, "90s", "--trials", "6", "train.py"])
+        assert unknown.exit_code == 2
+        assert "comes after the script" not in unknown.stderr
 
 
 @pytest.mark.parametrize(
