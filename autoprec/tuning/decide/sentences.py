@@ -217,6 +217,8 @@ def _no_gain(
         return f"{best} is not better than {base}: {merit:.2f}x"
     if noise < LEAST_NOISE:
         return f"{best} changes nothing that counts: {merit - 1.0:+.2%} modelled"
+    if merit < 1.0:
+        return f"{best} is not better than {base}: {merit:.2f}x, which is within {noise_text(noise)}"
     return f"{best} gains {merit - 1.0:+.1%}, which is within {noise_text(noise)}"
 
 

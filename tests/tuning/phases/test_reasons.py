@@ -76,6 +76,7 @@ def test_what_is_slower_by_every_trial_is_not_said_to_lack_seeds(
     [
         (1.003, True, "changes nothing that counts: +0.30% modelled"),
         (1.006, False, "gains +0.6%, which is within"),
+        (0.997, False, "is not better than the script as written: 1.00x, which is within"),
         (1.02, True, "1 of the 2 paired seeds"),
         (1.02, False, "1 of the 2 paired seeds"),
     ],
