@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,6 +172,12 @@ class Trace:
                 for value in set(call.ins):
                     self._consumers.setdefault(value, []).append(call)
         return self._consumers
+
+    def writes(self, storages: Container[int]) -> Iterator[Call]:
+        """Yield the calls that write in place into one of some storages."""
+        for call in self.calls:
+            if call.op.endswith("_") and any(self.values[one].storage in storages for one in call.outs or call.ins):
+                yield call
 
     def made_of(self, roots: Iterable[int]) -> set[int]:
         """Return the calls that values are made of, by index: those that write into what another reads as well.

@@ -137,9 +137,13 @@ class TrainSpec(TrialSpec):
         return self.warmup + self.steps
 
 
+#: Seconds in which a script's first steps are tried, besides the first one.
+TRY_S = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrySpec(TrialSpec):
-    """Up to ``steps`` steps or a second: does the script train, and does it go on with this model?"""
+    """Up to ``steps`` steps or :data:`TRY_S`: does the script train, and does it go on with this model?"""
 
     kind: ClassVar[str] = "try"
     steps: int = 30

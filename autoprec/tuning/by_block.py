@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeGuard
 
-from autoprec.trial.protocol import OUT_OF_TIME, TrainSpec, TrialResult, TrialSpec
+from autoprec.trial.protocol import OUT_OF_TIME, TRY_S, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.schedule import CACHED_COMPILE, FEWEST_BLOCKS, QUANTISED_COMPILE
 from autoprec.tuning.setup import Setup
@@ -24,8 +24,6 @@ from autoprec.tuning.study.run import BY_BLOCK, Run
 #: policies that quantise compile several times as long, and an earlier run of the script may have left what it compiles
 #: in torch's cache, but not what policies do.
 _LEAST_COMPILE_S = 2.0
-#: Seconds in which the first steps of a small model are tried, besides what compiles (``trial.inside.trial``).
-_FIRST_STEPS_S = 1.0
 
 
 def is_whole(record: Run) -> bool:
@@ -86,7 +84,7 @@ class ByBlock:
         """
         step_s = step_time(whole.step_ms, whole.warmup) / 1e3
         seconds, own_s = self._state.seconds, max(0.0, whole.training_s - len(whole.step_ms) * step_s)
-        compile_s = max(own_s, (seconds.first_step_s or 0.0) - max(step_s, _FIRST_STEPS_S))
+        compile_s = max(own_s, (seconds.first_step_s or 0.0) - max(step_s, TRY_S))
         seconds.compile_s, seconds.step_s = compile_s, step_s
         seconds.cached_compile_s = min(own_s, CACHED_COMPILE * compile_s)
         few = self._setup.host.blocks < FEWEST_BLOCKS

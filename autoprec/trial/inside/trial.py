@@ -57,6 +57,7 @@ from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import (
     OUT_OF_TIME,
     SMALL_MODEL,
+    TRY_S,
     Answer,
     DuelSpec,
     LiftSpec,
@@ -266,11 +267,11 @@ class Trial:
         now = time.monotonic()
         if loop.steps == 1:
             self._first_step = now
-            patience = 60.0 if self._is_small() else 1.0
+            patience = 60.0 if self._is_small() else TRY_S
             timer = threading.Timer(patience, self.finish, ("ok",))  # it may take no further step for minutes
             timer.daemon = True
             timer.start()
-        elif now - self._first_step > 1.0:
+        elif now - self._first_step > TRY_S:
             self.finish("ok")
 
     def _is_small(self) -> bool:

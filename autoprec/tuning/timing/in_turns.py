@@ -29,7 +29,7 @@ from autoprec.tuning.study.run import Params, Run
 #: Processes that a duel goes on in where the script ends soon, and steps of a run of those that are timed apart.
 PROCESSES, STEPS_APART, WARMUP_APART = 4, 6, 2
 #: How many rounds of runs in turns there are at most.
-MOST_ROUNDS = 2 * FEWEST
+_MOST_ROUNDS = 2 * FEWEST
 #: Steps that a contender takes to settle, and of the shortest block with those before it that are not timed.
 _SETTLING, _BLOCK = 3, 2
 
@@ -168,7 +168,7 @@ def take_turns(
     """
     rounds, taken = read_rounds([log] if log is not None else [])
     began, order, failed = time.monotonic() - taken, list(contest), dict[str, TrialResult]()
-    while len(order) > 1 and len(rounds) < MOST_ROUNDS and not enough(rounds, time.monotonic() - began):
+    while len(order) > 1 and len(rounds) < _MOST_ROUNDS and not enough(rounds, time.monotonic() - began):
         times: dict[str, float] = {}
         for name in order[:: -1 if len(rounds) % 2 else 1]:
             result = contest[name]()

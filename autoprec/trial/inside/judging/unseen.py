@@ -21,10 +21,7 @@ def update_ends(recorder: StepRecorder, before: Iterable[Tensor], after: Iterabl
     trace, now = recorder.trace, list(after)
     storages = {address_of(one) for one in (*before, *now)}
     made = (trace.created(address_of(one)) for one in now)
-    last = [call.index for call in made if call is not None]
-    for call in trace.calls:
-        if call.op.endswith("_") and any(trace.values[one].storage in storages for one in call.outs or call.ins):
-            last.append(call.index)
+    last = [call.index for call in (*made, *trace.writes(storages)) if call is not None]
     return max(last, default=-1) + 1
 
 

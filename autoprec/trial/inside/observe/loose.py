@@ -174,8 +174,7 @@ class Watch:
         values = [recorder.value_of(one) for one in leaves]
         self.end()
         trace, weights = recorder.trace, {address_of(p) for p in self._leaves}
-        written = (call for call in trace.calls if call.op.endswith("_"))
-        if any(trace.values[one].storage in weights for call in written for one in call.outs or call.ins):
+        if any(True for _ in trace.writes(weights)):
             return list(leaves) if weights & {address_of(one) for one in leaves} else self._leaves
         sources = weights | self._gradients
         made = (call for value in values if value >= 0 for call in trace.above(value, lambda _: True, UPDATE_CALLS))

@@ -19,16 +19,15 @@ def statistics(step: Step) -> Iterator[Observation]:
         to = values[call.ins[0]] if call.ins and call.op.endswith("_") else None
         if to is None or call.phase != "forward" or to.dtype not in LOW or not to.shape or operator.where in told:
             continue
-        known = to.origin in ("parameter", "buffer") or to.grad or to.storage not in step.recorder.outside
+        other = to.origin in ("parameter", "buffer") or to.grad or to.storage not in step.recorder.outside
         unchanged = max(measure.unchanged or 0.0, measure.figures.get("kept", 0.0))
-        if known or call.index in step.trained or not _decays(step, call):
+        if other or call.index in step.trained or not _moves_a_mean(step, call):
             continue
         told.add(operator.where)
         if _is_of_weights(step, operator.where):
             yield observed("ema-16bit", operator, unchanged=unchanged, error=measure.error, to=to.dtype)
             continue
-        known = bool(call.module) and call.module in step.recorder.names.modules
-        table = f"of {call.module}" if known else "of the script"
+        table = f"of {call.module}" if call.module and call.module in step.recorder.names.modules else "of the script"
         yield observed("statistics-16bit", operator, unchanged=unchanged, error=measure.error, table=table, to=to.dtype)
 
 
@@ -44,7 +43,7 @@ def _is_of_weights(step: Step, where: str) -> bool:
     return any(trace.values[value].origin == "parameter" for call in (*own, *above) for value in call.ins)
 
 
-def _decays(step: Step, call: Call) -> bool:
+def _moves_a_mean(step: Step, call: Call) -> bool:
     """Say whether a call moves what it writes into towards something else: a mean, and no sum."""
     trace, figures = step.recorder.trace, step.measures[call.index].figures
     if call.name.removeprefix("_foreach_") == "lerp" or "factor" in figures:
