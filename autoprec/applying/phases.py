@@ -28,6 +28,7 @@ from autoprec.applying.state import ON, begin_phases, models_of
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecError
 from autoprec.optim.communication import install_gradient_hook
+from autoprec.optim.guard import only_makes_state
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
 from autoprec.policy import Policy, boundaries
 
@@ -122,7 +123,8 @@ class Phases:
     def after_step(self, optimizer: Optimizer) -> None:
         """Count the step of an optimizer, where it trains this model; the first known is the one that counts."""
         primary = next((found for ref in self._optimizers if (found := ref()) is not None), None)
-        if self._trains_this_model(optimizer) and (primary is None or optimizer is primary):
+        trains = self._trains_this_model(optimizer) and (primary is None or optimizer is primary)
+        if trains and not only_makes_state(optimizer):
             self.advance()
 
     # ---------------------------------------------------------------- steps

@@ -166,6 +166,14 @@ class _Carrier:
             document = {**document, "param_groups": [{**groups[0], ENTRY: state}, *groups[1:]]}
         return document
 
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an empty entry in the live parameter group, where a checkpoint has one.
+
+        Flattened checkpoints (``flatten_optimizer_state_dict``) are read by the names that a live group has.
+        """
+        if optimizer.param_groups and _state(optimizer, models_of(optimizer)):
+            optimizer.param_groups[0].setdefault(ENTRY, {})
+
     def _begin_phase(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
         """Pre-hook of ``load_state_dict``: state is read in the formats of the phase that it was saved in."""
         before = runtime_of(optimizer)
@@ -186,6 +194,7 @@ class _Carrier:
         held: dict[str, Tensor] = {}
         for group in optimizer.param_groups:
             held |= group.pop(ENTRY, {})
+        self.reserve(optimizer)
         counters = _under("optimizer.", held)
         if missing := [name for name in optimizer_counters(optimizer) if name not in counters]:
             warnings.warn(
@@ -251,9 +260,10 @@ def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None = None
         asks, model = asks or before.tells, before.given() if model is None else model
     made = optimizer.__dict__[_CARRIER] = _Carrier(optimizer, model, asks)
     optimizer.__dict__["__deepcopy__"] = partial(_copied, optimizer)
-    waits = any(ENTRY in group for group in optimizer.param_groups)
+    waits = any(group.get(ENTRY) for group in optimizer.param_groups)
     if waits and (models_of(optimizer) or model is not None):
         made.load(optimizer)
+    made.reserve(optimizer)
 
 
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype, only_once
@@ -179,6 +180,7 @@ class LinearExecution(Execution):
             return self._native(input, weight, bias, native, autocast)
         if is_dtensor(weight):
             return self._sharded(input, weight, bias, training)
+        _refuse_layout(self.name, input)
         keep = autocast or input.dtype
         steps = self._steps(device, keep)
         wide = steps.fprop.wide or (steps.wide_output and autocast is not None)
@@ -231,7 +233,7 @@ class LinearExecution(Execution):
                 why = why or f"backend '{self.backend}' has no grouped GEMM"
                 self.uncompiled = f"one expert after another, and the host waits for their sizes: {why}"
             return Execution.grouped(self, input, weight, ends, training=training)
-        _refuse_transforms(self.name)
+        _refuse_transforms(self.name, input)
         self.called = True
         steps = self._steps(input.device.type, input.dtype)
         if torch.compiler.is_compiling():
@@ -279,7 +281,7 @@ def _run(*args: Any) -> Tensor:
             opaque: Tensor = _run_eagerly(*args)
             return opaque
     else:
-        _refuse_transforms(args[3].name)
+        _refuse_transforms(args[3].name, args[0])
         if type(args[0]) is Tensor:
             # the mode that computes norms in float32 would see each operator of a cast: a third of the host's time
             with torch._C.DisableTorchFunction():
@@ -289,13 +291,27 @@ def _run(*args: Any) -> Tensor:
     return out
 
 
-def _refuse_transforms(name: str) -> None:
-    """Raise inside grad, vmap or jvp of ``torch.func``."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+def _refuse_transforms(name: str, input: Tensor) -> None:
+    """Raise inside grad, vmap or jvp of ``torch.func``, and where forward-mode AD differentiates the input."""
+    if torch.compiler.is_compiling():
+        return
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    forwards = forward_ad._current_level >= 0
+    if inside or (forwards and forward_ad.unpack_dual(input).tangent is not None):  # type: ignore[no-untyped-call]
         raise UnsupportedError(
             "the transforms of torch.func (grad, vmap, jvp, ...) do not go through a layer in scaled formats",
             where=f"layer '{name}'",
             fix="keep this layer as the script wrote it or in bf16, or take gradients with backward()",
+        )
+
+
+def _refuse_layout(name: str, input: Tensor) -> None:
+    """Raise for an input that has no rows and columns to scale: sparse, or a nested tensor."""
+    if input.layout is not torch.strided:
+        raise UnsupportedError(
+            f"a {str(input.layout).removeprefix('torch.')} input has no rows that scaled formats could be applied to",
+            where=f"layer '{name}'",
+            fix="keep this layer as the script wrote it, or give it a dense tensor (nested ones have values())",
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autoprec.optim.codecs import Codec
 from autoprec.optim.tensor import StoredTensor, decoded
-from autoprec.optim.weights import EXACT, StoredWeights
+from autoprec.optim.weights import EXACT, StoredWeights, storable
 
 #: The entry of a parameter group that holds what a policy remembers.
 ENTRY = "autoprec"
@@ -165,7 +165,7 @@ class Checkpoint:
 
     def stores(self, parameter: Tensor) -> bool:
         """Say whether a parameter, of any shape, is updated here: a matrix with any part in low precision."""
-        if not parameter.is_floating_point():
+        if not storable(parameter):
             return False
         return parameter in self.weights or (parameter.dim() >= 2 and any(self.codecs.values()))
 

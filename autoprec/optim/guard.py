@@ -47,20 +47,31 @@ def _whole(norm: Any) -> Tensor:
 
 
 def gradient_norm(parameters: list[Tensor]) -> float:
-    """Return the L2 norm of all gradients (FP32 accumulation); infinity or NaN when any value is.
+    """Return the L2 norm of all gradients (FP32 accumulation at least); infinity or NaN when any value is.
 
     Args:
         parameters: of any shapes; those without a dense gradient do not count.
     """
+    found = [decoded(p.grad) for p in parameters if p.grad is not None and not p.grad.is_sparse]
     norms = [
-        _whole(torch.linalg.vector_norm(decoded(p.grad), dtype=torch.float32))
-        for p in parameters
-        if p.grad is not None and not p.grad.is_sparse
+        _whole(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+        for gradient in found
     ]
     if not norms:
         return 0.0
     device = norms[0].device
     return float(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])))
+
+
+def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a step is none of the run: ``torch.distributed.checkpoint`` takes it so that there is state to fill.
+
+    It sets all rates and gradients to zero for it, each time that an optimizer without state (plain SGD) is saved.
+    """
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(bool(decoded(gradient).any()) for gradient in gradients)
 
 
 @dataclass

@@ -9,6 +9,7 @@ of ``step`` to collect what it will update: parameters that a policy stores in l
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,17 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.checkpoint import Checkpoint, attach, hook_checkpoints, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
-from autoprec.optim.guard import StepGuard
+from autoprec.optim.guard import StepGuard, only_makes_state
 from autoprec.optim.holders import models_holding
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, muon_update, sgd_update
-from autoprec.optim.weights import StoredWeights
+from autoprec.optim.weights import StoredWeights, storable
 from autoprec.policy import OptimizerPolicy, Policy
 
 _ATTRIBUTE, _SCALER = "_autoprec_runtime", "_autoprec_loss_scaler"
@@ -68,7 +70,15 @@ def _check(
             where="policy.optimizer",
             fix="use an 8-bit optimizer of torchao.optim (it shards its state), or fp32 state here",
         )
-    if not any(p.dim() >= 2 for p in parameters):
+    matrices = [p for p in parameters if p.dim() >= 2]
+    if matrices and not any(map(storable, matrices)):
+        raise UnsupportedError(
+            f"every matrix is {' or '.join(sorted({str(p.dtype).removeprefix('torch.') for p in matrices}))}, which is "
+            "left as it is",
+            where="policy.optimizer",
+            fix="set weights, gradients, exp_avg and exp_avg_sq to fp32, which keeps the script's own dtypes",
+        )
+    if not matrices:
         raise UnsupportedError(
             "no parameter is a matrix (FSDP flattens them), so nothing would be stored in low precision",
             where="policy.optimizer",
@@ -110,6 +120,8 @@ class OptimizerRuntime:
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
+    step: Any = None
+    step_before: Any = None
 
     def __post_init__(self) -> None:
         first = codec("exp_avg", self.choice.exp_avg)
@@ -140,7 +152,7 @@ class OptimizerRuntime:
             optimizer: whose step it is.
             group: one of its parameter groups; parameters of any shapes.
         """
-        if group is optimizer.param_groups[0]:
+        if group is optimizer.param_groups[0] and not only_makes_state(optimizer):
             self.steps += 1
         left: list[Tensor] = []
         for parameter in group["params"]:
@@ -322,12 +334,20 @@ def wrap_optimizer(
     original = optimizer._init_group  # type: ignore[attr-defined]
 
     def init_group(self: torch.optim.Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+        if torch._guards.TracingContext.try_get() is not None:  # Dynamo calls it once, and never again
+            raise UnsupportedError(
+                "the step of an optimizer that stores weights or state in fewer bits cannot be compiled",
+                where="policy.optimizer",
+                fix="call policy.wrap_optimizer(optimizer) before torch.compile takes optimizer.step",
+            )
         return original({**group, "params": runtime.update_group(self, group)}, *lists, **named)
 
     def add_param_group(self: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         type(self).add_param_group(self, group)
         weights.take(self.param_groups[-1]["params"])
 
+    runtime.step_before, runtime.step = optimizer.step, _uncompiled(optimizer)
+    optimizer.step = runtime.step  # type: ignore[method-assign]
     optimizer._init_group = types.MethodType(init_group, optimizer)  # type: ignore[attr-defined]
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, _ATTRIBUTE, runtime)
@@ -335,6 +355,17 @@ def wrap_optimizer(
     attach(optimizer, runtime.checkpoint)
     runtime.checkpoint.encode(optimizer)
     return optimizer
+
+
+def _uncompiled(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the step of an optimizer as one that no graph is made of: ``torch.compile`` may be around it."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def uncompiled(_self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    return types.MethodType(_disable_dynamo(uncompiled), optimizer)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module | None = None) -> None:
@@ -389,6 +420,8 @@ def _take_off(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
     runtime.guard.remove()
     attach(optimizer, None)
     del optimizer._init_group, optimizer.add_param_group  # type: ignore[attr-defined]
+    if optimizer.__dict__.get("step") == runtime.step:  # else a scheduler has wrapped it since
+        optimizer.step = runtime.step_before  # type: ignore[method-assign]
     delattr(optimizer, _ATTRIBUTE)
     for state in optimizer.state.values():
         for name, value in list(state.items()):

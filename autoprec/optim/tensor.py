@@ -3,8 +3,8 @@
 ``StoredTensor`` is a wrapper subclass: shape, dtype, autograd, ``state_dict`` keys and ``isinstance(nn.Parameter)``
 are those of the tensor it replaces; its bytes are the codec's parts. Any operation decodes it first; an in-place
 operation runs on the exact values and encodes back (rounding to nearest). A copy (``clone``, ``deepcopy``) is a plain
-tensor of the exact values: what is averaged in it loses nothing. A *view* of it is a decoded copy: writing through
-``weight.data[0]`` does not reach the stored values. Pickling writes a plain tensor, so checkpoints stay readable.
+tensor of the exact values: what is averaged in it loses nothing. A *view* of it is a decoded copy: ``weight[0] = 0``
+reaches the stored values, ``weight[0].zero_()`` does not. Pickling writes a plain tensor, so checkpoints stay readable.
 """
 
 from __future__ import annotations
@@ -62,6 +62,30 @@ class StoredTensor(torch.Tensor):
         """Overwrite the stored values in place with ``values`` (FP32, same shape)."""
         for part, fresh in zip(self.parts, self.codec.encode(values, generator), strict=True):
             part.copy_(fresh.view(part.shape))
+
+    # ---------------------------------------------------------------- what torch does in C++, past the dispatcher
+    @property
+    def data(self) -> Tensor:
+        """Return what shares its bytes and has no history; assigning gives it other bytes, as torch does."""
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        here = (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device)
+        if not here:
+            raise RuntimeError(
+                f"a weight stored in fewer bits ({tuple(self.shape)}, {self.dtype}, {self.device}) takes no data "
+                f"of {tuple(values.shape)}, {values.dtype}, {values.device}: wrap the optimizer after such changes"
+            )
+        same = isinstance(values, StoredTensor) and values.codec == self.codec
+        plain = values.exact() if isinstance(values, StoredTensor) else values.detach()
+        self.parts = values.parts if same else self.codec.encode(plain.float())  # type: ignore[attr-defined]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write to a part of the stored values."""
+        whole = self.exact().to(self.dtype)
+        whole[index] = value
+        self.copy_(whole)
 
     # ---------------------------------------------------------------- what reads bytes: NumPy, safetensors, loggers
     def numpy(self, *, force: bool = False) -> Any:

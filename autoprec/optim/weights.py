@@ -27,6 +27,11 @@ from autoprec.policy import OptimizerPolicy
 EXACT = "weight_exact"
 
 
+def storable(parameter: Tensor) -> bool:
+    """Say whether a parameter, of any shape, may be stored in fewer bits: real, and no wider than what updates it."""
+    return parameter.is_floating_point() and parameter.dtype != torch.float64
+
+
 def _obstacle(parameter: Tensor) -> str:
     """Return why a parameter's content cannot be exchanged, or an empty string."""
     if type(parameter) is not nn.Parameter:
@@ -101,7 +106,7 @@ class StoredWeights:
         """Store further parameters, of any shapes, as :meth:`install` does: those of a group that is added later."""
         embeddings = tables_among(parameters)
         for parameter in parameters:
-            if not parameter.is_floating_point():
+            if not storable(parameter):
                 continue
             obstacle, matrix = _obstacle(parameter), parameter.dim() >= 2 and id(parameter) not in embeddings
             if self.codec is not None and (matrix or parameter.dtype in SIXTEEN_BIT):
@@ -149,12 +154,15 @@ class StoredWeights:
 
     def _store_gradient(self, parameter: Tensor) -> None:
         assert self.gradients is not None
+        if parameter.grad is None:  # a hook before this one has taken the step
+            return
         self.gradients_stored += 1
-        if id(parameter) in self.waiting:  # autograd has added to what was stored, which stored it again
-            self._warn_of_accumulation()
-        self.waiting.add(id(parameter))
-        if parameter.grad is not None and not isinstance(parameter.grad, StoredTensor):
+        if isinstance(parameter.grad, StoredTensor):  # autograd has added to it, which stored it again
+            if id(parameter) in self.waiting:
+                self._warn_of_accumulation()
+        else:
             parameter.grad = StoredTensor.store(parameter.grad, self.gradients)
+        self.waiting.add(id(parameter))
 
     def _warn_of_accumulation(self) -> None:
         if self.warned or self.gradients is None:

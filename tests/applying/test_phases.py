@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from autoprec import Policy
@@ -207,6 +208,17 @@ def test_other_optimizers_are_not_counted() -> None:
         run.steps(1)
         second.step()
         other.steps(5)
+    found = phases_of(run.model)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_step_that_only_makes_state_is_not_counted() -> None:
+    """``torch.distributed.checkpoint`` takes one before it saves or loads an optimizer without state."""
+    run = Training(made({"from": 3, "default": "bf16"}), kind=torch.optim.SGD)
+    run.steps(2)
+    run.optimizer.zero_grad()
+    get_optimizer_state_dict(run.model, run.optimizer)
     found = phases_of(run.model)
     assert found is not None
     assert found.step == 2

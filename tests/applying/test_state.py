@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from autoprec import Policy
 from autoprec.applying.state import models_of, without_policy
+from autoprec.errors import AutoPrecWarning
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
@@ -167,6 +168,21 @@ def test_distributed_checkpoints_and_the_policy_itself_carry_it(tmp_path: Path) 
     alone.optimizer.load_state_dict({"state": adam, "param_groups": alone.optimizer.state_dict()["param_groups"]})
     alone.policy.load_state_dict(alone.model, own)
     assert alone.steps(5, 10) == expected
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "stored", "phases"])
+def test_flattened_checkpoints_carry_it(name: str) -> None:
+    """torchtitan flattens what it saves of optimizers, and reads it by the names that a live parameter group has."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    run, resumed = Run(name), Run(name)
+    run.steps(0, 5)
+    run.optimizer.zero_grad()
+    document = saved(get_optimizer_state_dict(run.model, run.optimizer, options=flat))
+    resumed.model.load_state_dict(saved(run.model.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoPrecWarning)
+        set_optimizer_state_dict(resumed.model, resumed.optimizer, document, options=flat)
+    assert resumed.steps(5, 10) == run.steps(5, 10)
 
 
 def test_an_old_checkpoint_loads_with_a_note_and_a_plain_optimizer_keeps_the_entry_unread() -> None:

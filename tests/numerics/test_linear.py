@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autoprec.errors import UnsupportedError
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.plan import GemmStep
 from autoprec.numerics.rounding import fast_bf16_gemm
@@ -352,3 +354,24 @@ def test_an_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
         changed, x.grad = x.grad, None
         F.relu(layer(x, weight, None) * 2).sum().backward()
         assert (changed - x.grad).norm() <= 0.1 * x.grad.norm()
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "jagged"])
+def test_an_input_without_rows_is_refused_by_the_layers_name(layout: str) -> None:
+    x, weight, _, _ = tensors(8, 16, 16)
+    x = x.detach()
+    parts = [x[:3], x[3:]]
+    given = torch.nested.nested_tensor(parts, layout=torch.jagged) if layout == "jagged" else x.to_sparse()
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), name="encoder.fc")
+    with pytest.raises(UnsupportedError, match=rf"encoder\.fc.*{layout} input"):
+        layer(given, weight, None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions of it
+def test_forward_mode_differentiation_is_refused_by_the_layers_name() -> None:
+    x, weight, _, _ = tensors(8, 16, 16)
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), name="encoder.fc")
+    with forward_ad.dual_level():
+        layer(x.detach(), weight, None)  # which nothing is differentiated by
+        with pytest.raises(UnsupportedError, match=r"encoder\.fc.*transforms"):
+            layer(forward_ad.make_dual(x.detach(), x.detach()), weight, None)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from autoprec import Policy
+from autoprec.errors import UnsupportedError
 from autoprec.optim.checkpoint import EXACT, narrow_moments, parameters_of
 from autoprec.optim.optimizer import rewrap_optimizer, runtime_of, wrap_optimizer
 from autoprec.optim.tensor import StoredTensor
@@ -316,3 +317,36 @@ def test_sgd_without_momentum_has_no_state_that_torch_would_not_have() -> None:
     run = Run("sgd", "kahan", torch.float32)
     run.steps(0, 1)
     assert run.optimizer.state_dict()["state"] == {}  # distributed checkpoints want an entry of each parameter or none
+
+
+def test_saving_an_optimizer_without_state_changes_nothing_of_the_run() -> None:
+    """``torch.distributed.checkpoint`` takes a step without rates and gradients, so that there is state to save."""
+    runs = [Run("sgd", "stochastic", torch.float32) for _ in range(2)]
+    for run in runs:
+        run.steps(0, 2)
+        run.optimizer.zero_grad()
+    get_optimizer_state_dict(runs[0].model, runs[0].optimizer)
+    assert runs[0].steps(2, 4) == runs[1].steps(2, 4)
+    assert equal(runs[0].exact(), runs[1].exact())
+
+
+def test_parameters_wider_than_fp32_are_updated_by_the_optimizer_itself() -> None:
+    """A physics-informed network or a temperature in float64 would lose what makes it float64."""
+    ends = []
+    for choice in (OptimizerPolicy(), OptimizerPolicy(weights="bf16_kahan", exp_avg="e4m3", gradients="bf16")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8).double(), nn.Linear(8, 2))
+        optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), choice)
+        for step in range(3):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            optimizer.zero_grad()
+            model[0](x).square().sum().backward()
+            model[1](torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+        ends.append((model[0].weight.detach(), optimizer.state[model[0].weight]["exp_avg"], model[1].weight))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+    assert isinstance(ends[1][2], StoredTensor)
+    optimizer = torch.optim.AdamW(nn.Linear(4, 8).double().parameters())
+    with pytest.raises(UnsupportedError, match="every matrix is float64"):
+        wrap_optimizer(optimizer, OptimizerPolicy(exp_avg="bf16"))

@@ -23,6 +23,14 @@ def test_the_norm_is_over_all_gradients():
     assert gradient_norm([]) == 0.0
 
 
+def test_the_norm_is_over_gradients_of_any_dtype():
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float64, torch.complex64)]
+    parameters += [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    assert gradient_norm(parameters) == pytest.approx(math.sqrt(24))
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_non_finite_gradients_are_refused_and_counted(bad):
     guard = StepGuard()

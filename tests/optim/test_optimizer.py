@@ -464,3 +464,28 @@ def test_parameters_added_later_are_stored_too():
     optimizer.step()
     assert isinstance(optimizer.state[late.weight]["exp_avg"], StoredTensor)
     assert type(optimizer.state[late.bias]["exp_avg"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("choice", [{"weights": "bf16_kahan"}, {"exp_avg": "e4m3"}, {"gradients": "e4m3"}], ids=str)
+@pytest.mark.parametrize("through", ["step", "function"])
+def test_a_compiled_step_goes_on_training(choice, through):
+    """Dynamo calls ``_init_group`` once, when it traces a step: what is updated there would be updated once."""
+    plain, model = network(), network()
+    optimizers = [wrap_optimizer(adamw(one), OptimizerPolicy(**choice)) for one in (plain, model)]
+    expected = train(plain, optimizers[0], 4)
+    step = optimizers[1].step
+    optimizers[1].step = torch.compile(step if through == "step" else lambda: step(), backend="eager")
+    assert train(model, optimizers[1], 4) == expected
+    del optimizers[1].step
+    wrap_optimizer(optimizers[0], OptimizerPolicy())
+    assert optimizers[0].step.__func__ is torch.optim.AdamW.step
+
+
+def test_a_step_that_was_compiled_before_is_refused():
+    model = network()
+    optimizer = adamw(model)
+    step = torch.compile(optimizer.step, backend="eager")
+    wrap_optimizer(optimizer, OptimizerPolicy(exp_avg="e4m3"))
+    model(batch(0)[0]).sum().backward()
+    with pytest.raises(Exception, match=r"before torch\.compile takes optimizer\.step"):
+        step()

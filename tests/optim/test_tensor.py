@@ -50,6 +50,40 @@ def test_in_place_operations_reach_the_stored_values(name):
     assert torch.equal(tensor.decode(), torch.ones(6, 10))
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_other_data_is_taken_as_torch_takes_it(name):
+    """SAM puts weights back with ``p.data = old``, averages are swapped in by it, vectors are read back by it."""
+    parameter = nn.Parameter(stored(name))
+    first, kept = parameter.data.clone(), parameter.data
+    with torch.no_grad():
+        parameter.data = torch.full((6, 10), 0.5)
+    assert torch.equal(parameter.detach().clone(), torch.full((6, 10), 0.5))
+    assert torch.equal(kept.clone(), first)  # other bytes, and not what was written into these
+    parameter.data = kept
+    assert torch.equal(parameter.detach().clone(), first)
+    nn.utils.vector_to_parameters(torch.full((60,), 0.25), [parameter])
+    assert isinstance(parameter, StoredTensor)
+    assert torch.equal(parameter.detach().clone(), torch.full((6, 10), 0.25))
+    for other in (torch.zeros(5, 10), torch.zeros(6, 10, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match="takes no data"):
+            parameter.data = other
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_part_is_written_by_its_index(name):
+    parameter = nn.Parameter(stored(name))
+    rest = parameter.detach().clone()[1:]
+    with torch.no_grad():
+        parameter[0] = 0
+    parameter.data[:, 3] = 0.5
+    values = parameter.detach().clone()
+    assert not values[0, [0, 1, 2, 4]].any()
+    assert (values[:, 3] == 0.5).all()
+    assert torch.allclose(values[1:, :3], rest[:, :3], atol=1e-3)
+    with pytest.raises(RuntimeError, match="leaf"):
+        parameter[0] = 0
+
+
 def test_detach_shares_and_clone_does_not():
     tensor = stored("bf16_kahan")
     alias, own = tensor.detach(), tensor.clone()

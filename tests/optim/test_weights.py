@@ -1,7 +1,11 @@
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
+from autoprec.errors import AutoPrecWarning
 from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.optim.tensor import StoredTensor
 from autoprec.optim.weights import StoredWeights
@@ -103,6 +107,23 @@ def test_gradients_are_stored_as_they_arrive():
     layer.zero_grad()
     layer(torch.ones(2, 4)).sum().backward()
     assert type(layer.weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("left_out", ["a hook takes the step", "no step is taken"])
+def test_gradients_that_went_are_not_accumulated(left_out):
+    layer = nn.Linear(4, 3)
+    if left_out == "a hook takes the step":
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    weights = StoredWeights.install(list(layer.parameters()), OptimizerPolicy(gradients="e4m3"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            layer(torch.ones(2, 4)).sum().backward()
+            layer.zero_grad()
+    assert weights.gradients_stored == (0 if left_out == "a hook takes the step" else 3)
+    layer(torch.ones(2, 4)).sum().backward()
+    with pytest.warns(AutoPrecWarning, match="accumulation") if left_out == "no step is taken" else nullcontext():
+        layer(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
