@@ -48,10 +48,13 @@ class _PolicyPrecision:
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrap an optimizer before its first step, and take the step."""
+        self._wrap(optimizer)
+        return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def _wrap(self, optimizer: Any) -> None:
         if isinstance(optimizer, Optimizer) and optimizer not in self._wrapped:
             self._wrapped.add(optimizer)
             self.policy.wrap_optimizer(optimizer, self._model)
-        return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers between steps; the Trainer saves it in its checkpoints."""
@@ -75,3 +78,15 @@ class PolicyFabricPrecision(_PolicyPrecision, FabricPrecision):  # type: ignore[
 
 class PolicyTrainerPrecision(_PolicyPrecision, TrainerPrecision):  # type: ignore[misc]
     """For ``Trainer(plugins=[...])``."""
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Wrap all optimizers, before a checkpoint is read: at their first steps a run would be under way.
+
+        Args:
+            model: the LightningModule.
+            optimizers: of the run.
+            lr_schedulers: of the run.
+        """
+        for optimizer in optimizers:
+            self._wrap(optimizer)
+        return super().connect(model, optimizers, lr_schedulers)

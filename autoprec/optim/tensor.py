@@ -66,7 +66,7 @@ class StoredTensor(torch.Tensor):
     # ---------------------------------------------------------------- what torch does in C++, past the dispatcher
     @property
     def data(self) -> Tensor:
-        """Return what shares its bytes and has no history; assigning gives it other bytes, as torch does."""
+        """Return what shares its bytes and shape and has no history; assigning gives it other bytes, as torch does."""
         return super().data
 
     @data.setter

@@ -6,11 +6,13 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from autoprec import Policy
 from autoprec.applying.phases import phases_of
 from autoprec.applying.swap import execution_of
+from autoprec.optim.optimizer import runtime_of
 from autoprec.policy import policy_from_dict
 from autoprec.support.optional import is_available
 
@@ -41,3 +43,16 @@ def test_the_lightning_plugins(name: str) -> None:
     found = phases_of(module.model)
     assert found is not None
     assert found.starts == (0, 5)
+
+
+@pytest.mark.skipif(not is_available("lightning"), reason="lightning is not installed")
+def test_a_trainers_optimizers_are_wrapped_before_a_checkpoint_is_read() -> None:
+    """At its first step the second of two optimizers, or one that accumulates gradients, would read it too late."""
+    from autoprec.integrations.lightning import PolicyTrainerPrecision
+
+    policy = policy_from_dict(_policy().to_dict() | {"optimizer": {"exp_avg": "bf16"}}, cls=Policy)
+    plugin = PolicyTrainerPrecision(policy)
+    module = plugin.convert_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in module]
+    plugin.connect(module, optimizers, [])
+    assert all(runtime_of(optimizer) is not None for optimizer in optimizers)
