@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from autoprec.applying.optimizers import own_optimizer, shared
 from autoprec.applying.policy import TorchPolicy, load
+from autoprec.support.living import living
 from autoprec.support.optional import require
 
 _PURPOSE = "a Lightning precision plugin"
@@ -37,11 +40,13 @@ class _PolicyPrecision:
         self.policy = policy if isinstance(policy, TorchPolicy) else load(policy)
         self.prefix, self.backend, self.run_steps = prefix, backend, run_steps
         self._model: nn.Module | None = None
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def convert_module(self, module: Any) -> Any:
         """Apply the policy in place and return the module."""
         self._model = module.get_submodule(self.prefix)
+        self._models.add(self._model)
         run_steps = self.run_steps or _steps_of(module)
         self.policy.apply(self._model, backend=self.backend, run_steps=run_steps)
         return module
@@ -54,7 +59,8 @@ class _PolicyPrecision:
     def _wrap(self, optimizer: Any) -> None:
         if isinstance(optimizer, Optimizer) and optimizer not in self._wrapped:
             self._wrapped.add(optimizer)
-            self.policy.wrap_optimizer(optimizer, self._model)
+            trained = [model for model in self._models if shared(optimizer, model)] or [self._model]
+            self.policy.wrap_optimizer(optimizer, trained[0] if len(trained) == 1 else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers between steps; the Trainer saves it in its checkpoints."""
@@ -74,6 +80,26 @@ def _steps_of(module: Any) -> int | None:
 
 class PolicyFabricPrecision(_PolicyPrecision, FabricPrecision):  # type: ignore[misc]
     """For ``Fabric(plugins=[...])``."""
+
+    _looked = False
+
+    def convert_module(self, module: Any) -> Any:
+        """Apply the policy in place and return the module; its optimizers are found before its first forward."""
+        self._looked = False
+        return super().convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        """Wrap the optimizers before the first forward, which is the first that Fabric tells after loading."""
+        if not self._looked:
+            self._looked = True
+            self._wrap_living()
+        return super().convert_input(data)
+
+    @_disable_dynamo
+    def _wrap_living(self) -> None:
+        for optimizer in dict.fromkeys(map(own_optimizer, living(Optimizer))):
+            if any(shared(optimizer, model) for model in self._models):
+                self._wrap(optimizer)
 
 
 class PolicyTrainerPrecision(_PolicyPrecision, TrainerPrecision):  # type: ignore[misc]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,3 +58,38 @@ def test_a_trainers_optimizers_are_wrapped_before_a_checkpoint_is_read() -> None
     optimizers = [torch.optim.AdamW(part.parameters()) for part in module]
     plugin.connect(module, optimizers, [])
     assert all(runtime_of(optimizer) is not None for optimizer in optimizers)
+
+
+@pytest.mark.skipif(not is_available("lightning"), reason="lightning is not installed")
+def test_fabrics_optimizers_are_wrapped_before_the_first_forward() -> None:
+    """Fabric tells a precision nothing of a checkpoint; each of two models has the optimizer that trains it."""
+    from autoprec.integrations.lightning import PolicyFabricPrecision
+
+    recipe = {"format": "fp8", "scaling": {"granularity": "tensor", "scale": "delayed"}}
+    policy = policy_from_dict(_policy().to_dict() | {"recipes": {"bf16": recipe}}, cls=Policy)
+
+    def run(steps: int, checkpoints: list[Any]) -> tuple[list[Any], list[float]]:
+        plugin, losses = PolicyFabricPrecision(policy), []
+        torch.manual_seed(0)
+        models = [plugin.convert_module(nn.Linear(16, 16)) for _ in range(2)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+        for model, optimizer, (weights, state) in zip(models, optimizers, checkpoints, strict=False):
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        for step in range(4 - steps, 4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                x = plugin.convert_input(torch.ones(4, 16) * (step + 1))
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                plugin.optimizer_step(optimizer)
+                losses.append(loss.item())
+            if step == 1:
+                made = copy.deepcopy(
+                    [(m.state_dict(), o.state_dict()) for m, o in zip(models, optimizers, strict=True)]
+                )
+        return (made if steps == 4 else []), losses
+
+    saved, losses = run(4, [])
+    assert all(len(state["param_groups"][0]["autoprec"]) == 9 for _, state in saved)
+    assert run(2, saved)[1] == losses[4:]
