@@ -25,7 +25,7 @@ from autoprec.applying.compiling import allow_versions, restore_execution, set_e
 from autoprec.applying.prepared import Prepared
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import install, root_of, swapped_base, uninstall
-from autoprec.applying.units import Unit, tunable_units, unwrap
+from autoprec.applying.units import LAYERS, Unit, clean_name, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import BEFORE_TORCHSCRIPT, IN_TORCHSCRIPT, AutoPrecWarning, UnsupportedError
 from autoprec.numerics.delayed.steps import DelayedReduction
@@ -33,6 +33,7 @@ from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.plan import NATIVE
 from autoprec.numerics.sharded import is_dtensor, is_sharded
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
+from autoprec.precision.recipes import KEEP
 
 
 def put_stage(
@@ -58,6 +59,12 @@ def put_stage(
             IN_TORCHSCRIPT,
             where=swapped_base(root).__name__,
             fix=f"apply the policy to {BEFORE_TORCHSCRIPT}",
+        )
+    if strict and (policy.layers or policy.default != KEEP) and (lazy := _without_shape(root)):
+        raise UnsupportedError(
+            "the layer gets its shape in its first forward, and no policy before that",
+            where=f"layer '{lazy}'",
+            fix="call the model once, or give its layers their sizes, and apply the policy then",
         )
     units = tunable_units(root)
     plans = resolve(policy, units, strict=strict)
@@ -93,6 +100,15 @@ def put_stage(
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
         _install_root(root, policy, backends, device, executions)
         set_execution(root, policy.execution)
+
+
+def _without_shape(root: nn.Module) -> str:
+    """Return the name of a layer (``nn.LazyLinear``, a lazy convolution) that has no shape yet, or nothing."""
+    for name, module in root.named_modules():
+        weight = module._parameters.get("weight")
+        if isinstance(weight, nn.UninitializedParameter) and isinstance(module, LAYERS):
+            return clean_name(name)
+    return ""
 
 
 def _say_without_a_layer(policy: Policy, units: dict[str, Unit]) -> None:

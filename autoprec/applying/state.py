@@ -10,8 +10,10 @@ The entries and their shapes depend on the policy alone: a distributed checkpoin
 from __future__ import annotations
 
 import copy
+import copyreg
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.applying.around.loading import load_execution
+from autoprec.applying.around.loading import load_execution, place_of
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import ROOTS, root_of
 from autoprec.applying.units import tunable_units, unwrap
@@ -54,7 +56,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     for name, unit in tunable_units(model).items():
         run = unit_execution(unit)
         if run is not None:
-            found |= {f"{name}.{part}": value for part, value in run.state(unit.weight.device).items()}
+            found |= {f"{name}.{part}": value for part, value in run.state(place_of(unit.weight)).items()}
     counted = ON.get(unwrap(model))
     return found if counted is None else found | {_PHASES + part: value for part, value in counted.state().items()}
 
@@ -72,10 +74,10 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing = []
     for name, unit in tunable_units(model).items():
         run = unit_execution(unit)
-        wanted = {} if run is None else run.state(unit.weight.device)
+        wanted = {} if run is None else run.state(place_of(unit.weight))
         held = {part: state[f"{name}.{part}"] for part in wanted if f"{name}.{part}" in state}
         if wanted:
-            load_execution(unit.module, unit.parameter, run, held, unit.weight.device)
+            load_execution(unit.module, unit.parameter, run, held, place_of(unit.weight))
         missing += [name] if held.keys() != wanted.keys() else []
     if missing:
         warnings.warn(
@@ -128,6 +130,7 @@ class _Carrier:
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None, asks: bool) -> None:
         self.given: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(unwrap(model))
         self.tells = asks and model is None
+        self._trained: list[tuple[weakref.ref[nn.Module], str, int]] = []
         self._stepped: list[weakref.ref[nn.Module]] | None = None
         hook_checkpoints(optimizer)  # before the hooks here
         self._handles = [
@@ -167,11 +170,16 @@ class _Carrier:
         return document
 
     def reserve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an empty entry in the live parameter group, where a checkpoint has one.
+        """Have an empty entry in the live parameter group, where a checkpoint has one, and know what is trained.
 
         Flattened checkpoints (``flatten_optimizer_state_dict``) are read by the names that a live group has.
         """
-        if optimizer.param_groups and _state(optimizer, models_of(optimizer)):
+        found = models_of(optimizer)
+        own = {id(p) for p in parameters_of(optimizer)}
+        every = (module for model in found for module in model.modules())
+        held = [(weakref.ref(one), name, id(p)) for one in every for name, p in one._parameters.items() if id(p) in own]
+        self._trained = held or self._trained
+        if optimizer.param_groups and _state(optimizer, found):
             optimizer.param_groups[0].setdefault(ENTRY, {})
 
     def _begin_phase(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
@@ -208,14 +216,33 @@ class _Carrier:
             load_model_state(model, _under(_prefix(index), held))
 
     def _settle(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
-        """Post-hook of ``step``: what a backend updates then."""
+        """Post-hook of ``step``: what a backend updates then, and whether what was updated is still the model's."""
         if self._stepped is None:
             self.models(optimizer)
+        self._tell_of_others(optimizer)
         for ref in self._stepped or ():
             model = ref()
             root = None if model is None else root_of(model)
             if root is not None and root.after_step is not None:
                 root.after_step()
+
+    def _tell_of_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, where a module holds another Parameter than the one that was trained there."""
+        for ref, name, number in self._trained:
+            module = ref()
+            now = None if module is None else module._parameters.get(name)
+            if now is None or id(now) == number or not now.requires_grad:
+                continue
+            self._trained = []
+            if all(now is not p for p in parameters_of(optimizer)):
+                warnings.warn(
+                    f"the optimizer trains a Parameter that is not the {name} of its {type(module).__name__} any more, "
+                    "as load_state_dict(..., assign=True) gives it another: the model reads nothing of what is "
+                    "learned; make and wrap the optimizer afterwards",
+                    AutoPrecWarning,
+                    stacklevel=4,
+                )
+            return
 
 
 def begin_phases(models: list[nn.Module], groups: list[dict[str, Any]]) -> None:
@@ -260,6 +287,7 @@ def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None = None
         asks, model = asks or before.tells, before.given() if model is None else model
     made = optimizer.__dict__[_CARRIER] = _Carrier(optimizer, model, asks)
     optimizer.__dict__["__deepcopy__"] = partial(_copied, optimizer)
+    optimizer.__dict__["__reduce_ex__"] = partial(_pickled, optimizer)
     waits = any(group.get(ENTRY) for group in optimizer.param_groups)
     if waits and (models_of(optimizer) or model is not None):
         made.load(optimizer)
@@ -287,3 +315,22 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.opt
         )
     carry_state(made)
     return made
+
+
+def _pickled(optimizer: torch.optim.Optimizer, _protocol: Any) -> tuple[Any, ...]:
+    """Pickle as a plain optimizer that has loaded the checkpoint of this one, which wrapping it again reads."""
+    warnings.warn(
+        "an optimizer that a policy has wrapped is pickled as a plain one: call policy.wrap_optimizer(optimizer) again "
+        "where it is loaded, or save optimizer.state_dict()",
+        AutoPrecWarning,
+        stacklevel=3,
+    )
+    document, parameters = optimizer.state_dict(), list(parameters_of(optimizer))
+    state = defaultdict(dict, {parameters[number]: held for number, held in document["state"].items()})
+    groups = zip(document["param_groups"], optimizer.param_groups, strict=True)
+    own = {
+        **optimizer.__getstate__(),
+        "state": state,
+        "param_groups": [{**g, "params": o["params"]} for g, o in groups],
+    }
+    return copyreg.__newobj__, (type(optimizer),), own  # type: ignore[attr-defined]

@@ -22,6 +22,8 @@ _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: Layers with one weight that a policy decides about.
+LAYERS = (nn.Linear, *_CONVOLUTIONS)
 #: Raw parameters that look like tables or gains, not like GEMM weights.
 _NO_WEIGHT = re.compile(r"emb|pos|token|query_tokens|prompt|bias|norm|scale|gamma|beta|codebook|mask|A_log|lora_|table")
 #: The least side of a weight: 8 values are the shortest side of a tensor core's 16-bit product (PTX: m16n8k8).
@@ -102,7 +104,7 @@ def kind_of(module: nn.Module) -> str:
         return "recurrent" if theirs and "forward" not in module.__dict__ else ""
     weight = module._parameters.get("weight")
     weight = weight if isinstance(weight, nn.Parameter) else None
-    if weight is None and isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
+    if weight is None and isinstance(module, LAYERS):
         weight = _attribute(module, "weight")
     if (
         not isinstance(weight, Tensor)

@@ -59,8 +59,9 @@ class _PolicyPrecision:
     def _wrap(self, optimizer: Any) -> None:
         if isinstance(optimizer, Optimizer) and optimizer not in self._wrapped:
             self._wrapped.add(optimizer)
-            trained = [model for model in self._models if shared(optimizer, model)] or [self._model]
-            self.policy.wrap_optimizer(optimizer, trained[0] if len(trained) == 1 else None)
+            trained = [model for model in self._models if shared(optimizer, model)]
+            several = len(trained) > 1
+            self.policy.wrap_optimizer(optimizer, None if several else next(iter(trained), self._model))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers between steps; the Trainer saves it in its checkpoints."""

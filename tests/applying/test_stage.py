@@ -243,3 +243,15 @@ def test_inputs_of_low_precision_reach_operators_as_well() -> None:
     low = torch.randn(4, 8).bfloat16()
     assert model({"x": low}).dtype is torch.bfloat16
     assert policy.audit(model).operators["softmax"]["executed"] == "fp32"
+
+
+def test_layers_without_a_shape_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.Sequential(nn.Linear(16, 8)))
+    policy = Policy.model_validate({"default": "bf16", "recipes": {"bf16": {"format": "bf16"}}})
+    with pytest.raises(UnsupportedError, match=r"layer '0'.*first forward"):
+        policy.apply(model)
+    Policy.model_validate({"activations": "bf16"}).apply(model)  # which is about no layer
+    model(torch.ones(2, 4))
+    policy.apply(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert policy.audit(model).ok

@@ -328,3 +328,48 @@ def test_what_is_meant_is_not_told_of() -> None:
     for made in (optimizer, named, with_loss):
         made.state_dict()
     assert without_policy(named) == ["Sequential"]
+
+
+def test_parameters_that_an_optimizer_trains_for_nothing_are_told_of() -> None:
+    """``load_state_dict(assign=True)`` gives a model other Parameters than an optimizer was given before."""
+    run = Run("fp8_delayed")
+    run.steps(0, 1)
+    run.model.load_state_dict(Run("fp8_delayed").model.state_dict(), assign=True)
+    with pytest.warns(AutoPrecWarning, match="not the weight of its Linear any more"):
+        run.steps(1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(2, 3)
+        other = Run("fp8_delayed")
+        other.model[2].weight = nn.Parameter(torch.ones(32, 32))
+        other.optimizer.add_param_group({"params": [other.model[2].weight]})
+        other.steps(0, 2)
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", "stored"])
+def test_a_pickled_run_goes_on_once_the_policy_is_there_again(name: str) -> None:
+    """Scripts that save whole objects: ``torch.save({"model": model, "optimizer": optimizer}, path)``."""
+    run, resumed, buffer = Run(name), Run(name, apply=False), io.BytesIO()
+    run.steps(0, 5)
+    with pytest.warns(UserWarning) as told:
+        torch.save((run.model, run.optimizer), buffer)
+    assert ["pickled" in str(one.message) for one in told] == [True, True]
+    buffer.seek(0)
+    resumed.model, resumed.optimizer = torch.load(buffer, weights_only=False)
+    assert type(resumed.optimizer.state[resumed.model[0].weight]["exp_avg"]) is torch.Tensor
+    resumed.apply()
+    assert resumed.steps(5, 10) == run.steps(5, 10)
+
+
+def test_a_model_on_meta_gets_its_weights_after_its_policy() -> None:
+    for name in ("fp8_delayed", "nvfp4"):
+        plain = Run(name)
+        weights = saved(plain.model.state_dict())
+        expected = plain.steps(0, 3)
+        run = Run(name, apply=False)
+        with torch.device("meta"):
+            run.model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        run.policy.apply(run.model)
+        run.model.load_state_dict(weights, assign=True)
+        run.optimizer = run.policy.wrap_optimizer(torch.optim.AdamW(run.model.parameters(), lr=0.01))
+        assert run.steps(0, 3) == expected

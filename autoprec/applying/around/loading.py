@@ -38,12 +38,16 @@ def weights_were_loaded(module: nn.Module, *, whole: bool) -> None:
     """Begin the delayed scales of a layer anew, or (``whole``) those of every layer of a model."""
     for one in module.modules() if whole else (module,):
         for parameter, run in _executions(one):
-            weight = next(iter(one.parameters()), None)
-            device = torch.device("cpu") if weight is None else weight.device
+            device = place_of(next(iter(one.parameters()), None))
             now = _histories(run.state(device))
             before = _LOADED.get(one, {}).get(parameter)
             if now and (before is None or not _equal(now, before)):
                 run.load_state(_first(now), device)
+
+
+def place_of(weight: Tensor | None) -> torch.device:
+    """Return where what is remembered of a layer lies: beside its weight, of any shape; on meta is no place."""
+    return torch.device("cpu") if weight is None or weight.is_meta else weight.device
 
 
 def _executions(module: nn.Module) -> Iterator[tuple[str, Any]]:
