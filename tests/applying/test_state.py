@@ -351,7 +351,7 @@ def test_a_pickled_run_goes_on_once_the_policy_is_there_again(name: str) -> None
     """Scripts that save whole objects: ``torch.save({"model": model, "optimizer": optimizer}, path)``."""
     run, resumed, buffer = Run(name), Run(name, apply=False), io.BytesIO()
     run.steps(0, 5)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="is pickled") as told:
         torch.save((run.model, run.optimizer), buffer)
     assert ["pickled" in str(one.message) for one in told] == [True, True]
     buffer.seek(0)
