@@ -272,7 +272,8 @@ class Rules:
         return bool(self._beyond_limits(one) or self._beyond_budget(one, mean, mean))
 
     def _bound(self, one: Standing) -> tuple[float, float]:
-        return confidence_bound(one.divergences, _NEGLIGIBLE * max(self.max_divergence, self.baseline.floor))
+        chaotic = self.rounding_gaps if self.baseline.noise_floor_upper > self.max_divergence else ()
+        return confidence_bound(one.divergences, _NEGLIGIBLE * max(self.max_divergence, self.baseline.floor), chaotic)
 
     def _beyond_budget(self, one: Standing, mean: float, upper: float) -> Reason | None:
         """Return what the loss says against a policy; None for nothing."""

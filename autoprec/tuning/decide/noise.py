@@ -14,8 +14,9 @@ Only the first can speak for a policy, and its limit is stricter than elsewhere;
 
 How far up may the mean of a few seeds be? The divergence of one policy varies from seed to seed like a lognormal
 variable, and four seeds that lie close together by chance promise far too much. So what is known of the spread
-beforehand is pooled with them; the bound is Cox's for the mean of a lognormal variable (Zhou and Gao, Statistics in
-Medicine 16, 1997), with Student's t for the pooled degrees of freedom.
+beforehand is pooled with them, and the spread of benign gaps where training is chaotic; the bound is Cox's for the mean
+of a lognormal variable (Zhou and Gao, Statistics in Medicine 16, 1997), with Student's t for the pooled degrees of
+freedom.
 """
 
 from __future__ import annotations
@@ -110,20 +111,25 @@ def student95(freedom: int) -> float:
     return _T95[min(max(freedom, 1), len(_T95)) - 1]
 
 
-def confidence_bound(gaps: Sequence[float], negligible: float = _TINY) -> tuple[float, float]:
+def confidence_bound(
+    gaps: Sequence[float], negligible: float = _TINY, chaotic: Sequence[float] = ()
+) -> tuple[float, float]:
     """Return (mean, upper 95 % bound of the mean) of a policy's divergences, one per paired seed.
 
     Args:
         gaps: fractions; where there is none, or one that is not finite, there is no bound (infinity).
         negligible: divergences below this count as this much: their logarithms say nothing.
+        chaotic: those of benign perturbations where training is chaotic: seeds make both vary alike.
     """
     if not len(gaps) or not np.isfinite(gaps).all():
         return math.inf, math.inf
     mean, logs, count = float(np.mean(gaps)), _logs(gaps, negligible), len(gaps)
-    freedom = _KNOWN_DF + count - 1
+    known = _KNOWN_DF * (_CHAOTIC_SD if len(chaotic) else _SEED_SD) ** 2
+    freedom = _KNOWN_DF + count - 1 + max(len(chaotic) - 1, 0)
+    squares = known + _squares(logs) + (_squares(_logs(chaotic)) if len(chaotic) else 0.0)
     # a spread far above the usual is not chance: FP8 may be harmless under most seeds and ten times as bad under one
     own = _squares(logs) / max(count - 1, 1)
-    variance = max((_KNOWN_DF * _SEED_SD**2 + _squares(logs)) / freedom, own)
+    variance = max(squares / freedom, own)
     error = math.sqrt(variance / count + variance**2 / (2 * (freedom + 2)))
     return mean, max(mean, math.exp(float(logs.mean()) + variance / 2 + student95(freedom) * error))
 
@@ -250,20 +256,24 @@ def error_over_limit(shares: Sequence[float]) -> tuple[float, float]:
 def compare_excess(excess: Sequence[float], rounding_excess: Sequence[float]) -> tuple[float, float]:
     """Return (mean, lower 95 % bound of the mean) of a policy's excess loss over that of benign perturbations.
 
+    A benign change helps no loss: its gaps scatter around zero, and where they lie below it by chance, a policy whose
+    loss is that of the script is not higher.
+
     Args:
         excess: signed relative gaps of the policy (positive: its loss is higher), one per paired seed.
-        rounding_excess: the same of the perturbed reference; may be empty (then it counts as zero on average).
+        rounding_excess: the same of the perturbed reference; may be empty (then it counts as zero).
 
     Returns:
-        Fractions; the bound is minus infinity where fewer than three values cannot tell the spread.
+        Fractions; the bound is minus infinity where fewer than four values cannot tell the spread.
     """
-    samples = [np.asarray(values, dtype=np.float64) for values in (excess, rounding_excess) if len(values)]
-    mean = float(samples[0].mean()) - sum(float(theirs.mean()) for theirs in samples[1:])
-    freedom = sum(len(sample) - 1 for sample in samples)
-    if freedom < 2:
+    ours, theirs = (np.asarray(values, dtype=np.float64) for values in (excess, rounding_excess))
+    mean = float(ours.mean()) - (max(0.0, float(theirs.mean())) if len(theirs) else 0.0)
+    freedom = len(ours) - 1 + len(theirs)
+    if freedom < 3:
         return mean, -math.inf
-    variance = sum(map(_squares, samples)) / freedom
-    return mean, mean - student95(freedom) * math.sqrt(variance * sum(1 / len(sample) for sample in samples))
+    variance = (_squares(ours) + float((theirs**2).sum())) / freedom
+    shares = 1 / len(ours) + (1 / len(theirs) if len(theirs) else 0.0)
+    return mean, mean - student95(freedom) * math.sqrt(variance * shares)
 
 
 def _logs(gaps: Sequence[float], least: float = _TINY) -> Vector:

@@ -87,6 +87,19 @@ def test_a_loss_that_is_surely_higher_is_rejected_where_the_budget_says_nothing(
     assert choose([SCRIPT, either], baseline=CHAOS).verdict == "adopt"
 
 
+def test_a_loss_that_is_the_scripts_own_is_not_higher_for_benign_ones_that_fell() -> None:
+    luck = Baseline(0.0175, (0.02616, 0.00887), (-0.00987, -0.00887))
+    same = candidate("bf16", 2.0, gaps=(0.04688, 0.00143), excess=(0.00141, 0.00001), gradient_error=0.006)
+    assert choose([SCRIPT, same], baseline=luck).verdict == "adopt"
+
+
+def test_where_training_is_chaotic_the_interval_is_as_wide_as_benign_gaps_make_it() -> None:
+    close = candidate("bf16", 2.0, gaps=(0.041, 0.0405), gradient_error=0.006)
+    found = choose([SCRIPT, close], baseline=Baseline(0.04, (0.065, 0.016)))
+    assert found.verdict == "adopt"
+    assert found.interval > 0.05
+
+
 def test_what_keeps_the_budget_in_spite_of_the_noise_needs_no_excuse() -> None:
     close = candidate("close", 1.5, 0.0004, gradient_error=0.01)
     found = choose([SCRIPT, close], baseline=CHAOS)
