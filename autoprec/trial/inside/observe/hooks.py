@@ -93,6 +93,11 @@ def parameter_ids(optimizer: Optimizer) -> set[int]:
     return set(map(id, parameters_of(optimizer)))
 
 
+def _steps_for(held: Any, optimizer: Optimizer) -> bool:
+    """Say whether what an optimizer holds is the one that updates its parameters (that of SAM, or of Lookahead)."""
+    return isinstance(held, Optimizer) and held is not optimizer and parameter_ids(optimizer) <= parameter_ids(held)
+
+
 def _weigh(roots: tuple[torch.Tensor, ...], weights: Any) -> None:
     """``losses.backward(w)`` has the gradients of the scalar ``sum(w * losses)``: that is the loss of such a step."""
     given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights or ())
@@ -140,7 +145,8 @@ class Hooks:
     def optimizers(self) -> list[Optimizer]:
         """The living optimizers, oldest first, without those that only wrap another."""
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        return [o for o in alive if isinstance(getattr(o, "param_groups", None), list)]
+        made = [o for o in alive if isinstance(getattr(o, "param_groups", None), list)]
+        return [o for o in made if not any(_steps_for(held, o) for held in vars(o).values())]
 
     def install(self) -> None:
         """Patch everything except ``nn.Module.__call__``."""

@@ -119,3 +119,23 @@ def test_what_the_watcher_calls_itself_is_not_watched() -> None:
     finally:
         hooks.remove()
     assert seen[:2] == [model, model[0]]
+
+
+def test_an_optimizer_that_another_one_steps_for_is_not_one_of_them() -> None:
+    """SAM and Lookahead are optimizers themselves, and the one that they hold updates the weights."""
+
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"rho": 0.05})
+            self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+            self.param_groups = self.base_optimizer.param_groups
+
+    hooks = Hooks()
+    hooks.install()
+    try:
+        model = nn.Linear(2, 2)
+        sam, other = Sam(model.parameters()), torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+        other.beside = sam  # type: ignore[attr-defined]  # which trains other parameters
+        assert hooks.optimizers == [sam.base_optimizer, other]
+    finally:
+        hooks.remove()
