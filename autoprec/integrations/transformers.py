@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from autoprec.errors import UsageError
 from autoprec.support.optional import require
 
 TrainerCallback: Any = require("transformers", purpose="PolicyCallback").TrainerCallback
+ExportableState: Any = require("transformers.trainer_callback", purpose="PolicyCallback").ExportableState
 
 
 def training_arguments(policy: TorchPolicy | Path | str, **given: Any) -> Any:
@@ -41,20 +43,26 @@ def _refuse_scaling_twice(policy: TorchPolicy, fp16: bool) -> None:
         )
 
 
-class PolicyCallback(TrainerCallback):  # type: ignore[misc]
+class PolicyCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Applies a policy when training begins, takes it off when it ends, and guards the run in between.
+
+    What the guard has done is in the Trainer's checkpoints: a resumed run goes on under what it had fallen back to.
 
     Phases of the policy follow the Trainer's own count (``state.max_steps``), in a resumed run as well.
     ``bf16`` of ``TrainingArguments`` stays what it was in the script that was searched, for "keep" means that; where
     the policy names ``activations``, those decide (:func:`training_arguments`).
 
     Args:
-        policy: a policy, or the path of one.
+        policy: a policy, the path of one, or (as checkpoints have it) its document.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         guard: watch the run (needs ``logging_steps`` small enough to see something) and fall back on a breach.
     """
 
-    def __init__(self, policy: TorchPolicy | Path | str, *, backend: str = "auto", guard: bool = True) -> None:
+    def __init__(
+        self, policy: TorchPolicy | Path | str | Mapping[str, Any], *, backend: str = "auto", guard: bool = True
+    ) -> None:
+        if isinstance(policy, Mapping):
+            policy = TorchPolicy.model_validate(policy)
         self.policy = policy if isinstance(policy, TorchPolicy) else load(policy)
         self.backend, self._wants_guard = backend, guard
         self.guard: Guard | None = None
@@ -71,12 +79,29 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         model = kwargs["model"]
         _refuse_scaling_twice(self.policy, bool(getattr(args, "fp16", False)))
         steps = {"run_steps": state.max_steps or None, "step": state.global_step} if self.policy.phases else {}
-        self.policy.apply(model, backend=self.backend, **steps)
+        kept = self._kept(state)
+        policy = self.policy if kept is None else TorchPolicy.model_validate(kept["policy"])
+        policy.apply(model, backend=self.backend, **steps)
         optimizer = kwargs.get("optimizer")
         if optimizer is not None:
-            self.policy.wrap_optimizer(getattr(optimizer, "optimizer", optimizer), model=model)
+            policy.wrap_optimizer(getattr(optimizer, "optimizer", optimizer), model=model)
         if self._wants_guard:
-            self.guard = Guard(self.policy, model, every=1, window=20, backend=self.backend)
+            self.guard = Guard(policy, model, every=1, window=20, backend=self.backend)
+            if kept is not None:
+                self.guard.load_state_dict(kept)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer saves of this callback: how it was made, and what its guard has done."""
+        made = {"policy": self.policy.to_dict(), "backend": self.backend, "guard": self._wants_guard}
+        return {"args": made, "attributes": {} if self.guard is None else {"kept": self.guard.state_dict()}}
+
+    def _kept(self, state: Any) -> dict[str, Any] | None:
+        """Return what the guard had done in a run that is resumed under the same policy."""
+        saved = state.stateful_callbacks.get(type(self).__name__) if state is not None and state.global_step else None
+        if not isinstance(saved, dict) or saved["args"]["policy"] != self.state()["args"]["policy"]:
+            return None
+        kept: dict[str, Any] | None = saved["attributes"].get("kept")
+        return kept
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
         """Show the guard what the Trainer logged; its metrics join the log.

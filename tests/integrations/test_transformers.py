@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,3 +73,44 @@ def test_phases_follow_the_trainers_own_count() -> None:
         callback.on_train_begin(None, SimpleNamespace(max_steps=100, global_step=step), None, model=model)
         assert (type(model[0]) is nn.Linear) is plain
         callback.on_train_end(None, None, None, model=model)
+
+
+@pytest.mark.skipif(not is_available("transformers"), reason="transformers is not installed")
+def test_a_resumed_trainer_goes_on_under_what_its_guard_had_fallen_back_to() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from autoprec.integrations.transformers import PolicyCallback
+    recipe = {"format": "fp8", "scaling": {"granularity": "tensor", "scale": "delayed"}}
+    policy = policy_from_dict(_policy().to_dict() | {"recipes": {"bf16": recipe}}, cls=Policy)
+
+    def begun(callback: Any, step: int, saved: dict[str, Any]) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16))
+        held = saved.get("optimizer")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if held is not None:
+            optimizer.load_state_dict(held)
+        state = SimpleNamespace(global_step=step, max_steps=8, stateful_callbacks={"PolicyCallback": saved.get("own")})
+        callback.on_train_begin(None, state, None, model=model, optimizer=optimizer)
+        saved["optimizer"] = optimizer.state_dict
+        return model
+
+    saved: dict[str, Any] = {}
+    first = PolicyCallback(policy)
+    model = begun(first, 0, saved)
+    for loss in (1.0, *[float("nan")] * 4):
+        first.on_log(None, None, None, logs={"loss": loss})
+    assert first.guard is not None
+    assert [breach.action for breach in first.guard.breaches] == ["wgrad_bf16"]
+    model(torch.ones(4, 16)).sum().backward()
+    saved = {"own": json.loads(json.dumps(first.state())), "optimizer": saved["optimizer"]()}
+    for step, made in (
+        (4, PolicyCallback(policy)),
+        (4, PolicyCallback(**saved["own"]["args"])),
+        (0, PolicyCallback(policy)),
+    ):
+        resumed = begun(made, step, dict(saved))
+        resumed(torch.ones(4, 16)).sum().backward()
+        assert made.guard is not None
+        assert made.guard.breaches == (first.guard.breaches if step else [])
+        assert execution_of(resumed[0]).executed["wgrad"] == ("bf16" if step else "fp8 delayed e4m3/e4m3/e4m3")

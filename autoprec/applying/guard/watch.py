@@ -258,7 +258,7 @@ class Guard:
         self.fallbacks = list(state["fallbacks"])
         self.breaches = [Breach(**row) for row in state["breaches"]]
         policy = type(self.policy).model_validate(state["policy"])
-        if self.breaches:
+        if self.breaches and policy != self.policy:  # else it is there, and what it remembers with it
             self._install(policy, "of the checkpoint")
         self.policy = policy
 
