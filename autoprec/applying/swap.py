@@ -115,7 +115,34 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
             new.__dict__[key] = copy.deepcopy(value, memo)
     if ROOT in new.__dict__:
         ROOTS.add(new)
+    if "_autoprec_recompiles" in type(self).__dict__:
+        _give_a_class(new)
     return new
+
+
+def _give_a_class(copied: Any) -> None:
+    """Write the code of a copied ``torch.fx.GraphModule`` to a class of its own: that of the original is another's."""
+    kinds, base = [], type(copied)
+    while (kind := base.__dict__.get("_autoprec_kind")) is not None:
+        kinds.append(kind)
+        base = base.__dict__["_autoprec_root_base" if kind == "root" else "_autoprec_base"]
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    copied.__class__ = type(base.__name__, base.__bases__, names)
+    copied.recompile()
+    for kind in reversed(kinds):
+        copied.__class__ = _class_for(type(copied), kind)
+
+
+def _recompiling(base: Any) -> Callable[[Any], Any]:
+    def recompile(self: Any) -> Any:
+        """Write the code where ``torch.fx`` has it: torchvision's extractors do in every ``train()`` and ``eval()``."""
+        swapped, self.__class__ = type(self), base
+        try:
+            return base.recompile(self)
+        finally:
+            self.__class__ = swapped
+
+    return recompile
 
 
 def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
@@ -172,8 +199,12 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
             own = {"forward": _FORWARDS[kind], "_autoprec_base": base, "extra_repr": _extra_repr}
             if parametrized := _parametrized(base):
                 own, above = parametrized | own, base.__bases__
+        if base.__dict__.keys() & {"_wrapped_call", "_autoprec_recompiles"}:  # a class of one torch.fx.GraphModule
+            own["_autoprec_recompiles"] = True
+            own["recompile"] = _recompiling(base)
         namespace = {
             **own,
+            "_autoprec_kind": kind,
             "_load_from_state_dict": _loading(base, whole=kind == "root"),
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce,

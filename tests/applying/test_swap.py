@@ -196,3 +196,44 @@ def test_a_parametrisation_may_be_removed_under_a_policy(name: str) -> None:
     assert torch.equal(model(x), before)
     policy.remove(model)
     assert type(model[0]) is nn.Linear
+
+
+class Extractor(torch.fx.GraphModule):
+    """Exchanges its graph in ``train()`` and ``eval()``, as what torchvision's ``create_feature_extractor`` makes."""
+
+    def __init__(self, root: nn.Module, training: Any, evaluating: Any) -> None:
+        super().__init__(root, training)
+        self.graphs = {True: training, False: evaluating}
+
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:
+            self.graph = self.graphs[mode]
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("activations", ["keep", "bf16"])
+def test_a_graph_module_is_recompiled_under_a_policy(activations: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) * 2 if self.training else self.fc(x)
+
+    plain = Net()
+    made = Extractor(plain, torch.fx.Tracer().trace(plain.train()), torch.fx.Tracer().trace(plain.eval()))
+    policy = Policy.model_validate(
+        {"activations": activations, "default": "int8", "recipes": {"int8": {"format": "int8"}}}
+    )
+    own, x = type(made), torch.randn(8, 16)
+    policy.apply(made)
+    policy.apply(plain)  # of the same layer
+    trained = made.train()(x)
+    assert torch.equal(made.eval()(x) * 2, trained)
+    copied = copy.deepcopy(made)
+    assert torch.equal(copied.train()(x), trained)
+    assert torch.equal(made(x) * 2, trained)  # whose code is not that of its copy
+    policy.remove(made)
+    assert type(made) is own
+    assert torch.equal(made.train()(x), plain.fc(x) * 2)

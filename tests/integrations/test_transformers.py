@@ -70,7 +70,8 @@ def test_phases_follow_the_trainers_own_count() -> None:
     callback = PolicyCallback(policy_from_dict(document, cls=Policy), guard=False)
     for step, plain in ((0, False), (60, True)):
         model = nn.Sequential(nn.Linear(4, 4))
-        callback.on_train_begin(None, SimpleNamespace(max_steps=100, global_step=step), None, model=model)
+        state = SimpleNamespace(max_steps=100, global_step=step, stateful_callbacks={})
+        callback.on_train_begin(None, state, None, model=model)
         assert (type(model[0]) is nn.Linear) is plain
         callback.on_train_end(None, None, None, model=model)
 
