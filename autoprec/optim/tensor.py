@@ -71,15 +71,22 @@ class StoredTensor(torch.Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        here = (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device)
-        if not here:
+        if values.shape != self.shape:
             raise RuntimeError(
-                f"a weight stored in fewer bits ({tuple(self.shape)}, {self.dtype}, {self.device}) takes no data "
-                f"of {tuple(values.shape)}, {values.dtype}, {values.device}: wrap the optimizer after such changes"
+                f"a weight of {tuple(self.shape)} that is stored in fewer bits takes no data of {tuple(values.shape)}: "
+                "wrap the optimizer after such changes"
             )
-        same = isinstance(values, StoredTensor) and values.codec == self.codec
-        plain = values.exact() if isinstance(values, StoredTensor) else values.detach()
-        self.parts = values.parts if same else self.codec.encode(plain.float())  # type: ignore[attr-defined]
+        if isinstance(values, StoredTensor) and values.codec == self.codec:
+            parts = values.parts
+        elif torch.equal(values, decoded(self).to(values.device, values.dtype)):  # read from here, as module.to() does
+            parts = self.parts
+        else:
+            plain = values.exact() if isinstance(values, StoredTensor) else values.detach()
+            parts = self.codec.encode(plain.float(), None)
+        self.parts = tuple(part.to(values.device) for part in parts)
+        if (values.dtype, values.device) != (self.dtype, self.device):
+            other = StoredTensor(self.parts, self.codec, self.shape, values.dtype)
+            torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write to a part of the stored values."""

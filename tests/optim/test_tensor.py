@@ -64,9 +64,25 @@ def test_other_data_is_taken_as_torch_takes_it(name):
     nn.utils.vector_to_parameters(torch.full((60,), 0.25), [parameter])
     assert isinstance(parameter, StoredTensor)
     assert torch.equal(parameter.detach().clone(), torch.full((6, 10), 0.25))
-    for other in (torch.zeros(5, 10), torch.zeros(6, 10, dtype=torch.float64)):
-        with pytest.raises(RuntimeError, match="takes no data"):
-            parameter.data = other
+    with pytest.raises(RuntimeError, match="takes no data"):
+        parameter.data = torch.zeros(5, 10)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_module_that_is_cast_keeps_the_exact_value(name):
+    model = nn.Conv2d(6, 4, 3)
+    model.weight = nn.Parameter(StoredTensor.store(model.weight.detach(), CODECS["weights", name]))
+    exact = model.weight.exact()
+    for change in (lambda: model.to(memory_format=torch.channels_last), model.bfloat16, model.half, model.float):
+        change()
+        assert isinstance(model.weight, StoredTensor)
+        assert torch.equal(model.weight.exact(), exact)
+        assert model.weight.dtype == model.bias.dtype
+        x = torch.ones(1, 6, 3, 3, dtype=model.weight.dtype)
+        assert torch.equal(model.weight * 1, model.weight.decode().to(model.weight.dtype))
+        model(x).sum().backward()
+        assert model.weight.grad.dtype == model.weight.dtype
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
