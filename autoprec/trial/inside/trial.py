@@ -48,7 +48,7 @@ from autoprec.trial.inside.observe.conditions import (
 from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import AtGradients, Loop, early_stop, out_of_time
-from autoprec.trial.inside.observe.measure import clock_for, some_heap
+from autoprec.trial.inside.observe.measure import clock_for, heap_for
 from autoprec.trial.inside.observe.memory import is_out_of_memory
 from autoprec.trial.inside.observe.turns import Turn
 from autoprec.trial.inside.perturbing import perturb_run
@@ -156,7 +156,7 @@ class Trial:
             keep_random_streams()
         if compiles or is_compiled(self.found.root):
             cache_graphs()  # of all kinds of trials alike: what differs in it is not found in the cache
-        self._heap = some_heap(self.pid) if self._device.type == "cpu" else []
+        self._heap = heap_for(self._device, self.pid, timed=train is not None)
         self._monitors = watch_state(self._policy, self.found, max(1, spec.total))
         self._batch = batch_size(args, kwargs)
         self.loop = Loop(
