@@ -21,8 +21,9 @@ from torch.autograd import forward_ad
 
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype, only_once
+from autoprec.numerics.kept import KeptCasts
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
-from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
+from autoprec.numerics.plan import DTYPE_NAMES, GemmStep, Multiply, Steps, compile_plan, native_dtype
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.numerics.sharded import NDIMS, Layout, is_dtensor, layout_of, run_sharded
@@ -90,6 +91,7 @@ class LinearExecution(Execution):
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
         layouts: how a sharded weight lies, by the input's number of dimensions.
+        kept: casts of the weight that a micro-batch leaves to the next; none in compiled graphs and under FSDP2.
     """
 
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class LinearExecution(Execution):
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
     compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
+    kept: KeptCasts = field(default_factory=KeptCasts)
 
     def __post_init__(self) -> None:
         self.native = {device: native_dtype(self.plan, device) for device in ("cpu", "cuda")}
@@ -350,17 +353,15 @@ class _PlannedLinear(torch.autograd.Function):
         x = input.reshape(-1, input.shape[-1])
         needs = [grad and need for need in ctx.needs_input_grad[:2]]
         how = {"update": update}
-        a = b = saved_x = saved_w = None
+        a = saved_x = None
+        options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
         if layer.casts is not None:
             across = steps.wgrad.second if needs[1] else None
-            second = steps.dgrad.second if needs[0] and not layer.gathered else None
             a, saved_x = layer.casts.pair(x, steps.fprop.first, across, "input")
-            b, saved_w = layer.casts.pair(weight, steps.fprop.second, second, "weight")
-        options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
         if a is None:
             a = quantize(x, steps.fprop.first, operand="input", **options)
-        if b is None:
-            b = quantize(weight, steps.fprop.second, operand="weight", **options)
+        second = steps.dgrad.second if needs[0] and not layer.gathered else None
+        b, saved_w = _weight(layer, weight, steps.fprop.second, second, options, keeps=training and grad)
         out = steps.fprop.multiply(a, b, steps.fprop, out_dtype)
         layer.mark("fprop", steps.fprop.label)
         if bias is not None:
@@ -405,10 +406,8 @@ class _PlannedLinear(torch.autograd.Function):
             step = steps.dgrad
             if d is None:
                 d = quantize(g, step.first, values=step.values, **options)
-            if isinstance(w, Tensor) and layer.casts is not None:
-                w = layer.casts.pair(w, None, step.second, "weight")[1] or w
             if isinstance(w, Tensor):
-                w = quantize(w, step.second, operand="weight", state=layer.quantizers, update=False, values=step.values)
+                w = _weight_again(layer, w, step)
             grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)
             layer.mark("dgrad", step.label)
         if x is not None:
@@ -424,6 +423,44 @@ class _PlannedLinear(torch.autograd.Function):
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _weight(
+    layer: LinearExecution,
+    weight: Tensor,
+    first: Spec,
+    second: Spec | None,
+    options: Mapping[str, Any],
+    *,
+    keeps: bool,
+) -> tuple[QuantizedOperand, QuantizedOperand | None]:
+    """Cast a weight for fprop, and for dgrad where both are cast at once; ``keeps``: for further micro-batches, too."""
+    keeps = keeps and not layer.gathered and not torch.compiler.is_compiling()
+    if keeps:
+        layer.kept.begin(weight)
+        kept = layer.kept.get(weight, first)
+        if kept is not None:
+            return kept, layer.kept.get(weight, second)
+    b, saved = (None, None) if layer.casts is None else layer.casts.pair(weight, first, second, "weight")
+    if b is None:
+        b = quantize(weight, first, operand="weight", **options)
+    if keeps:
+        layer.kept.keep(weight, b, saved)
+    return b, saved
+
+
+def _weight_again(layer: LinearExecution, weight: Tensor, step: GemmStep) -> QuantizedOperand:
+    """Cast a weight for dgrad, where fprop's cast does not serve."""
+    compiling = torch.compiler.is_compiling()
+    found = None if compiling else layer.kept.get(weight, step.second)
+    if found is None and layer.casts is not None:
+        found = layer.casts.pair(weight, None, step.second, "weight")[1]
+    if found is None:
+        options: dict[str, Any] = {"state": layer.quantizers, "update": False, "values": step.values}
+        found = quantize(weight, step.second, operand="weight", **options)
+    if not compiling and not layer.gathered:
+        layer.kept.keep(weight, found)
+    return found
 
 
 def _for_backward(
