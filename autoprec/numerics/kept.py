@@ -95,6 +95,9 @@ class KeptCasts:
         Args:
             weight: ``[out_features, in_features]``, as the layer is given it.
         """
+        self._keeps = False
+        if not _may_keep(weight):
+            return
         key = _key_of(weight)
         if key != self._key:
             self._repeats = self._forwards > 1
@@ -102,7 +105,7 @@ class KeptCasts:
         self._forwards += 1
         if self._made and self._is_written(weight):
             self._made, self._sample = {}, None
-        self._keeps = (self._repeats or self._forwards > 1) and _may_keep(weight)
+        self._keeps = self._repeats or self._forwards > 1
 
     def get(self, weight: Tensor, spec: Spec | None) -> QuantizedOperand | None:
         """Return the weight's cast for one GEMM, or None where there is none that may be used."""
