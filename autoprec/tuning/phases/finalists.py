@@ -407,8 +407,8 @@ class SeedAllocation:
     def _time_what_decides(self, decision: Decision) -> bool:
         """Time in a duel what a decision rests on; in the first one also the best by hand and what may be faster.
 
-        A trial's speed is off by up to the timing noise: what is slower than the answer by less may be faster. The best
-        preset is what the gain is said over. To stay is an answer that all by hand must have lost against.
+        A trial's speed is off by up to the timing noise: what is slower than the answer by less may be faster. The gain
+        is said over the best preset. To stay all by hand must have lost. A duel of blocks ranks possible answers first.
         """
         rests = [run for i in decision.rests_on if (run := decision.ranking[i].run) is not None]
         if decision.run is not None and decision.chosen is not None:
@@ -418,8 +418,9 @@ class SeedAllocation:
                 rests = [decision.run, best.run, *rests]
         hand, near = self._by_hand(), self._may_be_faster(decision)
         if not self._is_timed:
-            self._is_timed = True
-            rests = [*rests[:1], *hand[: 1 if decision.run is not None else None], *rests[1:2], *near, *rests[2:]]
+            self._is_timed, some = True, hand[:1] if decision.run is not None else hand
+            first = [*near, *some] if self._runner.by_block.active else [*some, *rests[1:2], *near]
+            rests = [*rests[:1], *first, *rests[1:]]
         rests = beside_compiled(self._setup, decision.run, rests, self._ok)
         if not self.duels.time(rests, [run for run in near if run in hand]):
             return False
@@ -449,7 +450,7 @@ class SeedAllocation:
         return sorted(fit, key=lambda one: -one.speedup)
 
     def _may_be_faster(self, decision: Decision) -> list[Run]:
-        """Return what may be faster than the answer for all that was timed: by hand first, then the fastest."""
+        """Return what may be faster than the answer for all that was timed; where whole models are, by hand first."""
         if self._setup.options.objective != "throughput":
             return []
         chosen, hand = decision.chosen, self._by_hand()
@@ -461,7 +462,7 @@ class SeedAllocation:
             return one.high or one.speedup * (_OFF_TRIALS if _run(one) in hand else 1.0 + noise)
 
         found = [_run(one) for one in self._fit() if one.name != chosen.name and most(one) > least]
-        return sorted(found, key=lambda run: run not in hand)
+        return sorted(found, key=lambda run: run not in hand and not self._runner.by_block.active)
 
     def _seed_of_what_is_faster(self, decision: Decision) -> bool:
         """Run a seed of what a duel shows to be faster than the answer and that lacks one; false if there is none."""

@@ -455,6 +455,32 @@ def test_the_best_preset_is_in_the_duel_of_the_answer_though_slower_by_trials(tr
     allocation._best_preset, allocation._by_hand, allocation._may_be_faster = lambda _: preset, list, lambda _: []
     allocation._is_timed, allocation.duels = False, SimpleNamespace(time=lambda runs, _: asked.extend(runs))
     allocation._setup, allocation._ok = SimpleNamespace(host=SimpleNamespace(compiled=False)), [policy, int8]
+    allocation._runner = SimpleNamespace(by_block=SimpleNamespace(active=False))
     allocation._time_what_decides(decision)
     assert (int8 in asked) is is_timed
     assert asked[0] is policy
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_what_may_be_the_answer_is_first_in_a_duel_that_only_ranks(by_block: bool) -> None:
+    """Where one of 3.05x by trials was not in the duel of blocks, two more duels and a run of the whole model followed."""
+    names = ("trial 5", "trial 8", "trial 11", "all bf16", "autocast")
+    runs = {name: Run(n, "search", name, {}, {}, "ok") for n, name in enumerate(names)}
+    speeds = dict(zip(names, (2.81, 3.05, 2.85, 2.48, 2.29), strict=True))
+    standings = [Standing(name, speeds[name], (0.0, 0.0), run=runs[name]) for name in names]
+    decision = Decision("adopt", (), tuple(standings), 0, rests_on=(0,), run=runs["trial 5"], timing_noise=0.07)
+    asked: list[Run] = []
+    allocation: Any = object.__new__(SeedAllocation)
+    allocation._best_preset, allocation._by_hand = lambda _: None, lambda: [runs["all bf16"], runs["autocast"]]
+    allocation._fit = lambda: sorted(standings, key=lambda one: -one.speedup)
+    allocation._is_timed, allocation.duels = False, SimpleNamespace(time=lambda runs, _: asked.extend(runs))
+    options = SimpleNamespace(objective="throughput")
+    allocation._setup = SimpleNamespace(host=SimpleNamespace(compiled=by_block), options=options, target=None)
+    allocation._ok = list(runs.values())
+    allocation._runner = SimpleNamespace(by_block=SimpleNamespace(active=by_block))
+    allocation._time_what_decides(decision)
+    found = list(dict.fromkeys(run.name for run in asked))[:4]
+    assert found == [
+        "trial 5",
+        *(["trial 8", "trial 11", "all bf16"] if by_block else ["all bf16", "autocast", "trial 8"]),
+    ]
