@@ -108,7 +108,7 @@ class KeptCasts:
         self._keeps = self._repeats or self._forwards > 1
 
     def get(self, weight: Tensor, spec: Spec | None) -> QuantizedOperand | None:
-        """Return the weight's cast for one GEMM, or None where there is none that may be used."""
+        """Return the cast of a weight ``[out_features, in_features]`` for one GEMM; None where none may be used."""
         if not self._keeps or spec is None or spec not in self._made or self._key != _key_of(weight):
             return None
         return self._made[spec]

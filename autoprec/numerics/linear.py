@@ -24,7 +24,7 @@ from autoprec.numerics.execution import Execution, autocast_dtype, only_once
 from autoprec.numerics.kept import KeptCasts
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, GemmStep, Multiply, Steps, compile_plan, native_dtype
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.quantize import for_backward, quantize, restore, save, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.numerics.sharded import NDIMS, Layout, is_dtensor, layout_of, run_sharded
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
@@ -370,10 +370,10 @@ class _PlannedLinear(torch.autograd.Function):
             kept_x: QuantizedOperand | Tensor | None = saved_x
             kept_w: QuantizedOperand | Tensor | None = saved_w
             if needs[1] and saved_x is None:
-                kept_x = _for_backward(x, a, steps.wgrad.second, "input", how | {"state": layer.quantizers})
+                kept_x = for_backward(x, a, steps.wgrad.second, "input", how | {"state": layer.quantizers})
             if needs[0] and saved_w is None:
-                kept_w = weight if layer.gathered else _for_backward(weight, b, steps.dgrad.second, "weight", None)
-            _save(ctx, kept_x, kept_w)
+                kept_w = weight if layer.gathered else for_backward(weight, b, steps.dgrad.second, "weight", None)
+            save(ctx, kept_x, kept_w)
             ctx.layer, ctx.steps = layer, steps
             ctx.shapes = (input.shape, input.dtype, weight.dtype, None if bias is None else bias.dtype)
         # a view of it could not be changed in place, as residuals and in-place activations do
@@ -392,7 +392,7 @@ class _PlannedLinear(torch.autograd.Function):
         """Return what :meth:`backward` does: dgrad, wgrad and the bias's gradient, then None for each other input."""
         steps: Steps = ctx.steps
         layer: LinearExecution = ctx.layer
-        x, w = _restore(ctx)
+        x, w = restore(ctx)
         shape, x_dtype, w_dtype, bias_dtype = ctx.shapes
         if steps.stateful and not torch.compiler.is_compiling():
             layer.quantizers.passed_back = True
@@ -460,47 +460,4 @@ def _weight_again(layer: LinearExecution, weight: Tensor, step: GemmStep) -> Qua
         found = quantize(weight, step.second, operand="weight", **options)
     if not compiling and not layer.gathered:
         layer.kept.keep(weight, found)
-    return found
-
-
-def _for_backward(
-    x: Tensor, ready: QuantizedOperand, spec: Spec, operand: str, options: dict[str, Any] | None
-) -> QuantizedOperand | Tensor:
-    """Choose what to keep of an operand: the codes at hand, codes for the other axis, or the tensor itself.
-
-    ``options`` None means that the tensor lives anyway (a Parameter): it is quantised when the backward pass needs it.
-    """
-    if ready.spec == spec:
-        return ready
-    if options is None or (spec.scheme == "cast" and x.dtype is spec.dtype and spec.format != "tf32"):
-        return x
-    return quantize(x, spec, operand=operand, **options)
-
-
-def _save(ctx: Any, *parts: QuantizedOperand | Tensor | None) -> None:
-    """Keep tensors through autograd (so that hooks, versions and memory accounting see them), the rest on ``ctx``."""
-    tensors: list[Tensor | None] = []
-    made: list[tuple[Spec, int, int] | None] = []
-    for part in parts:
-        if isinstance(part, QuantizedOperand):
-            # rounded values kept in float32 are exact in bfloat16, at half the memory
-            wide = part.codes.dtype is torch.float32 and part.spec.scheme != "cast"
-            tensors += [part.codes.to(torch.bfloat16) if wide else part.codes, part.scale, part.groups]
-            made.append((part.spec, part.rows, part.columns))
-        else:
-            tensors += [part, None, None]
-            made.append(None)
-    ctx.parts = tuple(made)
-    ctx.save_for_backward(*tensors)
-
-
-def _restore(ctx: Any) -> list[QuantizedOperand | Tensor | None]:
-    tensors = ctx.saved_tensors
-    found: list[QuantizedOperand | Tensor | None] = []
-    for index, meta in enumerate(ctx.parts):
-        codes, scale, groups = tensors[3 * index : 3 * index + 3]
-        if meta is None:
-            found.append(codes)
-        else:
-            found.append(QuantizedOperand(codes, scale, meta[0], meta[1], meta[2], groups))
     return found

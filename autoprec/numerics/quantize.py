@@ -8,6 +8,7 @@ multiply the values. What is kept for the backward pass is the codes and the sca
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,3 +143,58 @@ def quantize(
     if spec.scheme == "row":
         return _row(x, spec, state, values)
     return quantize_grouped(x, spec, state, values, groups=state.groups.get(operand, ()))
+
+
+def for_backward(
+    x: Tensor, ready: QuantizedOperand, spec: Spec, operand: str, options: dict[str, Any] | None
+) -> QuantizedOperand | Tensor:
+    """Choose what to save of an operand: the codes at hand, codes for the other axis, or the tensor itself.
+
+    Args:
+        x: ``[rows, columns]``, of a floating dtype.
+        ready: how it was quantised for the forward pass.
+        spec: how the backward pass needs it.
+        operand: ``input`` or ``weight``.
+        options: of :func:`~autoprec.numerics.quantize.quantize`; None where the tensor lives anyway (a Parameter), which
+            is quantised when the backward pass needs it.
+    """
+    if ready.spec == spec:
+        return ready
+    if options is None or (spec.scheme == "cast" and x.dtype is spec.dtype and spec.format != "tf32"):
+        return x
+    return quantize(x, spec, operand=operand, **options)
+
+
+def save(ctx: Any, *parts: QuantizedOperand | Tensor | None) -> None:
+    """Save tensors through autograd (so that hooks, versions and memory accounting see them), the rest on ``ctx``.
+
+    Args:
+        ctx: of an ``autograd.Function``.
+        parts: matrices ``[rows, columns]``, quantised or not; None is None again.
+    """
+    tensors: list[Tensor | None] = []
+    made: list[tuple[Spec, int, int] | None] = []
+    for part in parts:
+        if isinstance(part, QuantizedOperand):
+            # rounded values kept in float32 are exact in bfloat16, at half the memory
+            wide = part.codes.dtype is torch.float32 and part.spec.scheme != "cast"
+            tensors += [part.codes.to(torch.bfloat16) if wide else part.codes, part.scale, part.groups]
+            made.append((part.spec, part.rows, part.columns))
+        else:
+            tensors += [part, None, None]
+            made.append(None)
+    ctx.parts = tuple(made)
+    ctx.save_for_backward(*tensors)
+
+
+def restore(ctx: Any) -> list[QuantizedOperand | Tensor | None]:
+    """Return what :func:`save` was given, in the backward pass: matrices ``[rows, columns]``."""
+    tensors = ctx.saved_tensors
+    found: list[QuantizedOperand | Tensor | None] = []
+    for index, meta in enumerate(ctx.parts):
+        codes, scale, groups = tensors[3 * index : 3 * index + 3]
+        if meta is None:
+            found.append(codes)
+        else:
+            found.append(QuantizedOperand(codes, scale, meta[0], meta[1], meta[2], groups))
+    return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.numerics.operand import QuantizerState, Spec
-from autoprec.numerics.quantize import dequantize, operand_values, quantize, spec_of
+from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.quantize import dequantize, for_backward, operand_values, quantize, restore, save, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
 
 QUANTISED = [name for name, recipe in BUILTIN_RECIPES.items() if recipe.scaled]
@@ -169,3 +172,38 @@ class TestAgainstTorchao:
         theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
         made = quantize(x, spec_of(BUILTIN_RECIPES["nvfp4_plain"], "fprop", "input"))
         assert torch.equal(dequantize(made), theirs.dequantize(torch.float32))
+
+
+def _context() -> Any:
+    ctx = SimpleNamespace()
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    return ctx
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "int8"])
+@pytest.mark.parametrize("values", [False, True])
+def test_what_is_saved_comes_back(name: str, values: bool) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    one = quantize(x, spec_of(BUILTIN_RECIPES[name], "fprop", "input"), values=values)
+    ctx = _context()
+    save(ctx, one, None, x)
+    found, nothing, plain = restore(ctx)
+    assert isinstance(found, QuantizedOperand)
+    assert nothing is None
+    assert plain is x
+    assert torch.equal(found.codes.float(), one.codes.float())  # rounded values are exact in bfloat16
+    assert (found.spec, found.rows, found.columns) == (one.spec, 64, 32)
+    assert found.codes.element_size() <= 2
+
+
+def test_codes_at_hand_serve_or_a_parameter_is_cast_later() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    rowwise, tensorwise = BUILTIN_RECIPES["fp8_rowwise"], BUILTIN_RECIPES["fp8_tensorwise"]
+    ready = quantize(x, spec_of(tensorwise, "fprop", "weight"), operand="weight")
+    assert for_backward(x, ready, ready.spec, "weight", None) is ready
+    across = spec_of(rowwise, "dgrad", "weight")
+    assert for_backward(x, ready, across, "weight", None) is x
+    made = for_backward(x, ready, across, "weight", {})
+    assert isinstance(made, QuantizedOperand)
+    assert made.spec == across
+    assert for_backward(x, ready, spec_of(BUILTIN_RECIPES["fp32"], "wgrad", "input"), "input", {}) is x

@@ -463,7 +463,7 @@ def test_the_best_preset_is_in_the_duel_of_the_answer_though_slower_by_trials(tr
 
 @pytest.mark.parametrize("by_block", [False, True])
 def test_what_may_be_the_answer_is_first_in_a_duel_that_only_ranks(by_block: bool) -> None:
-    """Where one of 3.05x by trials was not in the duel of blocks, two more duels and a run of the whole model followed."""
+    """Where one of 3.05x by trials was not in the duel of blocks, two more duels and a whole run followed."""
     names = ("trial 5", "trial 8", "trial 11", "all bf16", "autocast")
     runs = {name: Run(n, "search", name, {}, {}, "ok") for n, name in enumerate(names)}
     speeds = dict(zip(names, (2.81, 3.05, 2.85, 2.48, 2.29), strict=True))
