@@ -26,8 +26,8 @@ from autoprec.numerics.operand import QuantizedOperand, Spec
 #: So many elements of a weight are compared.
 _ELEMENTS = 64
 _STALE = (
-    "weights were written between two micro-batches without a new version (through .data): the forwards of one step used "
-    "their casts from before; no cast is kept any more. Write to them under torch.no_grad() instead."
+    "weights were written between two micro-batches without a new version (through .data): the forwards of one step "
+    "used their casts from before; no cast is kept any more. Write to them under torch.no_grad() instead."
 )
 
 

@@ -155,8 +155,8 @@ def for_backward(
         ready: how it was quantised for the forward pass.
         spec: how the backward pass needs it.
         operand: ``input`` or ``weight``.
-        options: of :func:`~autoprec.numerics.quantize.quantize`; None where the tensor lives anyway (a Parameter), which
-            is quantised when the backward pass needs it.
+        options: of :func:`quantize`; None where the tensor lives anyway (a Parameter), which is quantised when the
+            backward pass needs it.
     """
     if ready.spec == spec:
         return ready
