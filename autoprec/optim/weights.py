@@ -27,6 +27,10 @@ from autoprec.policy import OptimizerPolicy
 EXACT = "weight_exact"
 
 
+#: References to a storage: of the tensor, and of the Python object that is asked for.
+_ALONE = 2
+
+
 def storable(parameter: Tensor) -> bool:
     """Say whether a parameter, of any shape, may be stored in fewer bits: real, and no wider than what updates it."""
     return parameter.is_floating_point() and parameter.dtype != torch.float64
@@ -42,6 +46,8 @@ def _obstacle(parameter: Tensor) -> str:
         return "gradient hooks are registered on it"
     if parameter._use_count() > 1:  # type: ignore[attr-defined]
         return "a gradient accumulator holds it (DistributedDataParallel, or a graph that is still alive)"
+    if torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > _ALONE:
+        return "other tensors share its memory, and would not see its updates"
     return ""
 
 

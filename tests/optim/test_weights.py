@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autoprec.errors import AutoPrecWarning
-from autoprec.optim.optimizer import wrap_optimizer
+from autoprec.optim.optimizer import runtime_of, wrap_optimizer
 from autoprec.optim.tensor import StoredTensor
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy
@@ -107,6 +107,25 @@ def test_gradients_are_stored_as_they_arrive():
     layer.zero_grad()
     layer(torch.ones(2, 4)).sum().backward()
     assert type(layer.weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("how", ["tied", "flat"])
+def test_memory_that_is_shared_stays_shared(how):
+    """Scripts tie weights by ``data``, or keep all of them in one flat vector: both see what is learned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    weights = [layer.weight for layer in model]
+    flat = torch.randn(128)
+    for weight, values in zip(weights, (flat[:64], flat[:64] if how == "tied" else flat[64:]), strict=True):
+        weight.data = values.view(8, 8)
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), KAHAN)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(flat[:64].view(8, 8), weights[0])
+    assert torch.equal((flat[:64] if how == "tied" else flat[64:]).view(8, 8), weights[1])
+    assert [*runtime_of(optimizer).weights.emulated.values()] == [2]
 
 
 @pytest.mark.parametrize("left_out", ["a hook takes the step", "no step is taken"])
