@@ -211,7 +211,7 @@ class Search:
             decision = Decision("stay", (Reason("cost_model", {"text": bound.verdict.reason}),))
         else:
             self._measure_reference(bound, runner, state)
-            table = self._measure_errors(bound.setup, runner, state)
+            table = self._measure_errors(bound, runner, state)
             decision = run_study(bound.setup, runner, state, table)
         result = self._answer(bound, runner, state, decision)
         if not state.cut_short:  # one that ran out of time is continued from there
@@ -305,10 +305,11 @@ class Search:
             if state.store.is_new:
                 self.listener.note(line)
 
-    def _measure_errors(self, setup: Setup, runner: PairedRunner, state: SearchState) -> SensitivityTable:
+    def _measure_errors(self, bound: Bound, runner: PairedRunner, state: SearchState) -> SensitivityTable:
         """Measure the gradient error of every group of layers under every choice."""
         self.listener.phase("sensitivity")
-        return measure_table(setup, runner, state)
+        with bound.soundness.naming():
+            return measure_table(bound.setup, runner, state)
 
     def _answer(self, bound: Bound, runner: PairedRunner, state: SearchState, decision: Decision) -> SearchResult:
         """Write the policy, and return the result."""

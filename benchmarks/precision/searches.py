@@ -57,7 +57,7 @@ def searched(script: Path, code: str, lines: Sequence[int], options: Sequence[st
             spoken = {"terminal": done.stdout, "result.json": told}
             if policy.exists():
                 spoken["policy"] = policy.read_text()
-    code = "" if verdict == "refused" else code  # an error that names the line is enough
+    code, lines = ("", ()) if verdict == "refused" else (code, lines)  # it compares nothing: one of its faults will do
     silent = [outlet for outlet, text in spoken.items() if not _says(text, script.name, code, lines)]
     return Searched(verdict, tuple(silent), told)
 

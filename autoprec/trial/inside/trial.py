@@ -402,9 +402,7 @@ class Trial:
         self.at_exit, self.pid = action, os.getpid()
 
     def _too_short(self) -> None:
-        seen = self.loop.steps if self.loop else 0
-        wanted = self.loop.total if self.loop else 0
-        reason = f"the script ended after {seen} of {wanted} steps"
+        reason = f"the script ended after {self.loop.taken if self.loop else '0 of 0 steps'}"
         if not self.hooks.backwards:
             reason += "; no backward() was ever called"
         if savers.suppressed:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sentences import Reason, statements
+from autoprec.tuning.engine import Search
 from autoprec.tuning.lint.rules import Finding
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.soundness import (
@@ -157,6 +159,23 @@ def test_a_reference_that_cannot_be_measured_names_what_may_be_the_cause(tmp_pat
         raise NothingAcceptableError("the script ended after 4 steps")
     with pytest.raises(NothingAcceptableError, match=r"^not finite$"), Soundness("script").naming():
         raise NothingAcceptableError("not finite")
+
+
+def test_gradients_that_cannot_be_compared_name_what_may_be_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scaler made anew in each step skips them all, and the search named nothing."""
+
+    def failing(*_: Any) -> None:
+        raise NothingAcceptableError("the sensitivity scan failed", fix="look")
+
+    monkeypatch.setattr("autoprec.tuning.engine.measure_table", failing)
+    found = _found(tmp_path, Observation("eps-zero", "train.py:3", figures={"eps": 1e-8, "to": "fp16", "what": "Adam"}))
+    made: Any = object.__new__(Search)
+    made.listener = SimpleNamespace(phase=lambda _: None)
+    bound: Any = SimpleNamespace(setup=None, soundness=Soundness("script", found))
+    with pytest.raises(NothingAcceptableError, match=r"scan failed\. The script's own precision .*train\.py:3"):
+        made._measure_errors(bound, None, None)
 
 
 def test_a_loss_that_is_one_number_is_no_training() -> None:

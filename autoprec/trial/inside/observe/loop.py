@@ -200,6 +200,13 @@ class Loop(Events):
     def _owns_root(self, optimizer: Optimizer) -> bool:
         return not parameter_ids(optimizer).isdisjoint(map(id, self.found.root.parameters()))
 
+    @property
+    def taken(self) -> str:
+        """How many steps were taken, in words; beyond those asked for only while a gradient scaler skips them."""
+        if self.steps < self.total or not self.skipped:
+            return f"{self.steps} of {self.total} steps"
+        return f"{self.steps} steps, of which the gradient scaler skipped {self.skipped}"
+
     # ---------------------------------------------------------------- one step done
     def _commit(self) -> None:
         self.clock.pause()

@@ -89,6 +89,17 @@ def test_losses_times_and_memory() -> None:
     assert run(model, torch.optim.AdamW(model.parameters()), 4).peak_bytes == 0
 
 
+def test_steps_beyond_those_asked_for_are_said_to_be_skipped_ones() -> None:
+    """A script whose scaler skips every step was said to have ended "after 6 of 2 steps"."""
+    model = nn.Linear(3, 5)
+    loop = run(model, torch.optim.SGD(model.parameters()), 4)
+    assert loop.taken == "4 of 4 steps"
+    loop.steps, loop.total, loop.skipped = 6, 2, 5
+    assert loop.taken == "6 steps, of which the gradient scaler skipped 5"
+    loop.total = 9
+    assert loop.taken == "6 of 9 steps"
+
+
 def test_an_annealed_rate_is_put_back_after_each_step() -> None:
     model = nn.Linear(3, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
