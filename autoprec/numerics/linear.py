@@ -136,7 +136,7 @@ class LinearExecution(Execution):
             for part, value in self.quantizers.history(*key).state(device).items()
         }
         if any(recipe is not None and recipe.stochastic_rounding for recipe in self.plan.recipes):
-            found["random"] = self.quantizers.generator(device).get_state()
+            found["random"] = self.quantizers.generator(device).get_state().to(device)  # beside all that has a size
         return found
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:

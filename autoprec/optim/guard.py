@@ -113,14 +113,6 @@ class StepGuard:
             return False
         return True
 
-    def state(self) -> Tensor:
-        """Return the counters, float64 ``[2]``."""
-        return torch.tensor([self.skipped, self.nonfinite], dtype=torch.float64)
-
-    def load_state(self, state: Tensor) -> None:
-        """Continue from :meth:`state`: a tensor ``[2]`` of the steps skipped, and of those that were not finite."""
-        self.skipped, self.nonfinite = map(int, state.tolist()[:2])
-
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if found and not self.admits(optimizer):  # without gradients a loss scaler has left the step out already

@@ -236,16 +236,17 @@ def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
 
 
 def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what decides how the next step is taken, beside the state: float64 of shape ``[]`` or ``[n]``, by name."""
+    """Return what decides how the next step is taken, beside the state: float64 of shape ``[]``, by name.
+
+    Distributed checkpoints want all tensors that have a size on one device; these have none.
+    """
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
-    found: dict[str, Tensor] = {}
+    found: dict[str, float] = {}
     if runtime is not None:
-        found["steps"] = torch.tensor(float(runtime.steps), dtype=torch.float64)
-        found["guard"] = runtime.guard.state()
+        found |= {"steps": runtime.steps, "skipped": runtime.guard.skipped, "nonfinite": runtime.guard.nonfinite}
     if scaler is not None and scaler.active:
-        counts = (scaler.scale, scaler.good_steps, scaler.skipped_steps)
-        found["loss_scale"] = torch.tensor(counts, dtype=torch.float64)
-    return found
+        found |= {"loss_scale": scaler.scale, "good_steps": scaler.good_steps, "overflows": scaler.skipped_steps}
+    return {name: torch.tensor(float(count), dtype=torch.float64) for name, count in found.items()}
 
 
 def stored_codes(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -266,16 +267,18 @@ def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor])
 
     Args:
         optimizer: wrapped for the same policy.
-        state: float64 of shape ``[]`` or ``[n]``, by name.
+        state: float64 of shape ``[]``, by name; tensors of other names may be among them.
     """
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
-    if runtime is not None and "steps" in state:
-        runtime.steps = int(state["steps"])
-    if runtime is not None and "guard" in state:
-        runtime.guard.load_state(state["guard"])
-    if scaler is not None and "loss_scale" in state:
-        scale, good, skipped = state["loss_scale"].tolist()
-        scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
+    held = {name: float(state[name]) for name in optimizer_counters(optimizer) if name in state}
+    if runtime is not None:
+        runtime.steps = int(held.get("steps", runtime.steps))
+        runtime.guard.skipped = int(held.get("skipped", runtime.guard.skipped))
+        runtime.guard.nonfinite = int(held.get("nonfinite", runtime.guard.nonfinite))
+    if scaler is not None:
+        scaler.scale = held.get("loss_scale", scaler.scale)
+        scaler.good_steps = int(held.get("good_steps", scaler.good_steps))
+        scaler.skipped_steps = int(held.get("overflows", scaler.skipped_steps))
 
 
 def _others(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> list[Tensor]:

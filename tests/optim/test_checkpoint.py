@@ -350,3 +350,13 @@ def test_parameters_wider_than_fp32_are_updated_by_the_optimizer_itself() -> Non
     optimizer = torch.optim.AdamW(nn.Linear(4, 8).double().parameters())
     with pytest.raises(UnsupportedError, match="every matrix is float64"):
         wrap_optimizer(optimizer, OptimizerPolicy(exp_avg="bf16"))
+
+
+def test_what_is_counted_has_no_size() -> None:
+    """``full_state_dict`` of distributed checkpoints refuses sized tensors of several devices; counters are on the CPU."""
+    run = Run("adamw", "all", torch.float32)
+    run.steps(0, 1)
+    entry = run.optimizer.state_dict()["param_groups"][0]["autoprec"]
+    assert {name: value.dim() for name, value in entry.items()} == dict.fromkeys(
+        ("optimizer.steps", "optimizer.skipped", "optimizer.nonfinite"), 0
+    )
