@@ -353,7 +353,7 @@ def test_parameters_wider_than_fp32_are_updated_by_the_optimizer_itself() -> Non
 
 
 def test_what_is_counted_has_no_size() -> None:
-    """``full_state_dict`` of distributed checkpoints refuses sized tensors of several devices; counters are on the CPU."""
+    """``full_state_dict`` of distributed checkpoints refuses tensors with a size on several devices."""
     run = Run("adamw", "all", torch.float32)
     run.steps(0, 1)
     entry = run.optimizer.state_dict()["param_groups"][0]["autoprec"]
