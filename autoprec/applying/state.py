@@ -16,6 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import ROOTS, root_of
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecWarning
+from autoprec.numerics.rounding import SIXTEEN_BIT
 from autoprec.optim.checkpoint import ENTRY, hook_checkpoints, parameters_of
 from autoprec.optim.holders import models_holding
 from autoprec.optim.optimizer import (
@@ -184,6 +186,7 @@ class _Carrier:
 
     def _begin_phase(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
         """Pre-hook of ``load_state_dict``: state is read in the formats of the phase that it was saved in."""
+        _tell_of_narrow_state(optimizer, document)
         before = runtime_of(optimizer)
         rounds = before is not None and bool(before.weights.real)
         begin_phases(self.models(optimizer), document["param_groups"])
@@ -243,6 +246,23 @@ class _Carrier:
                     stacklevel=4,
                 )
             return
+
+
+def _tell_of_narrow_state(optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
+    """Warn where a checkpoint has 16 bits of what this run keeps in FP32, which torch widens without a word."""
+    numbers = chain.from_iterable(group["params"] for group in document["param_groups"])
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # torch refuses another length
+        held = document["state"].get(number)
+        for name, value in held.items() if isinstance(held, dict) else ():
+            if parameter.dtype is torch.float32 and isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
+                kept = str(value.dtype).removeprefix("torch.")
+                warnings.warn(
+                    f"the checkpoint has {name} in {kept}, and the weights of this run are in float32: it was saved by "
+                    "a run in another dtype, and goes on from what 16 bits held of it",
+                    AutoPrecWarning,
+                    stacklevel=4,
+                )
+                return
 
 
 def begin_phases(models: list[nn.Module], groups: list[dict[str, Any]]) -> None:

@@ -373,3 +373,16 @@ def test_a_model_on_meta_gets_its_weights_after_its_policy() -> None:
         run.model.load_state_dict(weights, assign=True)
         run.optimizer = run.policy.wrap_optimizer(torch.optim.AdamW(run.model.parameters(), lr=0.01))
         assert run.steps(0, 3) == expected
+
+
+def test_a_checkpoint_of_a_run_in_16_bits_is_told_of() -> None:
+    run, resumed = Run("fp8_delayed"), Run("fp8_delayed")
+    run.steps(0, 2)
+    document = saved(run.optimizer.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.optimizer.load_state_dict(document)
+    for held in document["state"].values():
+        held["exp_avg"] = held["exp_avg"].bfloat16()
+    with pytest.warns(AutoPrecWarning, match="exp_avg in bfloat16, and the weights of this run are in float32"):
+        resumed.optimizer.load_state_dict(document)
