@@ -51,6 +51,9 @@ _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 AGAIN, AGAIN_S = 3, 40.0
 #: Half the width from which on there are further ones, up to so many: the fastest of three was once 13 % slower (dlrm).
 _ROUGH, _MOST_AGAIN = 0.04, 3
+#: Standard deviation of a speed-up from process to process of one program on a CPU, by the page faults of its heap:
+#: 1.3 to 3.3 % of two compiled scripts, 6 % of a third whose rounds show it. A duel in one process cannot see it.
+PROCESS_SD = 0.03
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
 #: Policies of one duel: each holds its compiled graphs, or a model; and of those whose whole runs take turns instead.
@@ -172,7 +175,7 @@ class Duels:
     def _timed(self, wanted: Sequence[Run], within: float, *, by_block: bool) -> bool:
         began = time.time(), time.monotonic()
         here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
-        together, failure, known = list[Run](), "", self._rounds[by_block]
+        together, alone, failure, known = list[Run](), set[str](), "", self._rounds[by_block]
         for forks, group in self._groups(here):
             exchanged = [run for run in group if forks or can_be_exchanged(run.policy)]
             spec = self._spec(forks=forks, by_block=by_block)
@@ -182,6 +185,7 @@ class Duels:
             self._ends_after = timed.ends_after or self._ends_after
             failure = failure or timed.failed or "; ".join(f"{name}: {why}" for name, why in timed.refused.items())
             together += exchanged
+            alone |= set() if forks or not self._setup.target.is_cpu else {run.name for run in exchanged}
         apart = [run for run in wanted if run not in together]
         if short := self._lacking(together, by_block):  # the script ends too soon, or cannot hold them all
             fewest = min(len(times_of(known, run.name)) for run in short)
@@ -197,7 +201,9 @@ class Duels:
         tags, seconds = (BY_BLOCK,) if by_block else (), time.monotonic() - began[1]
         missing = self._lacking(wanted, by_block)
         found = [
-            self._store(run, times_of(known, run.name), tags, began[0], seconds) for run in wanted if run not in missing
+            self._store(run, times_of(known, run.name), tags, began[0], seconds, alone=run.name in alone)
+            for run in wanted
+            if run not in missing
         ]
         if found:  # what gave no interval is known to the next session, which does not try it again
             self._runner.duels_are_stored()
@@ -286,9 +292,11 @@ class Duels:
         tags: tuple[str, ...],
         started: float = 0.0,
         seconds: float = 0.0,
+        *,
+        alone: bool = False,
     ) -> Run:
-        """Store what a duel says of a policy, and return it."""
-        done = duel_run(run.name, run.policy, times, self._state.reference.step_ms)
+        """Store what a duel says of a policy, and return it; ``alone``: in one process for all."""
+        done = duel_run(run.name, run.policy, times, self._state.reference.step_ms, PROCESS_SD if alone else 0.0)
         number = self._state.store.next_number()
         done = replace(done, number=number, params=run.params, tags=tags, started=started, seconds=seconds)
         self._state.store.add(done)
@@ -362,7 +370,9 @@ def usual_seconds(count: int) -> float:
     return _FIRST_S + _EACH_S * count
 
 
-def duel_run(name: str, policy: Document, times: Sequence[tuple[float, float]], reference_ms: float) -> Run:
+def duel_run(
+    name: str, policy: Document, times: Sequence[tuple[float, float]], reference_ms: float, process_sd: float = 0.0
+) -> Run:
     """Return a duel as a run: a speed-up, and the step time that follows from the reference's, with intervals.
 
     Args:
@@ -370,8 +380,11 @@ def duel_run(name: str, policy: Document, times: Sequence[tuple[float, float]], 
         policy: its document.
         times: milliseconds per step of the reference and of the policy, round by round.
         reference_ms: step time of the reference, to which the ratio is applied.
+        process_sd: relative standard deviation between processes where all rounds are of one; the interval has it, too.
     """
     middle, low, high = median_interval([reference / own for reference, own in times])
+    low = middle * (1.0 - math.hypot(1.0 - low / middle, 2.0 * process_sd))
+    high = middle * (1.0 + math.hypot(high / middle - 1.0, 2.0 * process_sd))
     step = Metric(reference_ms / middle, low=reference_ms / high, high=reference_ms / low)
     metrics = {"speedup": Metric(middle, low=low, high=high), "step_time_ms": step}
     return Run(0, DUEL, name, {}, policy, "ok", metrics=metrics)

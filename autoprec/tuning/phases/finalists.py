@@ -333,7 +333,7 @@ class SeedAllocation:
             return False
         for record in wanted:
             self._measure(record, record.seed, by_block=False)
-        if self.duels.time(rests, [*rests, *self._in_a_duel(decision)], whole=True):
+        if self.duels.time(rests, [*rests, *self._in_a_duel(decision), *self._by_hand()], whole=True):
             self.update()
             return True
         return bool(wanted)

@@ -121,7 +121,7 @@ def test_an_eager_script_of_many_blocks_is_compiled_by_hand_and_that_gain_is_tol
     more = result.best["speedup"] / rows[COMPILED]["speedup"]
     assert apart[0]["precision"] == pytest.approx(more)
     assert (apart[0]["low"], apart[0]["high"]) == (pytest.approx(more), pytest.approx(more))
-    assert "compiling the blocks gives 1.25x [1.25, 1.25], the precision " in result.reason
+    assert "compiling the blocks gives 1.25x [1.17, 1.33], the precision " in result.reason
     told = [spec for _, spec in simulated.calls if isinstance(spec, DuelSpec)]
     both = [spec for spec in told if {COMPILED, result.best["name"]} <= {probe.id for probe in spec.probes}]
     assert both, "the blocks compiled alone are in the duel that decides"
