@@ -256,3 +256,19 @@ def test_users_are_never_answered_with_assert_or_a_stub() -> None:
             elif isinstance(node, ast.Raise) and node.exc and "NotImplementedError" in ast.unparse(node.exc):
                 wrong.append(f"{module}:{node.lineno}: a stub")
     assert wrong == []
+
+
+def test_tensors_that_are_made_name_their_dtype():
+    """Scripts set another default dtype: of bfloat16 scales, tables and noise would lose 16 bits, without a word."""
+    makers = {"zeros", "ones", "full", "empty", "tensor", "linspace", "logspace", "rand", "randn", "eye"}
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for room in ("numerics", "optim", "backends", "applying")
+        for path in sorted((ROOT / "autoprec" / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).removeprefix("torch.") in makers
+        and ast.unparse(node.func).startswith("torch.")
+        and all(keyword.arg != "dtype" for keyword in node.keywords)
+    ]
+    assert unnamed == []

@@ -137,7 +137,8 @@ class DelayedMemory:
             return {name: value.to(device, copy=True) for name, value in self.pending.items()}
         found: dict[str, Tensor] = {}
         for name, key, columns in self._SLOTS:
-            scale, history = torch.ones(columns, device=device), torch.zeros(self.length, columns, device=device)
+            scale = torch.ones(columns, dtype=torch.float32, device=device)
+            history = torch.zeros(self.length, columns, dtype=torch.float32, device=device)
             held = delayed_buffers(self.shell, key)
             if held is not None:
                 scale[: held[0].numel()] = held[0]

@@ -89,7 +89,8 @@ def _codes(scaled: Tensor, spec: Spec, amax: Tensor, state: QuantizerState, *, b
     if torch.compiler.is_compiling():
         noise = hashed_noise(scaled, amax.max())
     else:
-        noise = torch.rand(scaled.shape, generator=state.generator(scaled.device), device=scaled.device)
+        stream = state.generator(scaled.device)
+        noise = torch.rand(scaled.shape, generator=stream, dtype=torch.float32, device=scaled.device)
     limit = number(spec.format)
     return scaled.add_(noise).floor_().clamp_(-limit, limit).to(torch.int8)
 

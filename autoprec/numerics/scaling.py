@@ -71,6 +71,10 @@ def scale_of(amax: Tensor, limit: float, *, power_of_2: bool = False, epsilon: f
     return power_of_2_floor(scale) if power_of_2 else scale
 
 
+def _zeros(shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)  # scripts may have set another default dtype
+
+
 def _usable(amax: Tensor) -> Tensor:
     return (amax > 0) & (amax < torch.inf)  # NaN is neither; isfinite takes a CPU five passes
 
@@ -126,9 +130,9 @@ class DelayedScale:
     def prepare(self, device: torch.device) -> None:
         """Make the tensors that a compiled graph reads and updates, on the device where it runs."""
         if self.history is None or self.scale is None:
-            self.history, self.scale = torch.zeros(self.length, device=device), torch.zeros((), device=device)
+            self.history, self.scale = _zeros([self.length], device), _zeros([], device)
         if self.seen is None:
-            self.seen = torch.zeros((), device=device)
+            self.seen = _zeros([], device)
         self.history, self.scale, self.seen = (x.to(device) for x in (self.history, self.scale, self.seen))
 
     def traced(self, amax: Tensor, *, update: bool) -> Tensor:
@@ -172,7 +176,7 @@ class DelayedScale:
     def state(self, device: torch.device) -> dict[str, Tensor]:
         """Return history ``[length]``, scale and noted amax as float32, zeros for what is not there yet."""
         parts = {"history": self.history, "scale": self.scale, "seen": self.seen}
-        empty = {name: torch.zeros([self.length] if name == "history" else [], device=device) for name in parts}
+        empty = {name: _zeros([self.length] if name == "history" else [], device) for name in parts}
         return {name: empty[name] if part is None else part.clone() for name, part in parts.items()}
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:

@@ -56,7 +56,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     """
     if world_size() == 1:
         return flag
-    value = torch.tensor(float(flag), device=device)
+    value = torch.tensor(float(flag), dtype=torch.float32, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return bool(value.item())
 

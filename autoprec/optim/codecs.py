@@ -207,8 +207,8 @@ def _dynamic_map(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         values += [(0.1 + 0.9 * (step + 0.5) / count) * unit for step in range(count)]
         slopes.append(count / 0.9 / unit)
         offsets.append(count - 1 - count / 9.0)
-    table = torch.tensor(sorted(values), dtype=torch.float32, device=device)
-    return table, torch.tensor(slopes, device=device), torch.tensor(offsets, device=device)
+    table, slope, offset = (torch.tensor(x, dtype=torch.float32, device=device) for x in (values, slopes, offsets))
+    return table.sort().values, slope, offset
 
 
 @dataclass(frozen=True)

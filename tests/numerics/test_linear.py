@@ -375,3 +375,29 @@ def test_forward_mode_differentiation_is_refused_by_the_layers_name() -> None:
         layer(x.detach(), weight, None)  # which nothing is differentiated by
         with pytest.raises(UnsupportedError, match=r"encoder\.fc.*transforms"):
             layer(forward_ad.make_dual(x.detach(), x.detach()), weight, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", "int8"])
+def test_the_scripts_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    """Reference code of language models sets bfloat16, physics-informed networks float64."""
+    recipe = BUILTIN_RECIPES[name].model_copy(update={"stochastic_rounding": True} if name == "int8" else {})
+    x, weight, _, grad = tensors(24, 32, 16)
+    found = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            layer = LinearExecution(LayerPlan.uniform(recipe))
+            layer.quantizers.prepare(layer.delayed_operands().values(), torch.device("cpu"))
+            for step in range(3):
+                x.grad = weight.grad = None
+                out = layer(x * (1.1 + step), weight, None)
+                out.backward(grad)
+                for history in layer.quantizers.delayed.values():
+                    history.roll()
+            state = layer.state(torch.device("cpu")).values()
+            found.append([out.detach(), x.grad, weight.grad, *(v for v in state if v.is_floating_point())])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert [v.dtype for v in found[0]] == [v.dtype for v in found[1]]
+    assert all(map(torch.equal, *found))

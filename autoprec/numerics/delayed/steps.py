@@ -203,7 +203,7 @@ class DelayedReduction:
             return
         noted = [scale.seen for scale in self.scales]
         device = next((amax.device for amax in noted if amax is not None), torch.device("cpu"))
-        found = [torch.zeros((), device=device) if amax is None else amax for amax in noted]
+        found = [torch.zeros((), dtype=torch.float32, device=device) if amax is None else amax for amax in noted]
         largest = reduced(torch.stack(found), tuple(group.group_name for group in groups))
         for scale, amax in zip(self.scales, largest.unbind(), strict=True):
             scale.learn(amax)
