@@ -48,11 +48,14 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
             own, torchs = type(optimizer).step, base.step  # torch wraps it per class and keeps its names
             if (own.__module__, own.__qualname__) == (torchs.__module__, torchs.__qualname__):
                 return kind
+    inner = next((name for name, held in vars(optimizer).items() if isinstance(held, torch.optim.Optimizer)), "")
     raise UnsupportedError(
         "low-precision state is implemented for torch's Adam, AdamW, SGD and Muon, not for "
         f"{type(optimizer).__module__}.{type(optimizer).__name__}",
         where="policy.optimizer",
-        fix="use torch.optim.AdamW or torch.optim.Muon, or set weights, exp_avg, exp_avg_sq and gradients to fp32",
+        fix=f"wrap the optimizer that it steps with: policy.wrap_optimizer(optimizer.{inner})"
+        if inner
+        else "use torch.optim.AdamW or torch.optim.Muon, or set weights, exp_avg, exp_avg_sq and gradients to fp32",
     )
 
 

@@ -476,14 +476,22 @@ def test_a_compiled_step_goes_on_training(choice, through):
     step = optimizers[1].step
     optimizers[1].step = torch.compile(step if through == "step" else lambda: step(), backend="eager")
     assert train(model, optimizers[1], 4) == expected
-    del optimizers[1].step
     wrap_optimizer(optimizers[0], OptimizerPolicy())
     assert optimizers[0].step.__func__ is torch.optim.AdamW.step
 
 
+def test_an_optimizer_that_holds_another_names_it():
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            self.base_optimizer = torch.optim.SGD(self.param_groups)
+
+    with pytest.raises(UnsupportedError, match=r"wrap_optimizer\(optimizer\.base_optimizer\)"):
+        wrap_optimizer(Sam(network().parameters()), OptimizerPolicy(weights="bf16_kahan"))
+
+
 def test_a_step_that_was_compiled_before_is_refused():
-    model = network()
-    optimizer = adamw(model)
+    optimizer = adamw(model := network())
     step = torch.compile(optimizer.step, backend="eager")
     wrap_optimizer(optimizer, OptimizerPolicy(exp_avg="e4m3"))
     model(batch(0)[0]).sum().backward()
