@@ -269,19 +269,19 @@ def _unsound_reference(
     what = [*map(fault_text, faults), *(["its loss is the same number at every step"] if still else [])]
     name = over_what(reference, AS_WRITTEN)
     if short:
-        where = [f"{row['place']} [{row['code']}]".strip() for row in faults] or what
-        return f"The reference is at fault, so no policy can be adopted by comparison with {name}: {_first_two(where)}"
+        where = "; ".join(_places(faults) or what)
+        return f"The reference is at fault, so no policy can be adopted by comparison with {name}: {where}"
     mend = "" if not faults else f"; to mend it: {faults[0]['fix']}"
     mend += "; nothing that a policy changes was found to mend it" if unmended else ""
     out = "; --reference fp32 compares with a run in fp32, whose own step shows no such fault" if fp32 else ""
     return (
         f'The reference is at fault, so no comparison with {name} is evidence, neither "stay" nor a divergence of 0: '
-        f"{_first_two(what)}{mend}{out}"
+        f"{_first_two(what, _places(faults))}{mend}{out}"
     )
 
 
 def _doubtful_reference(faults: Sequence[dict[str, str]]) -> str:
-    return f"The script's own precision is in doubt: {_first_two([*map(fault_text, faults)])}"
+    return f"The script's own precision is in doubt: {_first_two([*map(fault_text, faults)], _places(faults))}"
 
 
 def _mended(
@@ -328,8 +328,14 @@ def fault_text(row: Mapping[str, str]) -> str:
     return f"{row['place']}: {row['message']} [{row['code']}]".removeprefix(": ")
 
 
-def _first_two(what: Sequence[str]) -> str:
-    return "; ".join(what[:2]) + (f" (and {len(what) - 2} more: `autoprec check` lists them)" if len(what) > 2 else "")
+def _places(faults: Sequence[Mapping[str, str]]) -> list[str]:
+    return [f"{row['place']} [{row['code']}]".strip() for row in faults]
+
+
+def _first_two(what: Sequence[str], places: Sequence[str]) -> str:
+    """Return the first two as they are, and of the others that are faults the places and codes."""
+    others = [*places[2:], *what[max(2, len(places)) :]]
+    return "; ".join(what[:2]) + (f" (and {'; '.join(others)}: `autoprec check` says more)" if others else "")
 
 
 def unmoved(layers: Sequence[str]) -> str:

@@ -145,6 +145,20 @@ def test_a_warning_is_said_behind_the_verdict(tmp_path: Path, code: str, figures
     assert Soundness("script", found).told() is None
 
 
+def test_each_fault_of_a_reference_is_named_at_least_by_its_line_and_code() -> None:
+    """Of a model in bf16 with three faults the line of the third was said nowhere."""
+    rows = [
+        {"place": f"train.py:{line}", "code": code, "message": f"fault {line}", "fix": "mend it"}
+        for line, code in ((64, "decay-lost"), (65, "moment-16bit"), (61, "loss-16bit"))
+    ]
+    others = "(and train.py:61 [loss-16bit]: `autoprec check` says more)"
+    data = {"faults": rows, "still": False, "reference": "script"}
+    assert others in str(Reason("unsound_reference", data))
+    assert others in str(Reason("doubtful_reference", {"faults": rows}))
+    assert "train.py:61 [loss-16bit]" in str(Reason("unsound_reference", data | {"short": True}))
+    assert "(and" not in str(Reason("doubtful_reference", {"faults": rows[:2]}))
+
+
 def test_a_reference_that_cannot_be_measured_names_what_may_be_the_cause(tmp_path: Path) -> None:
     found = _found(tmp_path, Observation("eps-zero", "train.py:3", figures={"eps": 1e-8, "to": "fp16", "what": "Adam"}))
     with pytest.raises(NothingAcceptableError) as caught, Soundness("script", found).naming():
