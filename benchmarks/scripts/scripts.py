@@ -47,8 +47,8 @@ LIMITS = {"bare": 120.0, "again": 120.0, "inspect": 240.0, "check": 240.0, "run"
 )
 #: An endless script is stopped here; that it was still training then is what is asked of it.
 ENDLESS = 25.0
-#: Runs like those of the search's finalists; the paired seeds after theirs are fresh ones (verify begins with them).
-VERIFY, KNOWN_SEEDS = "--steps 4 --seeds 6 --json", 2
+#: Runs like those of the search's finalists, under fresh paired seeds: verify begins after the search's own.
+VERIFY = "--steps 4 --seeds 4 --json"
 #: Written by AutoPrec, or by Python itself, on purpose.
 OURS = ("autoprec-runs", "__pycache__")
 
@@ -258,9 +258,8 @@ def shown_of_check(answer: dict[str, Any]) -> dict[str, Any]:
 
 def shown_of_verify(answer: dict[str, Any]) -> dict[str, Any]:
     policy = answer["rows"][0]
-    fresh = policy["divergences"][max(0, KNOWN_SEEDS - answer.get("first_seed", 0)) :]
-    failed = len(policy["failures"])
-    return {"fresh": fresh, "failed": failed, "floor": answer["noise_floor"], "reason": answer["reason"]}
+    shown = {"fresh": policy["divergences"], "failed": len(policy["failures"])}
+    return shown | {"floor": answer["noise_floor"], "reason": answer["reason"]}
 
 
 SHOWN = {
