@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from autoprec.trial.inside.observe.measure import keep_freed
+
 #: How one operand of one replica is rounded; the numbers are those of the C code.
 KINDS = (
     *("keep", "bf16", "rowwise", "tensorwise", "tensorwise_e5m2", "mxfp8", "nvfp4"),
@@ -176,8 +178,6 @@ def _library() -> ctypes.CDLL:
 
 
 _LIBRARY: list[ctypes.CDLL] = []
-#: mallopt's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: freed blocks are kept, as fresh pages cost more than the rounding.
-_KEEP_BLOCKS = ((-1, 1 << 30), (-3, 1 << 30))
 
 
 def round_replicas(x: Tensor, kinds: np.ndarray, turned: bool = False) -> Tensor:
@@ -190,8 +190,7 @@ def round_replicas(x: Tensor, kinds: np.ndarray, turned: bool = False) -> Tensor
     """
     if not _LIBRARY:
         _LIBRARY.append(_library())
-        for parameter, value in _KEEP_BLOCKS:
-            ctypes.CDLL(None).mallopt(parameter, value)
+        keep_freed()  # fresh pages cost more than the rounding
     x = x.contiguous()
     count, rows, k = x.shape
     out = x.new_empty((count, k, rows) if turned else x.shape)

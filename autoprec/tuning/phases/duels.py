@@ -185,7 +185,8 @@ class Duels:
             self._ends_after = timed.ends_after or self._ends_after
             failure = failure or timed.failed or "; ".join(f"{name}: {why}" for name, why in timed.refused.items())
             together += exchanged
-            alone |= set() if forks or not self._setup.target.is_cpu else {run.name for run in exchanged}
+            if self._setup.target.is_cpu and not forks:
+                alone |= {run.name for run in exchanged}
         apart = [run for run in wanted if run not in together]
         if short := self._lacking(together, by_block):  # the script ends too soon, or cannot hold them all
             fewest = min(len(times_of(known, run.name)) for run in short)

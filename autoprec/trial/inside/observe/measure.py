@@ -141,8 +141,9 @@ def keep_freed() -> None:
     step of a model of 124M parameters is played again and again, that was half of the time.
     """
     with contextlib.suppress(AttributeError, OSError):  # macOS, musl
+        mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in _KEEPS_FREED:
-            ctypes.CDLL(None).mallopt(parameter, value)
+            mallopt(parameter, value)
 
 
 def some_heap(seed: float) -> list[bytearray]:
