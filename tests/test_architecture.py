@@ -194,7 +194,7 @@ def test_there_are_no_import_cycles() -> None:
 #: Source files without a test file of their own, and why.
 UNTESTED = {
     "__init__.py": "tests/test_public_api.py is its test",
-    "__main__.py": "four lines that every test of the command line runs through",
+    "__main__.py": "a few lines that every test of the command line runs through",
     "_version.py": "one constant, which tests/test_public_api.py reads",
     "trial/inside/_inject/sitecustomize.py": "runs before anything can be imported; every real trial goes through it",
 }

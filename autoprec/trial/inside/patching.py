@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from autoprec.support.living import uncollected
+
 #: Module -> what is called with it.
 Wanted = dict[str, list[Callable[[Any], None]]]
 
@@ -45,7 +47,8 @@ class _Finder:
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            execute(module)
+            with uncollected():  # what a large library makes stays
+                execute(module)
             for action in self._wanted[name]:
                 action(module)
 

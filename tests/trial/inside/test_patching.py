@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -57,3 +58,11 @@ def test_a_loaded_module_is_not_waited_for(module: str) -> None:
     seen: list[int] = []
     after_import({module: [lambda found: seen.append(found.value)]})
     assert seen == [1]
+
+
+def test_the_collector_waits_while_a_module_is_executed(module: str, tmp_path: Path) -> None:
+    (tmp_path / "late_module.py").write_text("import gc\nvalue = gc.get_threshold()[0]\n")
+    before = gc.get_threshold()
+    after_import({module: []})
+    assert importlib.import_module(module).value == 0
+    assert gc.get_threshold() == before

@@ -51,14 +51,17 @@ def _isolate() -> None:
 
 
 def _when_torch_comes() -> None:
+    from autoprec.support.living import uncollected
     from autoprec.trial.inside.patching import after_import
 
     def install(_torch: object) -> None:
-        from autoprec.trial.inside import agent
+        with uncollected():
+            from autoprec.trial.inside import agent
 
         agent.install(os.environ["AUTOPREC_TRIAL"])
 
-    after_import({"torch": [install]})
+    # Dynamo, which torch imports with the first optimizer, is as large as the rest of torch.
+    after_import({"torch": [install], "torch._dynamo": []})
 
 
 _chain()
