@@ -2,11 +2,13 @@
 
 A cast is used again while the weight is the same Parameter in the same memory, at the same version, and no
 ``torch.optim`` optimizer has stepped. That misses one way to write a weight: through ``.data``, which bumps no version,
-between two micro-batches of one step (adversarial weight perturbation is often written so). So some elements of the
-weight are compared as well: on a CPU before each use; on a GPU, where the host would have to wait for the answer, the
-answer of one step is read in the next, and if weights were written in this way a warning says so and nothing is kept
-from then on. Codes take memory between two forwards, so they are kept only where micro-batches are seen: from the
-second forward of a weight between two optimizer steps on, and from the first on once a step had two.
+between two micro-batches of one step (adversarial weight perturbation is often written so), or in loops that update
+weights so and have no optimizer. So the weight is compared as well. On a CPU that is all of it, by sums of its bits,
+before each use: a row may be written alone, and where an input is always zero (the border of an image) its column
+never changes. On a GPU, where the host would have to wait for the answer, it is some elements; the answer of one step
+is read in the next, and if weights were written in this way a warning says so and nothing is kept from then on. Codes
+take memory between two forwards, so they are kept only where micro-batches are seen: from the second forward of a
+weight between two optimizer steps on, and from the first on once a step had two.
 
 Compiled graphs cast in each forward, as torchao's do. Transformer Engine's ``is_first_microbatch`` is this question,
 asked of the user.
@@ -23,8 +25,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from autoprec.errors import AutoPrecWarning
 from autoprec.numerics.operand import QuantizedOperand, Spec
 
-#: So many elements of a weight are compared.
-_ELEMENTS = 64
+#: So many sums of a weight's bits, on a GPU so many of its elements, are compared.
+_PARTS = 64
+#: What spreads elements over rows and columns alike, whatever the shape: the golden section.
+_SPREAD = 0.618034
+#: Integers of as many bytes as an element.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STALE = (
     "weights were written between two micro-batches without a new version (through .data): the forwards of one step "
     "used their casts from before; no cast is kept any more. Write to them under torch.no_grad() instead."
@@ -140,9 +146,20 @@ class KeptCasts:
 
 
 def _sampled(weight: Tensor) -> Tensor:
-    """Return some elements, ``[<= 65]``, spread over the weight."""
-    flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach()[..., 0]
-    return flat[:: max(1, flat.numel() // _ELEMENTS)]
+    """Return what tells whether a weight was written to: 64 sums of its bits and the rest, ``[64 + rest]``, int64.
+
+    On a GPU ``[<= 64]`` of its elements, spread over it.
+    """
+    held = weight.detach()
+    flat = (held if held.is_contiguous() else held.mT).reshape(-1)  # of a Conv1D without a copy
+    if weight.is_cuda:
+        places = torch.arange(_PARTS, device=weight.device) * (int(flat.numel() * _SPREAD) | 1) % flat.numel()
+        return flat[places]
+    if flat.storage_offset() * flat.itemsize % 8:  # of a flat vector
+        flat = flat.clone()
+    whole = flat.numel() - flat.numel() % (_PARTS * 8 // flat.itemsize)
+    sums = flat[:whole].view(torch.int64).view(_PARTS, -1).sum(1)
+    return torch.cat([sums, flat[whole:].view(_BITS[flat.itemsize]).to(torch.int64)])
 
 
 def _key_of(weight: Tensor) -> tuple[object, ...]:

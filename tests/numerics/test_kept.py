@@ -118,7 +118,11 @@ def _one_element(model: nn.Module, batch: int) -> None:
         next(model.parameters())[3, 5] += 1.0
 
 
-@pytest.mark.parametrize("between", [_through_data, _in_place, _other_memory, _one_element])
+def _one_element_through_data(model: nn.Module, batch: int) -> None:
+    next(model.parameters()).data[3, 5] += 1.0
+
+
+@pytest.mark.parametrize("between", [_through_data, _in_place, _other_memory, _one_element, _one_element_through_data])
 def test_a_weight_that_is_written_between_micro_batches_is_cast_again(
     between: Callable[[nn.Module, int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +148,44 @@ def test_an_optimizer_that_writes_through_data_is_seen(monkeypatch: pytest.Monke
     _never(monkeypatch)
     for one, other in zip(ours, _train(_model("fp8_tensorwise"), optimizer="Old"), strict=True):
         assert torch.equal(one, other)
+
+
+def _by_hand(recipe: str, *, first: int, columns: int) -> Tensor:
+    """Train without an optimizer, through ``.data``, on inputs that begin with zeros; return the first weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(columns, 64), nn.ReLU(), nn.Linear(64, 10))
+    Policy.model_validate({"default": "r", "recipes": {"r": BUILTIN_RECIPES[recipe]}}).apply(model)
+    x = torch.rand(32, columns, generator=torch.Generator().manual_seed(1))
+    x[:, :first] = 0.0
+    for _ in range(5):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad.data * 0.5)
+    return next(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("columns", [784, 77])
+def test_a_loop_without_an_optimizer_trains_where_an_input_is_always_zero(
+    recipe: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The border of an image: the weight's first columns never change, and all others do."""
+    ours = _by_hand(recipe, first=20, columns=columns)
+    _never(monkeypatch)
+    assert torch.equal(ours, _by_hand(recipe, first=20, columns=columns))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(64, 784), (3, 5), (65, 77), (1, 1)])
+def test_any_element_that_is_written_is_seen(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    flat = torch.zeros(1 + shape[0] * shape[1], dtype=dtype)
+    for weight in (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype).t(), flat[1:].view(shape)):
+        before = kept._sampled(weight)
+        assert torch.equal(before, kept._sampled(weight))
+        weight[-1, -1] = 1.0
+        assert not torch.equal(before, kept._sampled(weight))
 
 
 def test_a_copy_and_a_pickle_begin_without_casts() -> None:
