@@ -2,11 +2,15 @@
 
 torch multiplies by the projection weights inside one C++-backed function that no hook sees, so the forward is
 written out here. What it cannot express (``add_bias_kv``, ``add_zero_attn``) is refused when a policy is applied.
+
+In evaluation ``nn.TransformerEncoderLayer`` hands the weights of all of its layers to one kernel, which would compute
+them as the script wrote them: under a policy it calls its layers, as it does in training.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -115,6 +119,32 @@ class AttentionExecutions(WeightExecutions):
         """``[batch, length, embed]`` to ``[batch, heads, length, embed / heads]``."""
         heads = self.module.num_heads
         return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+class EncoderLayerExecutions(WeightExecutions):
+    """Installed in an ``nn.TransformerEncoderLayer``, which holds no weight itself: its layers run in evaluation too.
+
+    ``swap`` gives the layer a class that says so where torch asks whether one kernel may run it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, {})
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the layer's forward; of a nested tensor, which an encoder makes of padding, with the padding.
+
+        Args:
+            forward: the layer's own.
+            args, kwargs: of the call; the first is the input ``[B, L, E]``.
+        """
+        given = args[0] if args else kwargs["src"]
+        if not given.is_nested:
+            return forward(*args, **kwargs)
+        padded = given.to_padded_tensor(0.0)
+        ends = torch.tensor([len(one) for one in given.unbind()], device=padded.device)
+        padding = torch.arange(padded.shape[1], device=padded.device) >= ends[:, None]
+        out = forward(padded, src_key_padding_mask=padding)
+        return torch._nested_tensor_from_mask(out, padding.logical_not(), mask_check=False)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

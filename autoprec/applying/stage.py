@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from autoprec.applying.around.operators import RootExecution
-from autoprec.applying.attention import AttentionExecutions
+from autoprec.applying.attention import AttentionExecutions, EncoderLayerExecutions
 from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.prepared import Prepared
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
-from autoprec.applying.swap import install, root_of, swapped_base, uninstall
+from autoprec.applying.swap import execution_of, install, root_of, swapped_base, uninstall
 from autoprec.applying.units import LAYERS, Unit, clean_name, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import BEFORE_TORCHSCRIPT, IN_TORCHSCRIPT, AutoPrecWarning, UnsupportedError
@@ -94,6 +94,7 @@ def put_stage(
     with _all_or_nothing(root):
         take_off(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
+        _run_encoder_layers(root)
         _know_layouts(root, executions, units)
         running = {made.backend for made in executions.values() if made is not None}
         others = {each.name: each for each in faster.values()} | held
@@ -187,6 +188,14 @@ def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
             holder = AttentionExecutions if unit.kind == "attention" else RawWeightExecutions
             install(unit.module, unit.kind, holder(unit.module, together))
         together[unit.parameter] = execution
+
+
+def _run_encoder_layers(root: nn.Module) -> None:
+    """Let what runs under the policy inside a layer of torch's encoder be called in evaluation, too."""
+    layers = [module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    for module in layers:
+        if any(execution_of(part) is not None for part in module.modules()) and execution_of(module) is None:
+            install(module, "functional", EncoderLayerExecutions(module))
 
 
 def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, Unit]) -> None:

@@ -33,6 +33,8 @@ _NOT_PICKLED = (
     "call policy.apply(model) again where it is loaded, or save model.state_dict(), which "
     "torch.load(weights_only=True) reads (of the pickle, with copyreg._reconstructor and object among the safe globals)"
 )
+#: Which activation an ``nn.TransformerEncoderLayer`` has, 0 for none of those that its kernel of evaluation knows.
+_MAY_BE_ONE_KERNEL = "activation_relu_or_gelu"
 #: (id of a class, kind) -> the class made from it. Not held: it lives while a module has it, and holds its base.
 _CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakref.WeakValueDictionary()
 #: id -> module whose pickle was warned of: one warning for a model, not one for each of its layers.
@@ -103,7 +105,8 @@ def _extra_repr(self: Any) -> str:
     base = swapped_base(self)
     text = str(base.extra_repr(self))
     run = self.__dict__.get(ATTRIBUTE)
-    return text if run is None else ", ".join(part for part in (text, f"precision=({run.describe()})") if part)
+    plan = "" if run is None else run.describe()
+    return ", ".join(part for part in (text, f"precision=({plan})" if plan else "") if part)
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -197,6 +200,8 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
         above: tuple[type, ...] = (base,)
         if kind != "root":
             own = {"forward": _FORWARDS[kind], "_autoprec_base": base, "extra_repr": _extra_repr}
+            if issubclass(base, nn.TransformerEncoderLayer):
+                own[_MAY_BE_ONE_KERNEL] = property(lambda _self: 0)
             if parametrized := _parametrized(base):
                 own, above = parametrized | own, base.__bases__
         if base.__dict__.keys() & {"_wrapped_call", "_autoprec_recompiles"}:  # a class of one torch.fx.GraphModule

@@ -116,6 +116,36 @@ def test_dropout_falls_on_the_same_elements_as_in_the_script(batch_first: bool, 
     torch.testing.assert_close(own, gradients, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("recipe", "padding"),
+    [("bf16", None), ("bf16", PADDING), ("int8", None), ("int8", PADDING), ("fp8_delayed", None)],
+)
+def test_torchs_encoder_runs_the_policy_in_evaluation(recipe: str, padding: torch.Tensor | None) -> None:
+    """One kernel for a whole layer would run it as written; where it pads, it leaves zeros, as torch does."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), torch.randn(3, 5, 16)
+    kept = slice(None) if padding is None else ~padding
+
+    def evaluated(one: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return one.eval()(x, src_key_padding_mask=padding)
+
+    as_written = evaluated(model)
+    chosen = policy(recipe)
+    chosen.apply(model)
+    with_gradients, found = model(x, src_key_padding_mask=padding).detach(), evaluated(model)
+    assert torch.equal(found[kept], with_gradients[kept])
+    assert not torch.allclose(found[kept], as_written[kept], atol=1e-4)
+    assert torch.equal(evaluated(copy.deepcopy(model)), found)
+    assert padding is None or torch.equal(found[padding], torch.zeros_like(found[padding]))
+    assert "precision=()" not in str(model)
+    remove_policy(model)
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+    assert torch.equal(evaluated(model), as_written)
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_outputs_lie_in_memory_as_those_of_torch(batch_first: bool) -> None:
     theirs = nn.MultiheadAttention(16, 4, batch_first=batch_first)
