@@ -141,7 +141,7 @@ class EncoderLayerExecutions(WeightExecutions):
         if not given.is_nested:
             return forward(*args, **kwargs)
         padded = given.to_padded_tensor(0.0)
-        ends = torch.tensor([len(one) for one in given.unbind()], device=padded.device)
+        ends = torch.tensor([len(one) for one in given.unbind()], dtype=torch.int64, device=padded.device)
         padding = torch.arange(padded.shape[1], device=padded.device) >= ends[:, None]
         out = forward(padded, src_key_padding_mask=padding)
         return torch._nested_tensor_from_mask(out, padding.logical_not(), mask_check=False)

@@ -10,7 +10,7 @@ says why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,15 @@ def _exchange(parameter: Tensor, content: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
     parameter.grad = gradient
+
+
+def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Hook the gradient of a parameter, also of one that is frozen now and may train later; return the handle."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_()  # torch wants it meanwhile
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trains)
+    return handle
 
 
 def _current(parameter: Tensor, stored: StoredTensor) -> Tensor:
@@ -122,8 +131,7 @@ class StoredWeights:
             if self.gradients is not None and "holds it" in obstacle:  # DDP works on the gradient after our hook would
                 self.rounded.add(id(parameter))
             elif self.gradients is not None:
-                hook = parameter.register_post_accumulate_grad_hook(self._store_gradient)  # type: ignore[no-untyped-call]
-                self._handles.append(hook)
+                self._handles.append(_hooked(parameter, self._store_gradient))
 
     def _add(self, parameter: Tensor, obstacle: str, exact: Tensor | None) -> None:
         assert self.codec is not None

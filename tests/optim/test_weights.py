@@ -109,6 +109,18 @@ def test_gradients_are_stored_as_they_arrive():
     assert type(layer.weight.grad) is torch.Tensor
 
 
+@pytest.mark.parametrize("stored", ["fp32", "bf16_kahan"])
+def test_a_frozen_weight_stores_its_gradients_once_it_trains(stored):
+    """Gradual unfreezing gives the optimizer all parameters from the start."""
+    layer = nn.Linear(4, 3).requires_grad_(False)
+    weights = StoredWeights.install([*layer.parameters()], OptimizerPolicy(gradients="e4m3", weights=stored))
+    assert not layer.weight.requires_grad
+    layer.requires_grad_(True)
+    layer(torch.ones(2, 4)).sum().backward()
+    assert isinstance(layer.weight.grad, StoredTensor)
+    weights.remove()
+
+
 @pytest.mark.parametrize("how", ["tied", "flat"])
 def test_memory_that_is_shared_stays_shared(how):
     """Scripts tie weights by ``data``, or keep all of them in one flat vector: both see what is learned."""
