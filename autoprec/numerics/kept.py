@@ -129,7 +129,7 @@ class KeptCasts:
         if not self._keeps or self._key != _key_of(weight):
             return
         if self._sample is None:
-            self._sample = _sampled(weight).clone()
+            self._sample = sampled(weight).clone()
         for one in made:
             # what draws random numbers, or learns a scale, is made anew
             if one is not None and not one.spec.stochastic and one.spec.rule.scale != "delayed":
@@ -138,17 +138,20 @@ class KeptCasts:
     def _is_written(self, weight: Tensor) -> bool:
         if self._sample is None or self._sample.device != weight.device:
             return True
-        written = (_sampled(weight) != self._sample).any()
+        written = (sampled(weight) != self._sample).any()
         if weight.is_cuda:
             _process.note(written)
             return _process.off
         return bool(written)
 
 
-def _sampled(weight: Tensor) -> Tensor:
+def sampled(weight: Tensor) -> Tensor:
     """Return what tells whether a weight was written to: 64 sums of its bits and the rest, ``[64 + rest]``, int64.
 
     On a GPU ``[<= 64]`` of its elements, spread over it.
+
+    Args:
+        weight: of two dimensions or more.
     """
     held = weight.detach()
     flat = (held if held.is_contiguous() else held.mT).reshape(-1)  # of a Conv1D without a copy

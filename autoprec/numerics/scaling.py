@@ -192,6 +192,14 @@ class DelayedScale:
         self.given = False  # it may be one of before the first amax
         self.seen = state["seen"].to(device, copy=True)
 
+    def forget(self) -> None:
+        """Begin anew, as before the first amax."""
+        if self.history is not None:
+            self.load_state(
+                {name: torch.zeros_like(part) for name, part in self.state(self.history.device).items()},
+                self.history.device,
+            )
+
     def give(self) -> None:
         """Let graphs take the scale as given from now on; where nothing has been seen yet it is 1."""
         if not self.given and self.scale is not None:

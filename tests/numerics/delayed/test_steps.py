@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec import Policy
 from autoprec.numerics.delayed import steps as delayed
 from autoprec.numerics.delayed.steps import DelayedReduction, data_parallel_groups
 from autoprec.numerics.linear import LinearExecution
@@ -320,3 +323,54 @@ def test_a_model_put_under_a_policy_again_learns_once() -> None:
     loop.loss(1.0).backward()
     optimizer.step()
     assert history(loop.reduction) == [1.0]
+
+
+def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    Policy.model_validate({"default": "r", "recipes": {"r": DELAYED}}).apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(8, 32)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(4.0)
+
+
+def _through_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(4.0)
+
+
+@pytest.mark.parametrize("write", [_in_place, _through_data])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_copy_that_an_average_is_written_into_scales_by_what_it_sees(
+    write: Callable[[nn.Parameter], None], again: bool
+) -> None:
+    """Of the scales that it was made with, everything above them would saturate, without a word."""
+    model, _ = _trained()
+    average = copy.deepcopy(model).requires_grad_(False).eval()
+    x = torch.ones(8, 32)
+    assert torch.equal(average(x), model.eval()(x))
+    for parameter in average.parameters():
+        write(parameter)
+    average = copy.deepcopy(average) if again else average
+    fresh = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    fresh.load_state_dict(average.state_dict())
+    Policy.model_validate({"default": "r", "recipes": {"r": DELAYED}}).apply(fresh)
+    assert torch.equal(average(x), fresh.eval()(x))
+
+
+def test_a_copy_that_is_trained_keeps_its_scales() -> None:
+    model, optimizer = _trained()
+    copied, its = copy.deepcopy((model, optimizer))
+    for one, trains in ((model, optimizer), (copied, its)):
+        one.zero_grad()
+        one(torch.ones(8, 32)).square().mean().backward()
+        trains.step()
+    assert torch.equal(model.eval()(torch.ones(8, 32)), copied.eval()(torch.ones(8, 32)))
+    before = copied(torch.full((8, 32), 9.0))
+    assert torch.equal(before, model(torch.full((8, 32), 9.0)))
