@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from autoprec.cli.phases import Phases
 from autoprec.errors import UsageError
-from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, load_report
+from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, OperatorTimes, load_report
 from autoprec.precision.hardware import cores
 from autoprec.support.files import read_document
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import PATIENCE_S, GradientErrors, HostInfo, Probe, ScanSpec
+from autoprec.trial.protocol import PATIENCE_S, GradientErrors, HostInfo, Probe, ScanSpec, TimesSpec
 from autoprec.tuning.phases import record as recorded
 from autoprec.tuning.phases.record import answer_of
 
@@ -146,6 +146,20 @@ def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float 
     """
     phases.begin("recording one training step, operator by operator")
     return recorded.record_step(runner.run, label, timeout_s=timeout_s)
+
+
+def times_of(runner: TrialRunner, phases: Phases) -> OperatorTimes | str:
+    """Return how long the operators of a held script's steps take; else why that could not be measured.
+
+    Args:
+        runner: holds the script.
+        phases: is told what goes on.
+    """
+    phases.begin("timing a few training steps, and their operators")
+    result = runner.run(TimesSpec())
+    if result.ok and isinstance(result.answer, OperatorTimes):
+        return result.answer
+    return f"where its time goes was not measured: {result.reason or result.status}"
 
 
 def gradient_errors(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from autoprec.errors import FileError
 from autoprec.graph.census import Judged
@@ -20,6 +20,8 @@ from autoprec.support.plain import rebuild, shallow
 MAX_GRAPH_BYTES = 256 * 1024 * 1024
 #: Fields of an operator that are lists in JSON.
 _TUPLES = ("dtypes", "out_dtypes", "inputs", "out_saved", "sources")
+#: Parts of a step that are told apart from the model's: inside an optimizer's step, and inside a loader's.
+OPTIMIZER, DATA = "optimizer", "data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,35 @@ class GraphReport:
             "judged": Judged.from_json(document["judged"]) if document.get("judged") else None,
         }
         return rebuild(cls, document | document["coverage"] | made)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTime:
+    """One operator of a step: its name (``aten::addmm``), the part of the step, its calls and ms a step, without what
+    it calls."""
+
+    op: str
+    part: str
+    calls: float
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTimes:
+    """Times of the operators of a step.
+
+    Attributes:
+        step_ms: median time of a step without the profiler; on a CPU the process's own, as in a trial.
+        profiled_ms: mean time of a step under it.
+        steps: how many were profiled.
+        operators: a row for each operator and part, the longest first; on a GPU the time of its kernels.
+    """
+
+    kind: ClassVar[str] = "times"
+    step_ms: float
+    profiled_ms: float
+    steps: int
+    operators: tuple[OperatorTime, ...] = ()
 
 
 def load_report(path: Path | str) -> GraphReport:

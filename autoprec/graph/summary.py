@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from autoprec.graph.analysis.flops import FOURIER
-from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.graph.trace import OTHER_MODEL
 
 #: Multiples that kernels ask of M, K and N. 8: fp16 and bf16 Tensor Cores at full speed; 16: ``torch._scaled_mm``,
@@ -27,9 +28,7 @@ def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
     ran: dict[str, Counter[str]] = {}
     attends = {o.module for o in report.operators if o.attends}
     for operator in (*report.operators, *report.updating):
-        # a product without a weight of this model has the class of attention's, whatever it is
-        name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
-        name = f"optimizer: {name}" if operator.phase == "optimizer" else name
+        name = class_name(operator, attends)
         row = rows.setdefault(name, [0, 0, 0])
         floating = {dtype for dtype in (*operator.dtypes, *operator.out_dtypes) if not dtype.startswith(_WHOLE)}
         ran.setdefault(name, Counter()).update(sorted(floating))
@@ -38,6 +37,17 @@ def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
     dtypes = {name: ", ".join(dtype for dtype, _ in counts.most_common()) for name, counts in ran.items()}
     shares = [(name, dtypes[name], calls, flops, moved) for name, (calls, flops, moved) in rows.items()]
     return sorted(shares, key=lambda share: (-share[3], -share[4]))
+
+
+def class_name(operator: Operator, attends: Collection[str]) -> str:
+    """Return the class of an operator as tables name it.
+
+    Args:
+        operator: of a recorded step.
+        attends: modules that hold an attention: another product of two activations is not one.
+    """
+    name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
+    return f"optimizer: {name}" if operator.phase == "optimizer" else name
 
 
 def remainders(report: GraphReport) -> dict[str, int]:

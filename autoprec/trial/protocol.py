@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from autoprec.errors import UnknownNameError
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GraphReport, OperatorTime, OperatorTimes
 from autoprec.support.plain import Document, or_null, rebuild, shallow
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
@@ -25,7 +25,6 @@ FAILURES = (
     "mismatch",  # the policy does not fit the model, or was not executed
     "unsupported",  # a backend refused
 )
-
 
 #: How a trial ends that would not be done, or was not, within the seconds it was given; says nothing of its policy.
 OUT_OF_TIME = "out_of_time"
@@ -244,8 +243,22 @@ class LiftSpec(TrialSpec):
     within_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimesSpec(TrialSpec):
+    """Time ``steps`` steps after ``warmup`` others, and the operators of as many more by torch's profiler."""
+
+    kind: ClassVar[str] = "times"
+    steps: int = 5
+    warmup: int = 3
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the trial."""
+        return self.warmup + 2 * self.steps
+
+
 _SPECS: dict[str, type[TrialSpec]] = {
-    spec.kind: spec for spec in (TrainSpec, TrySpec, RecordSpec, ScanSpec, DuelSpec, NumericsSpec, LiftSpec)
+    spec.kind: spec for spec in (TrainSpec, TrySpec, RecordSpec, ScanSpec, DuelSpec, NumericsSpec, LiftSpec, TimesSpec)
 }
 
 
@@ -364,7 +377,10 @@ class LiftedLines:
     alike: int = 0
 
 
-Answer = GraphReport | GradientErrors | DuelRounds | GemmFindings | LiftedLines
+_Own = GradientErrors | DuelRounds | GemmFindings | LiftedLines | OperatorTimes
+Answer = GraphReport | _Own
+_OWN: dict[str, type[_Own]] = {one.kind: one for one in get_args(_Own)}
+_ROWS: dict[str, type[ProbeResult | OperatorTime]] = {"probes": ProbeResult, "operators": OperatorTime}
 _GRAPH = "graph"
 
 
@@ -377,17 +393,12 @@ def _answer_to_json(answer: Answer | None) -> Document | None:
 
 
 def _answer_from_json(document: Document | None) -> Answer | None:
-    kind = None if document is None else document["kind"]
-    if document is None or kind is None:
+    if document is None:
         return None
-    if kind == GradientErrors.kind:
-        probes = tuple(rebuild(ProbeResult, probe) for probe in document["probes"])
-        return rebuild(GradientErrors, document | {"probes": probes})
-    if kind == DuelRounds.kind:
-        return rebuild(DuelRounds, document)
-    if kind == LiftedLines.kind:
-        return rebuild(LiftedLines, document)
-    return rebuild(GemmFindings, document) if kind == GemmFindings.kind else GraphReport.from_json(document)
+    if document["kind"] == _GRAPH:
+        return GraphReport.from_json(document)
+    rows = {name: tuple(rebuild(one, row) for row in document[name]) for name, one in _ROWS.items() if name in document}
+    return rebuild(_OWN[document["kind"]], document | rows)
 
 
 @dataclass(frozen=True, slots=True)

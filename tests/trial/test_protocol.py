@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import UnknownNameError
+from autoprec.graph.report import OperatorTime, OperatorTimes
 from autoprec.trial.protocol import (
     FAILURES,
     Answer,
@@ -23,6 +24,7 @@ from autoprec.trial.protocol import (
     ProbeResult,
     RecordSpec,
     ScanSpec,
+    TimesSpec,
     TrainSpec,
     TrialResult,
     TrialSpec,
@@ -46,6 +48,7 @@ SPECS = st.one_of(
     st.builds(DuelSpec, probes=PROBES, precision=NUMBERS, on_the_clock=st.booleans(), **TOLD),
     st.builds(NumericsSpec, steps=st.integers(1, 100), **TOLD),
     st.builds(LiftSpec, lines=st.integers(1, 100), **TOLD),
+    st.builds(TimesSpec, steps=st.integers(1, 100), warmup=st.integers(1, 9), **TOLD),
 )
 ROWS = st.builds(ProbeResult, id=st.text(max_size=5), gradient_error=st.none() | NUMBERS, failed=st.text(max_size=5))
 ANSWERS = st.one_of(
@@ -64,6 +67,7 @@ ANSWERS = st.one_of(
         steps=st.integers(0, 9),
         refused=st.dictionaries(st.text(max_size=3), st.text(max_size=3)),
     ),
+    st.just(OperatorTimes(3.0, 3.5, 5, (OperatorTime("aten::mm", "", 4.0, 2.5),))),
     st.builds(GemmFindings, ok=st.booleans(), gemms=st.just(({"layer": "h.0", "worst": 0.5},))),
 )
 

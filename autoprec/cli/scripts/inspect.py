@@ -5,7 +5,7 @@ With ``--sensitivity`` the gradient error of each recipe in each group of layers
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,11 +14,12 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import gradient_errors, record, running, step_of
+from autoprec.cli.recording import gradient_errors, is_description, record, running, step_of, times_of
 from autoprec.cli.script import script_command
 from autoprec.graph.census import Judged
-from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.report import GraphReport, Layer, OperatorTimes
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
+from autoprec.graph.time_table import time_shares
 from autoprec.policy.space import default_space, load_space
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.phases.record import tunable
@@ -79,10 +80,23 @@ def _census(judged: Judged) -> list[tuple[str, ...]]:
     return rows
 
 
-def _step(words: tuple[str, ...]) -> GraphReport:
+def _step(words: tuple[str, ...]) -> tuple[GraphReport, OperatorTimes | None]:
+    """Return one recorded step, and the times of its operators where it is a script's."""
     with Phases() as phases:
-        report, host = step_of(words, phases, tunes=False)
-    return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes)))) if host else report
+        if is_description(words[0]):
+            return step_of(words, phases)[0], None
+        with running(words, phases, tunes=False) as (runner, host, label):
+            report = record(runner, label, phases)
+            times = times_of(runner, phases)
+    untimed = [times] if isinstance(times, str) else []
+    notes = tuple(dict.fromkeys((*host.notes, *report.notes, *untimed)))
+    return replace(report, notes=notes), None if isinstance(times, str) else times
+
+
+def _print_times(times: OperatorTimes, report: GraphReport) -> None:
+    rows = [(one.name, f"{one.ms:.4g}", f"{one.share:.1%}", one.choice) for one in time_shares(times, report)]
+    headings = (f"a step: {times.step_ms:.4g} ms", "ms", "share", "what a policy can choose")
+    stdout_console().print(plain_table(headings, rows))
 
 
 def _measure(script: tuple[str, ...], target: str, space: str) -> SensitivityTable:
@@ -151,6 +165,7 @@ def inspect(
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable.
 
+    Where its time goes, by class of operators, and what a policy can choose there.
     And the census: which parameters, buffers, states, gradients, losses and scores are in which dtype.
     In the place of SCRIPT: a model's config.json, or a file of what --json printed.
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
@@ -162,8 +177,11 @@ def inspect(
         else:
             _print_table(table)
         return
-    report = _step(script)
+    report, times = _step(script)
     if as_json:
-        print_json(report.to_json())
-    else:
-        _print_tables(report)
+        shares = [asdict(one) for one in time_shares(times, report)] if times else []
+        print_json(report.to_json() | ({"times": {"step_ms": times.step_ms, "classes": shares}} if times else {}))
+        return
+    if times is not None:
+        _print_times(times, report)
+    _print_tables(report)

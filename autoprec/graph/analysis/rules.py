@@ -18,12 +18,13 @@ _BUILTIN = Path(__file__).with_name("rules.yaml")
 
 @dataclass(frozen=True, slots=True)
 class OperatorClass:
-    """A class of operators: its precision by default, why, and who says so."""
+    """A class of operators: its precision by default, why, who says so, and which entry of a policy decides."""
 
     name: str
     precision: str
     reason: str
-    source: str = ""
+    source: str
+    choice: str
 
 
 @dataclass(frozen=True)

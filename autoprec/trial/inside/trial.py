@@ -45,11 +45,12 @@ from autoprec.trial.inside.observe.conditions import (
     still_compiling,
     unreliable,
 )
-from autoprec.trial.inside.observe.discovery import Found, batch_size
+from autoprec.trial.inside.observe.discovery import Found, batch_size, is_running
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import AtGradients, Loop, early_stop, out_of_time
 from autoprec.trial.inside.observe.measure import clock_for, heap_for
 from autoprec.trial.inside.observe.memory import is_out_of_memory
+from autoprec.trial.inside.observe.operator_times import OperatorTimer
 from autoprec.trial.inside.observe.turns import Turn
 from autoprec.trial.inside.perturbing import perturb_run
 from autoprec.trial.inside.sensitivity.staying import serve_scans
@@ -64,6 +65,7 @@ from autoprec.trial.protocol import (
     NumericsSpec,
     RecordSpec,
     ScanSpec,
+    TimesSpec,
     TrainSpec,
     TrialResult,
     TrialSpec,
@@ -101,7 +103,7 @@ class Trial:
         self._policy: Any = None
         self._batch, self._device = 0, next(iter(found.parameters)).device
         self._recorder: Any = None
-        self._gemms: Any = None
+        self._looks: GemmCheck | OperatorTimer | None = None
         self._answer: Answer | None = None
         self._blocks, self._needed_s, self._passed_over = 0, 0.0, ""
         self._judged: Any = None
@@ -149,14 +151,16 @@ class Trial:
         if blocks:
             self._blocks = compiled_blocks(self.found.root)
         if isinstance(spec, NumericsSpec):
-            self._gemms = GemmCheck(self.found.root)
+            self._looks = GemmCheck(self.found.root)
+        if isinstance(spec, TimesSpec):
+            self._looks = OperatorTimer(self._device, spec.warmup, spec.steps)
         execution = "keep" if self._policy is None else self._policy.execution
         compiles = execution in ("compile", "compile_whole")
         if compiles and not own:  # the reference then runs as eager code
             keep_random_streams()
         if compiles or is_compiled(self.found.root):
             cache_graphs()  # of all kinds of trials alike: what differs in it is not found in the cache
-        self._heap = heap_for(self._device, self.pid, timed=train is not None)
+        self._heap = heap_for(self._device, self.pid, timed=isinstance(spec, (TrainSpec, TimesSpec)))
         self._monitors = watch_state(self._policy, self.found, max(1, spec.total))
         self._batch = batch_size(args, kwargs)
         self.loop = Loop(
@@ -190,6 +194,8 @@ class Trial:
         """Return what looks at every step of a kind of trial; None for nothing."""
         if isinstance(spec, TrainSpec):
             return partial(self._check, spec)
+        if isinstance(self._looks, OperatorTimer):
+            return self._looks.check
         return self._tried if isinstance(spec, TrySpec) else None
 
     def _duel(self, spec: DuelSpec) -> None:
@@ -296,8 +302,8 @@ class Trial:
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
         if isinstance(self.spec, (TrainSpec, TrySpec)):
             self.finish("ok")
-        if isinstance(self.spec, NumericsSpec):
-            self._answered(self._gemms.end())
+        if self._looks is not None:
+            self._answered(self._looks.end())
         self.hooks.events = Events()
         self.hooks.watch_next(self.found.root, self._at_forward)
 
@@ -364,7 +370,7 @@ class Trial:
 
     def _runs_inside(self, module: nn.Module) -> bool:
         """Say whether a module that is called is a part of the model, whose own forward is on the stack."""
-        return not any(child is self.found.root for child in module.modules()) and _is_running(self.found.root)
+        return not any(child is self.found.root for child in module.modules()) and is_running(self.found.root)
 
     def _record(self, module: nn.Module) -> None:
         from autoprec.graph.fake import recorder_for
@@ -486,13 +492,3 @@ def write_result(path: Path, result: TrialResult) -> None:
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
     temporary.write_text(canonical_json(finite(result.to_json())), encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _is_running(model: nn.Module) -> bool:
-    """Say whether a model's forward is on the stack; a script may also call the model's parts alone."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name in ("forward", "_call_impl") and frame.f_locals.get("self") is model:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -18,7 +18,7 @@ import torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 5))
 optimizer = torch.optim.AdamW(model.parameters())
-for step in range(3):
+for step in range(20):
     loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(5, (8,)))
     loss.backward()
     optimizer.step()
@@ -37,6 +37,12 @@ def saved(tmp_path_factory, warm):
     assert result.exit_code == 0, result.output
     step.write_text(result.stdout)
     return json.loads(result.stdout), step
+
+
+def test_where_the_time_goes_adds_up_to_the_step(saved):
+    times = saved[0]["times"]
+    assert sum(row["ms"] for row in times["classes"]) == pytest.approx(times["step_ms"])
+    assert {"gemm", "norm", "optimizer", "between operators"} <= {row["name"] for row in times["classes"]}
 
 
 def test_json_has_the_documented_keys(saved):

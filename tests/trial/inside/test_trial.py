@@ -19,7 +19,7 @@ from autoprec.trial.inside.applying import apply_document, by_block
 from autoprec.trial.inside.observe import hooks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.trial import _is_running, status_of, write_result
+from autoprec.trial.inside.trial import status_of, write_result
 from autoprec.trial.protocol import GemmFindings, TrainSpec, TrialResult
 from tests.trial.conftest import uniform
 
@@ -84,29 +84,6 @@ def test_a_trial_that_is_off_near_zero_is_not_ended_early() -> None:
     reference = [1.0, 0.3, 0.05, *[1e-6] * 13]
     assert not early_stop([1.0, 0.3, 0.05, *[3e-6] * 13], reference, 0.05, 16)
     assert early_stop([1.0, 0.3, 0.05, *[0.05] * 13], reference, 0.05, 16)
-
-
-def test_a_models_forward_is_on_the_stack_only_while_it_runs() -> None:
-    """``agent.actor(x)`` calls a part: what surrounds the agent's own forward must not be taken to run."""
-    seen: list[bool] = []
-
-    class Agent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor = nn.Linear(4, 2)
-            self.actor.register_forward_pre_hook(lambda *_: seen.append(_is_running(self)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.act(x)
-
-        def act(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.actor(x)
-            return out
-
-    agent = Agent()
-    agent(torch.randn(2, 4))
-    agent.act(torch.randn(2, 4))
-    assert seen == [True, False]
 
 
 def made_trial(tmp_path: Path, ended: list[TrialResult], monkeypatch: pytest.MonkeyPatch) -> trial.Trial:

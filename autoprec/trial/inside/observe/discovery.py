@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -227,3 +228,13 @@ def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     shaped = [t for t in flat if t.dim() >= 1]
     tokens = [t for t in shaped if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
     return next((t.shape[0] for t in [*tokens, *shaped]), 0)
+
+
+def is_running(model: nn.Module) -> bool:
+    """Say whether a model's forward is on the stack; a script may also call the model's parts alone."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("forward", "_call_impl") and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

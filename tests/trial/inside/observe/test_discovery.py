@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from autoprec.trial.inside.observe.discovery import batch_size, discover, holds_copies, loss_parameters
+from autoprec.trial.inside.observe.discovery import batch_size, discover, holds_copies, is_running, loss_parameters
 
 
 class Unusual(nn.Module):
@@ -113,3 +113,26 @@ def test_an_optimizer_of_copies_is_told_from_one_of_something_else() -> None:
     assert holds(flat)
     assert not holds(*copies[1:2])
     assert not holds(picture)
+
+
+def test_a_models_forward_is_on_the_stack_only_while_it_runs() -> None:
+    """``agent.actor(x)`` calls a part: what surrounds the agent's own forward must not be taken to run."""
+    seen: list[bool] = []
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor = nn.Linear(4, 2)
+            self.actor.register_forward_pre_hook(lambda *_: seen.append(is_running(self)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(x)
+
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.actor(x)
+            return out
+
+    agent = Agent()
+    agent(torch.randn(2, 4))
+    agent.act(torch.randn(2, 4))
+    assert seen == [True, False]
