@@ -5,10 +5,11 @@ and divided where they leave it (at its parameters, before they are accumulated,
 therefore never sees a scaled loss or gradient: clipping, logging and accumulation need no change. Where a model
 returns several tensors, the script gets copies of them: a loss computed from the logits that are returned beside it
 would otherwise pass its gradient through both, multiplied twice; so it does of what the forward leaves in attributes
-(``self.aux_loss``). A step whose gradients overflowed is left out and
-counted, and the scale halved; after ``growth_interval`` good steps it doubles (Micikevicius et al., arXiv 1710.03740;
-constants of ``torch.amp.GradScaler``). A script with its own ``GradScaler`` is left alone. Optimizers of one model
-share its scale, which changes once for all of their steps.
+(``self.aux_loss``). A backward pass that enters the model nowhere, because the script calls its parts or the loss is of
+what forward hooks have caught, divides nothing. A step whose gradients overflowed is left out and counted, and the
+scale halved; after ``growth_interval`` good steps it doubles (Micikevicius et al., arXiv 1710.03740; constants of
+``torch.amp.GradScaler``). A script with its own ``GradScaler`` is left alone. Optimizers of one model share its scale,
+which changes once for all of their steps.
 
 Limits: FSDP hands gradients to its shards past the hooks of parameters, so a sharded model is refused. A parameter that
 the script also uses outside the model's forward (an explicit weight penalty) gets that part of its gradient divided
@@ -23,6 +24,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ class LossScaler:
     _overflowed: dict[int, bool] = field(default_factory=dict)  # optimizers that have stepped since the scale changed
     _held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _left: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
+    _entered: set[int] = field(default_factory=set)  # backward passes under way that have entered the model
+    _traced: bool = False  # a compiled graph enters, and says nothing
 
     @classmethod
     def install(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> LossScaler:
@@ -86,9 +90,7 @@ class LossScaler:
             return made
         made._handles.append(model.register_forward_pre_hook(made._unscale_inputs, with_kwargs=True))
         made._handles.append(model.register_forward_hook(made._scale_outputs))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                made._handles.append(parameter.register_hook(made._unscale))  # type: ignore[no-untyped-call]
+        made._hook_parameters(model)
         made._join(optimizers)
         _ON[model] = made
         return made
@@ -114,7 +116,28 @@ class LossScaler:
         for handle in handles:
             handle.remove()
 
-    def _unscale_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _hook_parameters(self, model: nn.Module) -> None:
+        """Unscale the gradients of all that trains now: layers are thawed and added in the middle of a run."""
+        for one in model.parameters():
+            if not one.requires_grad or self._unscale in (one._backward_hooks or {}).values():
+                continue
+            if not one.is_leaf:
+                raise UnsupportedError(
+                    "weights that are computed for each forward (functional_call) would be unscaled more than once",
+                    where="policy.loss_scaling",
+                    fix="set loss_scaling: none, and bf16 in place of fp16; or scale in the script",
+                )
+            handle = one.register_hook(self._unscale)  # type: ignore[no-untyped-call]
+            if isinstance(one, nn.Parameter):  # others, of functional_call, are here for one forward
+                self._handles.append(handle)
+
+    def _unscale_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            self._traced = True
+        else:
+            self._hook_parameters(model)
+            if torch._C._current_graph_task_id() == -1:
+                self._entered.clear()  # of a pass that an error has ended
         for module, name, inner, outer in self._left:
             if module.__dict__.get(name) is outer:  # the forward goes on with its own
                 module.__dict__[name] = inner
@@ -148,10 +171,27 @@ class LossScaler:
                         module.__dict__[name] = outer
 
     def _multiply(self, gradient: Tensor) -> Tensor:
-        return _across(gradient, self.scale)
+        self.enter()
+        return self._across(gradient, self.scale)
 
-    def _unscale(self, gradient: Tensor) -> Tensor:
-        return _across(gradient, 1 / self.scale)
+    def _unscale(self, gradient: Tensor) -> Tensor | None:
+        if not self._entered and not self._traced:
+            return None
+        return self._across(gradient, 1 / self.scale)
+
+    def _across(self, gradient: Tensor, factor: float) -> Tensor:
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            crossed: Tensor = _Across.apply(gradient, factor, self)  # type: ignore[no-untyped-call]
+            return crossed
+        return gradient * factor
+
+    def enter(self) -> None:
+        """Note that the backward pass of now has entered the model, until it ends; others may run inside of it."""
+        now = torch._C._current_graph_task_id()
+        if now != -1 and now not in self._entered:
+            self._entered.add(now)
+            leave = partial(self._entered.discard, now)
+            torch.autograd.Variable._execution_engine.queue_callback(leave)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -190,22 +230,17 @@ class _Across(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(_ctx: Any, gradient: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, factor: float, scaler: LossScaler) -> Tensor:
+        ctx.scaler = scaler
         return gradient * factor
 
     @staticmethod
-    def backward(_ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        ctx.scaler.enter()
+        return grad_output, None, None
 
 
-def _across(gradient: Tensor, factor: float) -> Tensor:
-    if torch.is_grad_enabled() and gradient.requires_grad:
-        crossed: Tensor = _Across.apply(gradient, factor)  # type: ignore[no-untyped-call]
-        return crossed
-    return gradient * factor
-
-
-def _hooked_copies(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _hooked_copies(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor]:
     """Return a function from a tensor to its copy, one per tensor, with ``hook`` on the copy's gradient."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -1,4 +1,6 @@
+import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +231,93 @@ def test_a_gradient_penalty_is_scaled_as_the_loss_is() -> None:
     LossScaler.install(model, []).scale = 2.0**10
     for found, wanted in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+class Parts(nn.Module):
+    """A model whose parts are called by scripts as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))
+
+
+def _thawed(model: Parts) -> torch.Tensor:
+    model.body.requires_grad_(True)
+    return model(torch.ones(2, 4)).sum()
+
+
+def _with_a_new_head(model: Parts) -> torch.Tensor:
+    model.body.requires_grad_(True)
+    torch.manual_seed(1)
+    model.head = nn.Linear(8, 3)
+    return model(torch.ones(2, 4)).sum()
+
+
+def _by_its_parts(model: Parts) -> torch.Tensor:
+    return model.head(model.features(torch.ones(2, 4))).sum()
+
+
+def _of_what_a_hook_has_caught(model: Parts) -> torch.Tensor:
+    caught: list[torch.Tensor] = []
+    model.body.register_forward_hook(lambda module, args, out: caught.append(out))
+    model(torch.ones(2, 4))
+    return caught[0].sum()
+
+
+def _after_an_error(model: Parts) -> torch.Tensor:
+    out = model(torch.ones(2, 4))
+    handle = model.head.weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    handle.remove()
+    model.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    return _by_its_parts(model)
+
+
+@pytest.mark.parametrize(
+    "loss", [_thawed, _with_a_new_head, _by_its_parts, _of_what_a_hook_has_caught, _after_an_error]
+)
+def test_what_is_divided_was_multiplied(loss: Callable[[Parts], torch.Tensor]) -> None:
+    found = []
+    for scaled in (False, True):
+        model = Parts()
+        model.body.requires_grad_(loss not in (_thawed, _with_a_new_head))
+        if scaled:
+            LossScaler.install(model, [])
+        model(torch.ones(2, 4)).sum().backward()  # a step before the script changes something
+        model.zero_grad()
+        loss(model).backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_copy_of_a_scaled_model_divides_what_it_multiplies() -> None:
+    model = Parts()
+    LossScaler.install(model, [])
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close([p.grad for p in copied.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_weights_of_a_functional_call_are_divided_once_or_refused() -> None:
+    model = Parts()
+    plain = [g.clone() for g in torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()])]
+    LossScaler.install(model, [])
+    given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, given, (torch.ones(2, 4),)).sum().backward()
+    torch.testing.assert_close([one.grad for one in given.values()], plain)
+    with pytest.raises(UnsupportedError, match="more than once"):
+        torch.func.functional_call(model, {name: one * 2 for name, one in given.items()}, (torch.ones(2, 4),))
 
 
 @pytest.mark.parametrize("overflow", [False, True])
