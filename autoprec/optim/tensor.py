@@ -218,7 +218,9 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*tree_map(open_, args), **tree_map(open_, kwargs))
     if not writes:
         return result
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    for argument, value in given:
         if argument.alias_info is not None and argument.alias_info.is_write:
             for target in value if isinstance(value, list | tuple) else (value,):
                 if id(target) in plain:

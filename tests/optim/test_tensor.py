@@ -100,6 +100,18 @@ def test_a_part_is_written_by_its_index(name):
         parameter[0] = 0
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_it_may_be_what_an_operation_writes_its_result_to(name):
+    """``nn.init.eye_`` does, and what projects weights in place."""
+    parameter = nn.Parameter(stored(name))
+    nn.init.eye_(parameter)
+    assert torch.equal(parameter.detach().clone(), torch.eye(*parameter.shape))
+    with torch.no_grad():
+        returned = torch.mul(parameter, 2.0, out=parameter)
+    assert returned is parameter
+    assert torch.equal(parameter.detach().clone(), 2 * torch.eye(*parameter.shape))
+
+
 def test_detach_shares_and_clone_does_not():
     tensor = stored("bf16_kahan")
     alias, own = tensor.detach(), tensor.clone()
