@@ -68,7 +68,9 @@ def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
 
     It sets all rates and gradients to zero for it, each time that an optimizer without state (plain SGD) is saved.
     """
-    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+    rates = (group.get("lr", 1.0) for group in optimizer.param_groups)
+    # it sets a rate that is a tensor to one on the CPU; another is not asked for its value, which waits for the device
+    if any(rate.device.type != "cpu" or bool(rate) if isinstance(rate, Tensor) else rate for rate in rates):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return bool(gradients) and not any(bool(decoded(gradient).any()) for gradient in gradients)

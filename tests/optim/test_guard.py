@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autoprec.applying.state import carry_state
-from autoprec.optim.guard import StepGuard, gradient_norm
+from autoprec.optim.guard import StepGuard, gradient_norm, only_makes_state
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.optimizer import skipped_steps, wrap_optimizer
 from autoprec.policy import OptimizerPolicy, Policy
@@ -119,3 +119,20 @@ def test_gradients_that_a_closure_makes_are_guarded(way: str) -> None:
         step(scaled, optimizer, value)
     assert (skipped_steps(made), scaler.skipped_steps, scaler.scale) == (1, 1, 2.0**15)
     assert torch.isfinite(scaled[1].weight).all()
+
+
+@pytest.mark.parametrize(
+    ("rate", "made"),
+    [
+        (0.0, True),
+        (0.1, False),
+        (torch.tensor(0.0), True),
+        (torch.tensor(0.1), False),
+        (torch.empty((), device="meta"), False),
+    ],
+)
+def test_a_rate_that_lies_on_a_device_is_not_read(rate, made):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.param_groups[0]["lr"], weight.grad = rate, torch.zeros(3)
+    assert only_makes_state(optimizer) is made  # a value of the device "meta" cannot be read at all

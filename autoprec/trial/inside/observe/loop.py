@@ -37,7 +37,9 @@ def out_of_time(steps: int, total: int, each_s: float, within_s: float) -> str:
         each_s: seconds of a step; 0 where that is not known.
         within_s: seconds that there were; 0 or less where nothing was left.
     """
-    took = f"a step takes {each_s:.3g} s" if each_s else f"{steps} of {total} steps were done"
+    took = (
+        f"a step takes {each_s:.3g} s" if each_s else f"{steps} of {total} steps {'was' if steps == 1 else 'were'} done"
+    )
     if within_s < 1:
         return f"{took}, and the time budget was used up"
     return f"{took}, and {total} steps take more than the {within_s:.0f} s that were left"

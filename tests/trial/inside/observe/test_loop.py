@@ -39,10 +39,10 @@ def test_early_stop_looks_at_the_last_quarter() -> None:
 @pytest.mark.parametrize(
     ("each_s", "within_s", "says"),
     [
-        (0.0, 8.0, "1 of 23 steps were done, and 23 steps take more than the 8 s that were left"),
+        (0.0, 8.0, "1 of 23 steps was done, and 23 steps take more than the 8 s that were left"),
         (2.5, 30.4, "a step takes 2.5 s, and 23 steps take more than the 30 s that were left"),
-        (0.0, 0.0, "1 of 23 steps were done, and the time budget was used up"),
-        (0.0, -4.0, "1 of 23 steps were done, and the time budget was used up"),
+        (0.0, 0.0, "1 of 23 steps was done, and the time budget was used up"),
+        (0.0, -4.0, "1 of 23 steps was done, and the time budget was used up"),
         (2.5, 0.4, "a step takes 2.5 s, and the time budget was used up"),
     ],
 )
