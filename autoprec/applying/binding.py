@@ -138,7 +138,10 @@ class Binder:
 
     def _refusal(self, backend: Backend, unit: Unit, plan: LayerPlan) -> str:
         """Return why a backend cannot run a linear layer, or an empty string."""
-        n, k = unit.weight.shape[-2:]
+        n, k = unit.weight.shape[-2:] if unit.weight.ndim >= 2 else (0, 0)
+        if unit.weight.ndim < 2 and isinstance(unit.module, nn.Linear):
+            # FSDP's first version holds a flat part of it, and gathers it for each forward
+            n, k = unit.module.out_features, unit.module.in_features
         if unit.kind == "conv1d":
             n, k = k, n
         sizes = {"fprop": (0, k, n), "dgrad": (0, n, k), "wgrad": (n, 0, k)}

@@ -209,3 +209,21 @@ def test_weights_of_experts_stay_with_native(gpu: dict[str, Fake]) -> None:
     units = tunable_units(made)
     assert unit_execution(units["up"]).backend == "native"
     assert unit_execution(units["mix"]).backend == "torchao"
+
+
+def test_a_weight_that_fsdp_has_flattened_binds_by_the_sizes_of_its_layer(
+    gpu: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP's first version with ``use_orig_params`` leaves a flat part of it, and gathers it for each forward."""
+    model = nn.ModuleDict({"linear": nn.Linear(64, 32), "attention": nn.MultiheadAttention(64, 4)})
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flatten()[:5]
+    asked: list[tuple[int, int]] = []
+
+    def capability(_recipe: Recipe, **sizes: Any) -> Capability:
+        asked.append((sizes["k"], sizes["n"]))
+        return Capability(True)
+
+    monkeypatch.setattr(gpu["native"], "capability", capability)
+    Policy.model_validate({"default": "r", "recipes": {"r": BUILTIN_RECIPES["fp8_rowwise"]}}).apply(model)
+    assert asked[:3] == [(64, 32), (32, 64), (0, 64)]
