@@ -12,7 +12,7 @@ SURFACE = {
     "demo": "",
     "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden])
     + " --dry-run --json --quiet --verbose",
-    "inspect": "--json --sensitivity --space --target",
+    "inspect": "--json --policy --sensitivity --space --target",
     "estimate": "--batch --config --cost-scale --json --policy --recompute --seq --shards --space --target",
     "run": "--audit --backend --policy",
     "check": "--backend --json --numerics --policy --sensitivity --steps --strict",

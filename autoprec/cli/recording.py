@@ -16,6 +16,7 @@ from autoprec.errors import UsageError
 from autoprec.graph.report import MAX_GRAPH_BYTES, GraphReport, OperatorTimes, load_report
 from autoprec.precision.hardware import cores
 from autoprec.support.files import read_document
+from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import PATIENCE_S, GradientErrors, HostInfo, Probe, ScanSpec, TimesSpec
 from autoprec.tuning.phases import record as recorded
@@ -148,18 +149,20 @@ def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float 
     return recorded.record_step(runner.run, label, timeout_s=timeout_s)
 
 
-def times_of(runner: TrialRunner, phases: Phases) -> OperatorTimes | str:
+def times_of(runner: TrialRunner, phases: Phases, policy: Document | None = None) -> OperatorTimes | str:
     """Return how long the operators of a held script's steps take; else why that could not be measured.
 
     Args:
         runner: holds the script.
         phases: is told what goes on.
+        policy: a policy document under which it runs; None for the script as written.
     """
-    phases.begin("timing a few training steps, and their operators")
-    result = runner.run(TimesSpec())
+    under = " under the policy" if policy is not None else ""
+    phases.begin(f"timing a few training steps{under}, and their operators")
+    result = runner.run(TimesSpec(policy=policy))
     if result.ok and isinstance(result.answer, OperatorTimes):
         return result.answer
-    return f"where its time goes was not measured: {result.reason or result.status}"
+    return f"where its time goes{under} was not measured: {result.reason or result.status}"
 
 
 def gradient_errors(

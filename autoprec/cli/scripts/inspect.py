@@ -6,6 +6,7 @@ With ``--sensitivity`` the gradient error of each recipe in each group of layers
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,13 +15,16 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
+from autoprec.cli.policies.published import bound
 from autoprec.cli.recording import gradient_errors, is_description, record, running, step_of, times_of
 from autoprec.cli.script import script_command
+from autoprec.errors import UsageError
 from autoprec.graph.census import Judged
 from autoprec.graph.report import GraphReport, Layer, OperatorTimes
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
-from autoprec.graph.time_table import time_shares
+from autoprec.graph.time_table import choice_of, time_shares
 from autoprec.policy.space import default_space, load_space
+from autoprec.support.plain import Document
 from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.phases.record import tunable
 from autoprec.tuning.target import resolve_target
@@ -80,23 +84,47 @@ def _census(judged: Judged) -> list[tuple[str, ...]]:
     return rows
 
 
-def _step(words: tuple[str, ...]) -> tuple[GraphReport, OperatorTimes | None]:
-    """Return one recorded step, and the times of its operators where it is a script's."""
+def _step(words: tuple[str, ...], policy: Path | None) -> tuple[GraphReport, list[OperatorTimes]]:
+    """Return one recorded step, and of a script's the times of its operators: as written, then under a policy.
+
+    Raises:
+        UsageError: a policy is asked for what cannot be run.
+    """
     with Phases() as phases:
         if is_description(words[0]):
-            return step_of(words, phases)[0], None
+            if policy is not None:
+                raise UsageError(f"--policy needs a script to run: {words[0]} is a description", fix="leave it out")
+            return step_of(words, phases)[0], []
         with running(words, phases, tunes=False) as (runner, host, label):
             report = record(runner, label, phases)
-            times = times_of(runner, phases)
-    untimed = [times] if isinstance(times, str) else []
-    notes = tuple(dict.fromkeys((*host.notes, *report.notes, *untimed)))
-    return replace(report, notes=notes), None if isinstance(times, str) else times
+            found = [times_of(runner, phases)]
+            if policy is not None:
+                found.append(times_of(runner, phases, bound(policy, lambda: report).stages[0].to_dict()))
+    times = [one for one in found if not isinstance(one, str)]
+    notes = dict.fromkeys((*host.notes, *report.notes, *(one for one in found if isinstance(one, str))))
+    return replace(report, notes=tuple(notes)), times if len(times) == len(found) else times[:1]
 
 
-def _print_times(times: OperatorTimes, report: GraphReport) -> None:
-    rows = [(one.name, f"{one.ms:.4g}", f"{one.share:.1%}", one.choice) for one in time_shares(times, report)]
-    headings = (f"a step: {times.step_ms:.4g} ms", "ms", "share", "what a policy can choose")
-    stdout_console().print(plain_table(headings, rows))
+def _print_times(report: GraphReport, times: OperatorTimes, under: OperatorTimes | None) -> None:
+    """Print where a step's time goes; with a policy also what each class takes under it, and what that saves."""
+    shares = {one.name: one for one in time_shares(times, report)}
+    headings = [f"a step: {times.step_ms:.4g} ms", "ms", "share"]
+    digits = 2 if times.step_ms >= 1 else 4
+    rows = [[one.name, f"{one.ms:.{digits}f}", f"{one.share:.1%}"] for one in shares.values()]
+    if under is not None:
+        headings += [f"under the policy: {under.step_ms:.4g} ms", "saves"]
+        then = {one.name: one.ms for one in time_shares(under, report)}
+        rows += [[name, "-", "-"] for name in then if name not in shares]
+        for row in rows:
+            before = shares[row[0]].ms if row[0] in shares else 0.0
+            after = then.get(row[0], 0.0)
+            row += [f"{after:.{digits}f}", f"{before - after:+.{digits}f}"]
+    cells = [(*row, choice_of(row[0])) for row in rows]
+    stdout_console().print(plain_table((*headings, "what a policy can choose"), cells))
+
+
+def _times_json(report: GraphReport, times: OperatorTimes) -> Document:
+    return {"step_ms": times.step_ms, "classes": [asdict(one) for one in time_shares(times, report)]}
 
 
 def _measure(script: tuple[str, ...], target: str, space: str) -> SensitivityTable:
@@ -155,17 +183,19 @@ def _print_table(table: SensitivityTable) -> None:
 @click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
 @options.of_search("target", help="With --sensitivity: device whose recipes are probed; default: this one.")
 @options.of_search("space", help="With --sensitivity: search space whose choices are probed.")
+@click.option("--policy", type=click.Path(path_type=Path), help="Also: where the time goes under this policy.")
 @options.as_json("Everything")
 def inspect(
     script: tuple[str, ...],
     sensitivity: bool,
+    policy: Path | None,
     target: str,
     space: str,
     as_json: bool,
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable.
 
-    Where its time goes, by class of operators, and what a policy can choose there.
+    Where its time goes, by class of operators, and what a policy can choose there; with --policy also what it saves.
     And the census: which parameters, buffers, states, gradients, losses and scores are in which dtype.
     In the place of SCRIPT: a model's config.json, or a file of what --json printed.
     With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
@@ -177,11 +207,11 @@ def inspect(
         else:
             _print_table(table)
         return
-    report, times = _step(script)
+    report, times = _step(script, policy)
     if as_json:
-        shares = [asdict(one) for one in time_shares(times, report)] if times else []
-        print_json(report.to_json() | ({"times": {"step_ms": times.step_ms, "classes": shares}} if times else {}))
+        names = ("times", "times_under_policy")
+        print_json(report.to_json() | {name: _times_json(report, one) for name, one in zip(names, times, strict=False)})
         return
-    if times is not None:
-        _print_times(times, report)
+    if times:
+        _print_times(report, times[0], times[1] if len(times) > 1 else None)
     _print_tables(report)

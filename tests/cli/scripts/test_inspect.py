@@ -45,6 +45,33 @@ def test_where_the_time_goes_adds_up_to_the_step(saved):
     assert {"gemm", "norm", "optimizer", "between operators"} <= {row["name"] for row in times["classes"]}
 
 
+def test_what_a_policy_saves_is_said_class_by_class(saved, tmp_path):
+    script, policy = saved[1].parent / "train.py", tmp_path / "policy.yaml"
+    policy.write_text("schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n")
+    result = CliRunner().invoke(inspect, ["--policy", str(policy), str(script)])
+    assert result.exit_code == 0, result.output
+    heading, _, *rows = [line for line in result.stdout.splitlines() if line.strip()]
+    assert "under the policy: " in heading
+    assert "saves" in heading
+    saved_ms = {cells[0]: cells for cells in (row.split("  ") for row in rows)}
+    assert any(name.strip() == "gemm" for name in saved_ms)
+    with pytest.raises(UsageError, match="--policy needs a script"):
+        inspect.main(["--policy", str(policy), str(saved[1])], standalone_mode=False)
+
+
+def test_a_policy_that_does_not_fit_leaves_the_scripts_own_times(saved, tmp_path):
+    script, policy = saved[1].parent / "train.py", tmp_path / "policy.yaml"
+    policy.write_text(
+        "schema: autoprec.policy/1\nlayers: [{match: nothing, recipe: bf16}]\nrecipes: {bf16: {format: bf16}}\n"
+    )
+    result = CliRunner().invoke(inspect, ["--json", "--policy", str(policy), str(script)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert "times" in document
+    assert "times_under_policy" not in document
+    assert any("under the policy was not measured" in note for note in document["notes"])
+
+
 def test_json_has_the_documented_keys(saved):
     document = saved[0]
     assert {"model", "operators", "layers", "coverage"} <= set(document)
