@@ -352,7 +352,7 @@ class _PlannedLinear(torch.autograd.Function):
         update = training and steps.stateful and (grad or layer.quantizers.learns())
         x = input.reshape(-1, input.shape[-1])
         needs = [grad and need for need in ctx.needs_input_grad[:2]]
-        how = {"update": update}
+        how = {"update": update, "evaluates": not training}
         a = saved_x = None
         options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
         if layer.casts is not None:

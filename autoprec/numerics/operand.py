@@ -150,7 +150,7 @@ class QuantizerState:
         """Say whether delayed scaling learns from a forward without gradients: one that checkpointing repeats later."""
         return not torch.compiler.is_compiling() and learning()
 
-    def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool) -> Tensor:
+    def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, evaluates: bool = False) -> Tensor:
         """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats.
 
         Args:
@@ -158,12 +158,15 @@ class QuantizerState:
             spec: how it is quantised.
             amax: the tensor's largest magnitude now, 0-d float32 (shape ``[]``).
             update: whether the amax is noted for the history.
+            evaluates: no training step: what is larger than the history scales by its own amax.
 
         Returns:
             The scale that the tensor is multiplied by, 0-d float32.
         """
         if torch.compiler.is_compiling():
-            return self.graph[_slot(operand, spec)].traced(amax, update=update)
+            traced = self.graph[_slot(operand, spec)]
+            scale = traced.traced(amax, update=update)
+            return traced.wide_enough(scale, amax) if evaluates else scale
         found = repeated((self, operand, spec))
         noted = found is not None and found.noted
         update = update and not noted
@@ -174,6 +177,8 @@ class QuantizerState:
             scale = history.traced(amax, update=update)
         else:
             scale = history.step(amax, update=update)
+        if evaluates:
+            scale = history.wide_enough(scale, amax)
         if found is not None:
             scale = found.scale
         remember((self, operand, spec), Used(scale, update or noted))

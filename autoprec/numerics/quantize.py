@@ -56,14 +56,16 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     return x * scale if x.dtype is torch.float32 else x.to(torch.float32).mul_(scale)
 
 
-def _tensor(x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, values: bool) -> QuantizedOperand:
+def _tensor(
+    x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, values: bool, evaluates: bool
+) -> QuantizedOperand:
     scaling, limit = spec.rule, number(spec.format)
     amax = amax_of(x)
     if scaling.amax_epsilon:
         amax = amax.clamp(min=scaling.epsilon)
     delayed = scaling.scale == "delayed"
     if delayed:
-        scale = state.delayed_scale(operand, spec, amax, update=update)
+        scale = state.delayed_scale(operand, spec, amax, update=update, evaluates=evaluates)
     else:
         amax = reduced(amax, state.groups.get(operand, ()))
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
@@ -123,6 +125,7 @@ def quantize(
     state: QuantizerState | None = None,
     update: bool = True,
     values: bool = False,
+    evaluates: bool = False,
 ) -> QuantizedOperand:
     """Quantise a 2-D tensor for one GEMM.
 
@@ -131,6 +134,7 @@ def quantize(
         operand: input, weight or grad_output: delayed scaling keeps a history for each.
         state: delayed scales and random stream of the layer; a fresh one when None.
         update: let delayed scaling note this tensor's amax.
+        evaluates: not for a training step: delayed scaling saturates nothing.
         values: on a CPU, keep rounded values as float32 instead of 8-bit codes: they are multiplied in float32 anyway.
 
     All-zero tensors stay zero. A NaN or infinity makes everything it shares a scale with NaN.
@@ -140,7 +144,7 @@ def quantize(
     state = QuantizerState() if state is None else state
     values = values and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if spec.scheme == "tensor":
-        return _tensor(x, spec, state, operand, update, values)
+        return _tensor(x, spec, state, operand, update, values, evaluates)
     if spec.scheme == "row":
         return _row(x, spec, state, values)
     return quantize_grouped(x, spec, state, values, groups=state.groups.get(operand, ()))

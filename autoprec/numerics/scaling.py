@@ -93,13 +93,13 @@ class DelayedScale:
     """Delayed scaling of one operand of one layer: the scale of this step comes from the amax of earlier steps.
 
     As Transformer Engine's ``DelayedScaling``: the scale is ``limit / amax / 2**margin`` with ``amax`` the largest or
-    the latest of the last ``length`` steps; a zero amax leaves history and scale as they are. Three differences. An
+    the latest of the last ``length`` steps; a zero amax leaves history and scale as they are. Four differences. An
     entry of the history is a step of the optimizer: of all forwards since the last one (micro-batches, shared layers)
     the largest amax is noted, and the history rolls when the step is over (:mod:`autoprec.numerics.delayed`), where
     Transformer Engine rolls it with each forward. A non-finite amax is not noted: in Transformer Engine it stays in the
     history, and the scale with it, for ``length`` steps. And while there is no history each call uses its own amax
     (Transformer Engine uses scale 1, under which the first gradients underflow to zero, so that a short trial would
-    measure the start-up and not the recipe).
+    measure the start-up and not the recipe). Evaluation, which notes nothing, saturates nothing: :meth:`wide_enough`.
 
     In a graph of ``torch.compile`` the scale is an input and ``seen`` an input that is updated: nothing else happens
     there, so that the cast waits for no reduction and costs one pass. What was seen is learned after the step, in a few
@@ -134,6 +134,21 @@ class DelayedScale:
         if self.seen is None:
             self.seen = _zeros([], device)
         self.history, self.scale, self.seen = (x.to(device) for x in (self.history, self.scale, self.seen))
+
+    def wide_enough(self, scale: Tensor, amax: Tensor) -> Tensor:
+        """Return a scale under which a tensor does not saturate: the given one, or its own where that is smaller.
+
+        For evaluation. It may see what no training step has: other inputs, and weights that an average, an adapter or
+        a pruning was written into.
+
+        Args:
+            scale: of the history, float32 of shape ``[]``.
+            amax: of the tensor, likewise.
+
+        Returns:
+            Float32 of shape ``[]``.
+        """
+        return torch.minimum(scale, self._of(amax, scale))
 
     def traced(self, amax: Tensor, *, update: bool) -> Tensor:
         """Return the scale inside a graph, as :meth:`step` does; the amax is noted, see :func:`learn_together`.
@@ -191,14 +206,6 @@ class DelayedScale:
         self.scale, self.started = state["scale"].to(device, copy=True), False
         self.given = False  # it may be one of before the first amax
         self.seen = state["seen"].to(device, copy=True)
-
-    def forget(self) -> None:
-        """Begin anew, as before the first amax."""
-        if self.history is not None:
-            self.load_state(
-                {name: torch.zeros_like(part) for name, part in self.state(self.history.device).items()},
-                self.history.device,
-            )
 
     def give(self) -> None:
         """Let graphs take the scale as given from now on; where nothing has been seen yet it is 1."""

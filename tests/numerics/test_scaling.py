@@ -130,3 +130,12 @@ def test_the_quotient_is_rounded_once(limit: float) -> None:
     amax = bits.view(torch.float32)
     wide = (limit / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()
     assert torch.equal(scale_of(amax, limit), wide)
+
+
+def test_what_is_larger_than_the_history_has_its_own_scale_in_evaluation() -> None:
+    one = DelayedScale(448.0, length=4, algorithm="max", margin=1)
+    one.learn(torch.tensor(2.0))
+    of_history = one.step(torch.tensor(2.0), update=False)
+    assert of_history == 112.0
+    for amax, scale in ((1.0, 112.0), (2.0, 112.0), (8.0, 28.0), (0.0, 112.0), (float("inf"), 112.0)):
+        assert one.wide_enough(of_history, torch.tensor(amax)) == scale

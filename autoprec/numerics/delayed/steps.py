@@ -11,9 +11,6 @@ several times, two losses. Within it the amax is the largest one, and all forwar
   (``torch.autograd.grad``, ``functional_call``, weights written through ``.data``, engines that move gradients away);
   on one rank alone, as ranks might find different things.
 
-A copy of a model begins with its scales. They are of other weights where an average is written into the copy, which
-is never trained: then it begins anew, and each operand scales by its own amax.
-
 A model whose weights change in none of these ways, as in a compiled forward without an optimizer, learns nothing and
 scales each tensor by its own amax, as at the first step.
 
@@ -38,7 +35,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from autoprec.numerics.kept import sampled
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.scaling import learn_together
@@ -111,19 +107,6 @@ class _Weights:
         sharded = [one.sharded_param for group in fsdp_groups(self.root) for one in group.fsdp_params]
         return [p for p in (sharded or self.root.parameters()) if p.requires_grad and isinstance(p, nn.Parameter)]
 
-    def now(self) -> tuple[int, Tensor | None]:
-        """Return how often all Parameters were written to, and a sample of a matrix: ``.data`` counts nothing."""
-        every = [p for p in self.root.parameters() if type(p.data) is Tensor and not (p.is_meta or p.is_inference())]
-        matrix = next((p for p in every if p.dim() >= 2), None)
-        return sum(p._version for p in every), None if matrix is None else sampled(matrix)
-
-    def differ(self, before: tuple[int, Tensor | None]) -> bool:
-        """Say whether something was written since :meth:`now` returned this."""
-        (versions, sample), (count, held) = self.now(), before
-        if versions != count or sample is None or held is None:
-            return versions != count
-        return (sample.device, sample.dtype) != (held.device, held.dtype) or not torch.equal(sample, held)
-
     def forget(self) -> None:
         """Begin a step: the next forward finds them as they are then."""
         self.held, self.versions, self.before = [], -1, False
@@ -147,14 +130,12 @@ class DelayedReduction:
     Attributes:
         groups: over which the amaxes of this step are reduced when it is over; found in its forwards.
         by_weights: a step was recognised by an optimizer or by the Parameters, and is from now on.
-        copied: the weights of a copied model as it was made, until it is trained.
     """
 
     def __init__(self, root: nn.Module, executions: Iterable[Any]) -> None:
         self.root, self.slots = root, list(_slots(executions))
         self.weights = _Weights(root)
         self.by_weights = self.queued = False
-        self.copied: tuple[int, Tensor | None] | None = None
         self.groups: list[Any] = []
         device = next((p.device for p in root.parameters() if p.device.type != "meta"), None)
         for state, operand, spec in self.slots:
@@ -169,30 +150,17 @@ class DelayedReduction:
         made.slots = copy.deepcopy(self.slots, memo)
         made.by_weights, made.weights.before = self.by_weights, self.weights.written()
         made.scales = [state.history(operand, spec) for state, operand, spec in made.slots]
-        made.copied = made.weights.now()
-        if self.copied is not None and self.weights.differ(self.copied):
-            made.forget()
         return made
 
     def __call__(self) -> None:
         """Begin a training forward: where the step before is over and nobody has said so, it is learned from."""
-        if in_backward():
+        if not (self.root.training and torch.is_grad_enabled()) or in_backward():
             return
-        if not (self.root.training and torch.is_grad_enabled()):
-            if self.copied is not None and not torch.compiler.is_compiling() and self.weights.differ(self.copied):
-                self.forget()
-        elif not torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized()):
+        if not torch.compiler.is_compiling() or (dist.is_available() and dist.is_initialized()):
             self._eagerly()
-
-    def forget(self) -> None:
-        """Begin anew: the scales are of other weights."""
-        self.copied = None
-        for scale in self.scales:
-            scale.forget()
 
     @_disable_dynamo
     def _eagerly(self) -> None:
-        self.copied = None
         written = self.weights.written()
         self.by_weights = self.by_weights or written
         if written or (not self.by_weights and not self.groups and self._gradients_taken()):
@@ -220,7 +188,7 @@ class DelayedReduction:
 
     def end_step(self) -> None:
         """Compute the scales of the next step from what this one has seen."""
-        self.queued, self.copied = False, None
+        self.queued = False
         self.weights.forget()
         groups, self.groups = self.groups, []
         for state, _, _ in self.slots:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoprec import Policy
+from autoprec.applying.policy import remove_policy
 from autoprec.numerics.delayed import steps as delayed
 from autoprec.numerics.delayed.steps import DelayedReduction, data_parallel_groups
 from autoprec.numerics.linear import LinearExecution
@@ -362,6 +363,34 @@ def test_a_copy_that_an_average_is_written_into_scales_by_what_it_sees(
     fresh.load_state_dict(average.state_dict())
     Policy.model_validate({"default": "r", "recipes": {"r": DELAYED}}).apply(fresh)
     assert torch.equal(average(x), fresh.eval()(x))
+
+
+def _adapter(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A merge of an adapter into a weight, as PEFT does it for evaluation."""
+    model.get_parameter("0.weight").data += 0.5
+    return x
+
+
+def _other_inputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 20 * x
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("change", [_adapter, _other_inputs])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluation_saturates_nothing(
+    change: Callable[[nn.Module, torch.Tensor], torch.Tensor], compiled: bool
+) -> None:
+    """It may see what no training step has, and would be wrong by half of it without a word."""
+    torch._dynamo.reset()
+    model, _ = _trained()
+    x = change(model, torch.linspace(-1, 1, 8 * 32).view(8, 32))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with torch.no_grad():
+        found = run.eval()(x)
+    remove_policy(model)
+    plain = model(x)
+    assert (found - plain).norm() < 0.1 * plain.norm()
 
 
 def test_a_copy_that_is_trained_keeps_its_scales() -> None:
