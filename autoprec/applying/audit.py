@@ -343,6 +343,9 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
             else:
                 by_hand = found is not None and found.low_precision and found.activations is None
                 ok, reason = True, _BY_HAND if by_hand else "nothing of low precision reached it"
+        elif name == "output" and found is not None and found.unwidened:
+            ran = policy.activations
+            reason = f"the tensors of the {found.unwidened} that the model returns stay as they are: no container"
         elif name == "output" and found is not None and found.narrowed:
             reason = "widened after its last product had rounded it; a head with output: fp32 returns FP32 sums"
         rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}

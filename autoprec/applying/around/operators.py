@@ -8,8 +8,6 @@ in the dtype ``operators.attention`` names. A torch-function mode sees all of it
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
+from autoprec.applying.around.outputs import holds_low, unwidened, widen, widest
 from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.applying.compiling import only_in_graphs
 from autoprec.backends import Backend
@@ -140,15 +139,6 @@ def _low_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
         if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
             return value.dtype
     return None
-
-
-def widest(value: Any) -> torch.dtype | None:
-    """Return the widest dtype of floating-point numbers in a nest of containers, or None."""
-    if isinstance(value, Tensor):
-        return value.dtype if value.is_floating_point() else None
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    found = [dtype for item in (items or _fields(value)) if (dtype := widest(item)) is not None]
-    return max(found, key=lambda dtype: dtype.itemsize, default=None)
 
 
 @only_in_graphs
@@ -327,6 +317,7 @@ class RootExecution:
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         replaced: the forward is one that a library stored on the instance (accelerate does), which may begin autocast.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
+        unwidened: the class of an output whose tensors stay in 16 bits.
         scales: a layer runs below 16 bits, which TorchScript and ONNX have no words for.
     """
 
@@ -341,6 +332,7 @@ class RootExecution:
     called: bool = False
     traced: bool = False
     narrowed: bool = False
+    unwidened: str = ""
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     idle: dict[bool, bool] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
@@ -451,39 +443,5 @@ class RootExecution:
             return output
         if not torch.compiler.is_compiling():
             self._note("output", "fp64" if widest(output) is torch.float64 else "fp32")
-            self.narrowed = holds_low(output)
+            self.narrowed, self.unwidened = holds_low(output), unwidened(output)
         return widen(output)
-
-
-def holds_low(value: Any) -> bool:
-    """Say whether a nest of containers holds a tensor of 16 bits."""
-    if isinstance(value, Tensor):
-        return value.dtype in SIXTEEN_BIT
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return any(holds_low(item) for item in (items or _fields(value)))
-
-
-def _fields(value: Any) -> list[Any]:
-    """Return what a dataclass holds; nothing of any other object."""
-    whole = dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
-    return [getattr(value, field.name) for field in dataclasses.fields(value)] if whole else []
-
-
-def widen(value: Any) -> Any:
-    """Return nested containers with low-precision tensors cast to float32; other objects are returned as they are."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in SIXTEEN_BIT else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(widen(item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(widen(item) for item in value)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            changed = widen(item)
-            if changed is not item:
-                value[key] = changed
-    if held := _fields(value):
-        value = copy.copy(value)
-        for field, item in zip(dataclasses.fields(value), held, strict=True):
-            object.__setattr__(value, field.name, widen(item))  # a frozen one as well
-    return value

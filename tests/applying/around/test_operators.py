@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec import Policy
-from autoprec.applying.around.operators import FLOAT32_FUNCTIONS, holds_low, widen
+from autoprec.applying.around.operators import FLOAT32_FUNCTIONS
 from autoprec.applying.swap import root_of
 
 
@@ -308,21 +307,6 @@ def test_the_autocast_of_a_forward_that_a_library_stored_on_the_instance_is_prot
         model(torch.randn(2, 8))
     assert mode.seen == {torch.float32}
     assert model.seen == {"layer": torch.bfloat16, "result": torch.float32}, "as under autocast around the model"
-
-
-def test_outputs_of_any_nesting_are_widened() -> None:
-    low = torch.ones(2, dtype=torch.bfloat16)
-
-    @dataclasses.dataclass(frozen=True)
-    class Output:
-        logits: torch.Tensor
-
-    given = Output(low)
-    assert holds_low(given)
-    assert (widen(given).logits.dtype, given.logits.dtype) == (torch.float32, torch.bfloat16)
-    found = widen({"a": [low, (low, 3)], "b": torch.ones(1, dtype=torch.long)})
-    assert found["a"][0].dtype is found["a"][1][0].dtype is torch.float32
-    assert found["b"].dtype is torch.long
 
 
 def test_nothing_of_low_precision_means_no_mode() -> None:

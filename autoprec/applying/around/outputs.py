@@ -1,0 +1,68 @@
+"""What a model returns, and is given: containers of tensors, whose dtypes are looked at and widened."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.numerics.rounding import SIXTEEN_BIT
+
+#: Objects that are values as containers are: a copy with wider tensors is as good. Others, such as the caches of keys
+#: and values that a model returns, are handed on and written to.
+_VALUES = (torch.distributions.Distribution, torch.distributions.Transform, SimpleNamespace)
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """Return what a dataclass, a distribution or a namespace holds, by name; nothing of any other object."""
+    if isinstance(value, _VALUES):
+        return vars(value)
+    whole = dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} if whole else {}
+
+
+def widest(value: Any) -> torch.dtype | None:
+    """Return the widest dtype of floating-point numbers in a nest of containers, or None."""
+    if isinstance(value, Tensor):
+        return value.dtype if value.is_floating_point() else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    found = [dtype for item in (items or _parts(value).values()) if (dtype := widest(item)) is not None]
+    return max(found, key=lambda dtype: dtype.itemsize, default=None)
+
+
+def holds_low(value: Any) -> bool:
+    """Say whether a nest of containers holds a tensor of 16 bits."""
+    if isinstance(value, Tensor):
+        return value.dtype in SIXTEEN_BIT
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return any(holds_low(item) for item in (items or _parts(value).values()))
+
+
+def unwidened(value: Any) -> str:
+    """Return the class of a returned object whose tensors of 16 bits :func:`widen` leaves alone, or nothing."""
+    own = not isinstance(value, (Tensor, dict, tuple, list)) and not _parts(value)
+    return type(value).__name__ if own and holds_low(list(getattr(value, "__dict__", {}).values())) else ""
+
+
+def widen(value: Any) -> Any:
+    """Return nested containers with low-precision tensors cast to float32; other objects are returned as they are."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in SIXTEEN_BIT else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(widen(item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(widen(item) for item in value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            changed = widen(item)
+            if changed is not item:
+                value[key] = changed
+    if held := _parts(value):
+        value = copy.copy(value)
+        for name, item in held.items():
+            object.__setattr__(value, name, widen(item))  # a frozen one as well
+    return value
