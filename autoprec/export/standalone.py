@@ -64,8 +64,9 @@ def _delayed(amax: Tensor, limit: float, recipe: dict[str, Any], own: dict[str, 
     scale = own["scale"] if "scale" in own else following(amax, None)
     history = [*own.get("history", []), amax.detach()][-recipe["amax_history_len"] :]
     latest = history[-1] if recipe["amax_compute_algo"] == "most_recent" else torch.stack(history).amax()
-    if step >= 0:  # evaluation (-1) looks, but does not remember
-        own |= {"step": step, "used": scale, "history": history, "scale": following(latest, scale)}
+    if step < 0:  # evaluation looks, but does not remember, and what it sees may be larger than all of the history
+        return torch.minimum(scale, following(amax, scale))
+    own |= {"step": step, "used": scale, "history": history, "scale": following(latest, scale)}
     return scale
 
 
@@ -282,6 +283,8 @@ _FRAMES.set_code_exec_strategy(
 )
 
 _CLASSES: dict[type, type] = {}
+# what torch asks before it takes that kernel, and before it makes a nested tensor of padding for it
+_KERNEL = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu"), (nn.TransformerEncoder, "use_nested_tensor"))
 
 
 def plan_of(name: str) -> str:
@@ -309,6 +312,11 @@ def apply(model: nn.Module) -> nn.Module:
                 _CLASSES[cls] = type(cls.__name__, (_PlannedLinear, cls), {})
             module.__class__ = _CLASSES[cls]
             module.__dict__ |= {"_precision_plan": plan, "_precision_memory": {}}
+    for module in model.modules():  # in evaluation torch's encoder would run its layers in one kernel, as written
+        for kind, name in _KERNEL:
+            if isinstance(module, kind) and any(isinstance(part, _PlannedLinear) for part in module.modules()):
+                module.__dict__["_precision_kernel"] = {name: module.__dict__[name]}
+                module.__dict__[name] = 0
     left = [name for name, module in model.named_modules() if _left_out(name, module)]
     if left:
         shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
@@ -334,6 +342,7 @@ def remove(model: nn.Module) -> nn.Module:
     if model.__dict__.pop("_precision_activations", None):
         del model.__dict__["forward"]
     for module in model.modules():
+        module.__dict__ |= module.__dict__.pop("_precision_kernel", {})
         if isinstance(module, _PlannedLinear):
             module.__class__ = type(module).__mro__[2]
             del module.__dict__["_precision_plan"], module.__dict__["_precision_memory"]

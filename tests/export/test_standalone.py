@@ -56,6 +56,40 @@ def test_a_copy_of_a_model_under_the_plain_module_trains_by_itself() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(other), strict=True))
 
 
+def test_the_plain_module_saturates_nothing_in_evaluation() -> None:
+    module = load_source(export(one_rule("fp8_delayed"), "python").files["precision_policy.py"], "precision_policy")
+    model, plain = module.apply(toy_model()), toy_model()
+    gradients(model)
+    with torch.no_grad():
+        for one in (model, plain):
+            one[0].weight.mul_(8.0)  # as a merged adapter does
+        x = torch.full((2, 160), 8.0)
+        expected = plain.eval()(x)
+        assert (model.eval()(x) - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_encoder_runs_the_plain_module_in_evaluation() -> None:
+    recipe = one_rule("fp8_rowwise").recipes["fp8_rowwise"]
+    rules = [{"match": "*.linear?", "recipe": "r"}]
+    policy = Policy.model_validate({"recipes": {"r": recipe}, "layers": rules})
+    module = load_source(export(policy, "python").files["precision_policy.py"], "precision_policy")
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 5, 32)
+    padding = torch.tensor([[False] * 4 + [True]] * 3)
+    with torch.no_grad():
+        before = model(x, src_key_padding_mask=padding)
+        module.apply(model)
+        found = model(x, src_key_padding_mask=padding)
+        module.remove(model)
+        after = model(x, src_key_padding_mask=padding)
+    module.apply(model)
+    assert torch.equal(found, model(x, src_key_padding_mask=padding))
+    assert not torch.allclose(found[~padding], before[~padding], atol=1e-4)
+    assert torch.equal(after, before)
+
+
 def test_the_plain_module_returns_fp32_sums_where_the_policy_does() -> None:
     policy = one_rule("bf16_fp32_output").model_copy(update={"activations": "bf16"})
     done = export(policy, "python")
