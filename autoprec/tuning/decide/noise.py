@@ -78,6 +78,7 @@ class Baseline:
         rounding_excess: their signed relative loss gaps.
         learnt: whether the script's own loss moved over the steps that are compared.
         flat_because: what is known of why it did not; empty for nothing.
+        floor_runs: runs that the floor is the mean of; 0 for those of ``rounding_gaps``.
     """
 
     floor: float = 0.0
@@ -85,6 +86,7 @@ class Baseline:
     rounding_excess: tuple[float, ...] = ()
     learnt: bool = True
     flat_because: str = ""
+    floor_runs: int = 0
 
     @property
     def noise_floor_upper(self) -> float:
@@ -94,15 +96,21 @@ class Baseline:
     def over_seeds(self, further: Sequence[tuple[float, float]]) -> Baseline:
         """Return the baseline with the (divergence, signed gap) of the benign perturbation under further seeds.
 
-        One perturbation of each seed counts. Without further seeds the baseline is returned as it is.
+        One perturbation of each seed counts, but the floor stays where that of the first seed's is higher. Without
+        further seeds the baseline is returned as it is.
         """
         if not further:
             return self
         gaps, excess = zip(*further, strict=True)
         rounding_gaps = (*self.rounding_gaps[:1], *gaps)
-        floor = max(self.floor, float(np.mean(rounding_gaps)))
+        mean, runs = float(np.mean(rounding_gaps)), self.floor_runs or len(self.rounding_gaps)
+        floor, runs = (mean, len(rounding_gaps)) if mean > self.floor else (self.floor, runs)
         return replace(
-            self, floor=floor, rounding_gaps=rounding_gaps, rounding_excess=(*self.rounding_excess[:1], *excess)
+            self,
+            floor=floor,
+            floor_runs=runs,
+            rounding_gaps=rounding_gaps,
+            rounding_excess=(*self.rounding_excess[:1], *excess),
         )
 
 
@@ -205,7 +213,9 @@ def uninformative(budget: float, baseline: Baseline) -> Reason | None:
     """
     if baseline.noise_floor_upper > budget:
         found = {"floor": baseline.floor, "noise_floor_upper": baseline.noise_floor_upper, "budget": budget}
-        return Reason("noise_beyond_budget", found | {"runs": max(1, len(baseline.rounding_gaps))})
+        return Reason(
+            "noise_beyond_budget", found | {"runs": max(1, baseline.floor_runs or len(baseline.rounding_gaps))}
+        )
     cause = {"cause": baseline.flat_because} if baseline.flat_because else {}
     return None if baseline.learnt else Reason("loss_flat", cause)
 

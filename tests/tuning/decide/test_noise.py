@@ -209,6 +209,14 @@ def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
     assert has_learnt([math.nan] * 20)
 
 
+@pytest.mark.parametrize(("further", "floor", "runs"), [(0.001, 0.01, 4), (0.03, 0.02, 2)])
+def test_a_floor_is_said_of_the_runs_that_it_is_the_mean_of(further: float, floor: float, runs: int) -> None:
+    first = Baseline(0.01, (0.01,) * 4, (0.0,) * 4)
+    why = uninformative(BUDGET, first.over_seeds([(further, 0.0)]))
+    assert why is not None
+    assert (why.data["floor"], why.data["runs"]) == (pytest.approx(floor), runs)
+
+
 def test_the_loss_is_uninformative_above_the_budget_or_when_it_stands_still() -> None:
     assert uninformative(BUDGET, Baseline(0.001)) is None
     above = uninformative(BUDGET, Baseline(0.017))
