@@ -113,7 +113,9 @@ class QuantizedOperand:
 class QuantizerState:
     """What quantisation of one layer remembers between calls: delayed scales and private random streams.
 
-    Nothing here touches torch's global random streams, so that paired runs stay paired. ``passed_back`` is true when a
+    Nothing here touches torch's global random streams, so that paired runs stay paired. ``copied`` is true of a copied
+    layer until it is trained: its history is that of other weights as soon as an average is written into it, which may
+    run in training mode (the teacher of a mean teacher). ``passed_back`` is true when a
     backward pass has run since delayed scales last learned. ``traced`` is true where amaxes are noted in a compiled
     graph or on a GPU, and ``numerics.delayed`` learns them for all layers at once; ``prepared`` is the device on which
     the tensors for that lie. ``groups``: operand -> process groups over which it is cut, where scales of whole tensors
@@ -121,6 +123,7 @@ class QuantizerState:
     """
 
     seed: int = 0
+    copied: bool = False
     passed_back: bool = False
     traced: bool = False
     prepared: torch.device | None = None
@@ -131,7 +134,7 @@ class QuantizerState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerState:
         """A copied layer computes what this one computes: with histories and a stream of its own that stand alike."""
-        made = memo[id(self)] = QuantizerState(self.seed)
+        made = memo[id(self)] = QuantizerState(self.seed, copied=True)
         made.delayed, made.graph = copy.deepcopy((self.delayed, self.graph), memo)
         made.prepared, made.groups = self.prepared, self.groups
         for device, generator in self.generators.items():
@@ -163,10 +166,12 @@ class QuantizerState:
         Returns:
             The scale that the tensor is multiplied by, 0-d float32.
         """
+        evaluates = evaluates or (self.copied and not update)
         if torch.compiler.is_compiling():
             traced = self.graph[_slot(operand, spec)]
             scale = traced.traced(amax, update=update)
             return traced.wide_enough(scale, amax) if evaluates else scale
+        self.copied = self.copied and not update
         found = repeated((self, operand, spec))
         noted = found is not None and found.noted
         update = update and not noted
