@@ -38,6 +38,7 @@ from autoprec.support.living import living
 
 #: Attributes that every module has.
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
+_OWN_SCALER = "the script has its own GradScaler"
 #: Where the scale stops: a loss is never divided, and 2**32 times a usual gradient is still finite in fp32.
 _SMALLEST, _LARGEST = 1.0, 2.0**32
 
@@ -66,6 +67,7 @@ class LossScaler:
     _left: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
     _entered: set[int] = field(default_factory=set)  # backward passes under way that have entered the model
     _traced: bool = False  # a compiled graph enters, and says nothing
+    _begun: bool = False  # a forward has run that a backward pass may follow
 
     @classmethod
     def install(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> LossScaler:
@@ -86,7 +88,7 @@ class LossScaler:
             return shared
         made = cls()
         if script_has_scaler():
-            made.inactive_reason = "the script has its own GradScaler"
+            made.inactive_reason = _OWN_SCALER
             return made
         made._handles.append(model.register_forward_pre_hook(made._unscale_inputs, with_kwargs=True))
         made._handles.append(model.register_forward_hook(made._scale_outputs))
@@ -131,9 +133,20 @@ class LossScaler:
             if isinstance(one, nn.Parameter):  # others, of functional_call, are here for one forward
                 self._handles.append(handle)
 
+    def _begins_beside_another(self) -> bool:
+        """Say, before the first step, whether the script has made a scaler of its own since, and leave it alone."""
+        first, self._begun = not self._begun and torch.is_grad_enabled(), self._begun or torch.is_grad_enabled()
+        if not first or not script_has_scaler():
+            return False
+        self.inactive_reason = _OWN_SCALER
+        self.remove()
+        return True
+
     def _unscale_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._traced = True
+        elif self._begins_beside_another():
+            return None
         else:
             self._hook_parameters(model)
             if torch._C._current_graph_task_id() == -1:

@@ -112,6 +112,22 @@ def test_a_script_with_its_own_scaler_is_left_alone():
     del disabled
 
 
+def test_a_scaler_that_the_script_makes_later_is_left_alone() -> None:
+    """Scales of both would multiply, and the first steps overflow."""
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = LossScaler.install(model, [optimizer])
+    with torch.no_grad():
+        model(torch.ones(2, 4))  # a validation before
+    its = torch.amp.GradScaler("cpu", init_scale=2.0)
+    its.scale(model(torch.ones(2, 4)).sum()).backward()
+    assert model.linear.weight.grad is not None
+    assert (model.linear.weight.grad == 4.0).all()
+    assert (scaler.active, scaler.inactive_reason) == (False, "the script has its own GradScaler")
+    its.step(optimizer)
+    del its
+
+
 @dataclass(frozen=True)
 class Output:
     loss: torch.Tensor
