@@ -35,6 +35,11 @@ from autoprec.policy import Policy, boundaries
 _LOG = logging.getLogger("autoprec.phases")
 
 
+def _train_the_same(first: Optimizer, second: Optimizer) -> bool:
+    held = {id(parameter) for group in first.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for group in second.param_groups for parameter in group["params"])
+
+
 class Phases:
     """Carries out the phases of one policy on one model.
 
@@ -70,6 +75,7 @@ class Phases:
         self._on_change = on_change
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._since: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that stepped since the one that counts
         self._index = self._stage_at(step)
 
     # ---------------------------------------------------------------- begin and end
@@ -123,9 +129,19 @@ class Phases:
     def after_step(self, optimizer: Optimizer) -> None:
         """Count the step of an optimizer, where it trains this model; the first known is the one that counts."""
         primary = next((found for ref in self._optimizers if (found := ref()) is not None), None)
-        trains = self._trains_this_model(optimizer) and (primary is None or optimizer is primary)
-        if trains and not only_makes_state(optimizer):
+        if not self._trains_this_model(optimizer) or only_makes_state(optimizer):
+            return
+        if primary is None or optimizer is primary:
+            self._since.clear()
             self.advance()
+        elif optimizer in self._since and _train_the_same(optimizer, primary):
+            # a script makes another optimizer for its next stage, and something may hold the first: a schedule, a list
+            others = [ref for ref in self._optimizers if ref() not in (optimizer, primary, None)]
+            self._optimizers = [weakref.ref(optimizer), *others]
+            self._since.clear()
+            self.resume(self.step + 2)
+        else:
+            self._since.add(optimizer)
 
     # ---------------------------------------------------------------- steps
     def advance(self) -> None:

@@ -213,6 +213,42 @@ def test_other_optimizers_are_not_counted() -> None:
     assert found.step == 2
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("before", [0, 2])
+def test_an_optimizer_that_takes_the_place_of_another_counts(wrapped: bool, before: int) -> None:
+    """Gradual unfreezing makes one for each stage, and a schedule may hold those before."""
+    policy = made({"from": 5, "default": "bf16"})
+    run = Training(policy)
+    if wrapped:
+        policy.wrap_optimizer(run.optimizer)
+    held = run.optimizer
+    run.steps(before)
+    run.optimizer = torch.optim.AdamW([*run.model[0].parameters()], lr=0.01)
+    if wrapped:
+        policy.wrap_optimizer(run.optimizer)
+    run.steps(4 - before)
+    assert run.ran() == "fp8"
+    run.steps(2)
+    assert run.ran() == "bf16"
+    run.optimizer = held  # and back again
+    run.steps(2)
+    phases = phases_of(run.model)
+    assert phases is not None
+    assert phases.step == 8
+
+
+def test_optimizers_in_turns_are_counted_once() -> None:
+    policy = made({"from": 5, "default": "bf16"})
+    run = Training(policy)
+    other = torch.optim.SGD(run.model.parameters(), lr=0.01)
+    for _ in range(4):
+        run.steps(1)
+        other.step()
+    phases = phases_of(run.model)
+    assert phases is not None
+    assert phases.step == 4
+
+
 def test_a_step_that_only_makes_state_is_not_counted() -> None:
     """``torch.distributed.checkpoint`` takes one before it saves or loads an optimizer without state."""
     run = Training(made({"from": 3, "default": "bf16"}), kind=torch.optim.SGD)
