@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoprec.applying.compiling import executed_as
-from autoprec.applying.optimizers import optimizers_of
+from autoprec.applying.optimizers import optimizers_of, unwrapped_of
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.state import without_policy
 from autoprec.applying.swap import root_of
@@ -143,6 +143,11 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     operators["activations"] |= _under_autocast(policy, units, operators["activations"])
     optimizers = optimizers_of(model)
     operators |= audit_optimizers(policy, optimizers, model)
+    for name in unwrapped_of(model):
+        why = f"also trained by a {name} that is not wrapped"
+        operators |= {
+            part: row | {"ok": False, "reason": why} for part, row in operators.items() if part.startswith("optimizer.")
+        }
     beside = dict.fromkeys(name for optimizer in optimizers for name in without_policy(optimizer))
     return AuditReport(rows, operators, _experimental(root, rows, plans), tuple(beside))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from autoprec import Policy
 from autoprec.applying.optimizers import optimizers_of, own_optimizer
+from autoprec.errors import AutoPrecWarning
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
@@ -44,3 +47,41 @@ def test_the_optimizer_inside_a_wrapper_is_the_one_that_is_wrapped() -> None:
     p.apply(model)
     assert p.wrap_optimizer(outer) is outer
     assert "autoprec" in inner.state_dict()["param_groups"][0]
+
+
+class Outer(torch.optim.Optimizer):
+    """As SAM and Lookahead are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.base_optimizer = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base_optimizer.step()
+
+
+@pytest.mark.parametrize("storing", [{"weights": "bf16_stochastic"}, {"exp_avg": "bf16"}])
+def test_an_optimizer_that_is_not_wrapped_though_the_one_before_was_is_told(storing: dict[str, str]) -> None:
+    """Gradual unfreezing makes one for each stage: weights stored in BF16 would lose its small updates."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    p = Policy.model_validate({"optimizer": storing})
+    p.apply(model)
+    first = p.wrap_optimizer(torch.optim.AdamW(model.parameters()))
+
+    def step(optimizer: torch.optim.Optimizer) -> bool:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return p.audit(model).ok
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step(first)
+        second = torch.optim.AdamW(model.parameters())
+        p.wrap_optimizer(second)
+        assert step(second)
+        assert step(Outer(second)), "it steps with another one"
+    third = torch.optim.AdamW(model.parameters())
+    with pytest.warns(AutoPrecWarning, match="this AdamW trains what a policy stores"):
+        assert not step(third)
+    p.wrap_optimizer(third)
+    assert step(third)
