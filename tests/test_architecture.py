@@ -23,7 +23,7 @@ ROOMS = {
     "cost": ("cost",),
     "trial": ("trial",),
     "tuning": ("tuning",),
-    "outlets": ("tracking", "report", "export", "integrations"),
+    "outlets": ("tracking", "reports", "export", "integrations"),
     "door": ("api", "cli", "__init__", "__main__"),
 }
 ORDER = {part: (index, room) for index, (room, parts) in enumerate(ROOMS.items()) for part in parts}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent / "autoprec"
 ROOMS = (
     *("errors.py", "api.py", "support", "precision", "policy", "numerics", "optim", "backends", "applying", "graph"),
     *("cost", "trial", "tuning"),
-    *("tracking", "report", "export", "integrations", "cli"),
+    *("tracking", "reports", "export", "integrations", "cli"),
 )
 #: So many parameters are told one by one.
 MANY = 3

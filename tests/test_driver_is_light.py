@@ -23,7 +23,7 @@ DRIVER = [
     "autoprec.tuning.decide.sampler.sampler",
     "autoprec.tuning.engine",
     "autoprec.tracking",
-    "autoprec.report",
+    "autoprec.reports",
     "autoprec.cli.scripts.search",
 ]
 

@@ -18,7 +18,7 @@ from autoprec.cli import cli
 from autoprec.export import EXPORTERS, Request, exporter
 from autoprec.policy import Policy, dump_yaml, parse_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.report.html import write_html
+from autoprec.reports.html import write_html
 from autoprec.support.text import visible
 from autoprec.tuning.study.run import Run
 from tests.cli.helpers import autoprec

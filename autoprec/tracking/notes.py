@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoprec.report.text import verdict_lines
+from autoprec.reports.text import verdict_lines
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
 

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 from autoprec.tracking.notes import limits_of, parent_note, parent_params
 from autoprec.tuning.study.records import SearchResult
-from tests.report.conftest import rehearsal
+from tests.reports.conftest import rehearsal
 
 
 def test_the_winner_table_comes_first(result: SearchResult) -> None:

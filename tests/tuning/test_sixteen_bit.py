@@ -11,7 +11,7 @@ from autoprec.errors import ScriptError
 from autoprec.policy import Policy, load_policy
 from autoprec.policy.space import load_space
 from autoprec.precision.recipes import GEMMS
-from autoprec.report.html import html_report
+from autoprec.reports.html import html_report
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.engine import Search

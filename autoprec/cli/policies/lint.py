@@ -22,7 +22,7 @@ from autoprec.policy import Policy, load_policy
 from autoprec.policy.space import space_from_dict
 from autoprec.precision.hardware import load_targets
 from autoprec.precision.hardware import target as target_named
-from autoprec.report.findings import TEXTS, counts, sarif, sound
+from autoprec.reports.findings import TEXTS, counts, sarif, sound
 from autoprec.support.files import read_document, read_text
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import counted

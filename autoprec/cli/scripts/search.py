@@ -87,7 +87,7 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
 
 def write_reports(engine: Search, result: SearchResult) -> Files:
     """Write report.html and result.json beside the study; one that fails is named, never fatal."""
-    from autoprec.report.html import write_html
+    from autoprec.reports.html import write_html
 
     records = engine.records
     out = {}
@@ -113,7 +113,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
         result: its answer.
         files: what was written, by what it is.
     """
-    from autoprec.report.text import verdict_lines
+    from autoprec.reports.text import verdict_lines
 
     console = stdout_console()
     console.print(replace(result.table(), notes=("; ".join(result.facts()),)).rich())  # the verdict follows

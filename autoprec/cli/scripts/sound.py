@@ -10,7 +10,7 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, running
 from autoprec.errors import AuditError
-from autoprec.report.findings import TEXTS, counts, sound
+from autoprec.reports.findings import TEXTS, counts, sound
 from autoprec.support.units import counted
 from autoprec.trial.protocol import LiftedLines, LiftSpec, TrialResult, least_change
 from autoprec.tuning.lint.facts import Facts

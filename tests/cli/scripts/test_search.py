@@ -49,7 +49,7 @@ def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
     def refuse(*_: Any) -> None:
         raise FileError("the disk is a museum piece")
 
-    monkeypatch.setattr("autoprec.report.html.write_html", refuse)
+    monkeypatch.setattr("autoprec.reports.html.write_html", refuse)
     engine: Any = SimpleNamespace(records=[], study_dir=tmp_path, graph=None)
     result: Any = SimpleNamespace(to_json=lambda: {"verdict": "stay"})
     assert set(write_reports(engine, result)) == {"result.json"}

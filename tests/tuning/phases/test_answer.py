@@ -13,7 +13,7 @@ from autoprec.errors import PolicyError
 from autoprec.policy import GUARD_METRICS, Policy, load_policy
 from autoprec.precision.hardware import target
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.report.shares import share_words
+from autoprec.reports.shares import share_words
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.sentences import Reason, statements
 from autoprec.tuning.events import Listeners

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autoprec.report.html import html_report
-from autoprec.report.shares import share_chart, share_words
+from autoprec.reports.html import html_report
+from autoprec.reports.shares import share_chart, share_words
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.report.sensitivity import heat_colour, heat_map
+from autoprec.reports.sensitivity import heat_colour, heat_map
 
 
 def row(group: str, choice: str, error: float, **more: object) -> dict[str, object]:

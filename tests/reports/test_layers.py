@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoprec.graph.report import GraphReport
-from autoprec.report.layers import LayerCell, best_policy, layer_map, layer_rows
+from autoprec.reports.layers import LayerCell, best_policy, layer_map, layer_rows
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
-from tests.report.conftest import rehearsal
+from tests.reports.conftest import rehearsal
 
 
 def test_the_best_of_a_search_that_was_resumed_is_not_the_layers_of_the_best_before(graph: GraphReport) -> None:

@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import replace
 
-from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
-from autoprec.report.summary import summarise
+from autoprec.reports.charts import gap_chart, loss_chart, pareto_chart
+from autoprec.reports.summary import summarise
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
-from tests.report.conftest import rehearsal
+from tests.reports.conftest import rehearsal
 
 
 def test_the_pareto_axis_is_that_of_the_policies_with_the_16bit_run_as_a_line() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.report.svg import Axis, Chart, nice_ticks
+from autoprec.reports.svg import Axis, Chart, nice_ticks
 
 FINITE = st.floats(-1e9, 1e9)
 

@@ -15,11 +15,11 @@ import pytest
 from autoprec.export import export
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict
-from autoprec.report.html import _cell, html_report, write_html
+from autoprec.reports.html import _cell, html_report, write_html
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
-from tests.report.conftest import rehearsal
-from tests.report.test_shares import ROWS
+from tests.reports.conftest import rehearsal
+from tests.reports.test_shares import ROWS
 
 VOID = {"meta", "br", "circle", "polygon", "line", "polyline"}
 

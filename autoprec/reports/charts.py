@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoprec.report.summary import Summary
-from autoprec.report.svg import Axis, Chart
+from autoprec.reports.summary import Summary
+from autoprec.reports.svg import Axis, Chart
 from autoprec.support.units import time_text
 from autoprec.tuning.study.rows import number
 from autoprec.tuning.study.run import Run

@@ -4,4 +4,4 @@ Everything is drawn from a :class:`~autoprec.tuning.study.records.SearchResult` 
 needs torch, a network, or a plotting library.
 """
 
-from autoprec.report.html import write_html as write_html
+from autoprec.reports.html import write_html as write_html

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from autoprec.report.html import html_report
+from autoprec.reports.html import html_report
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
-from tests.report.conftest import rehearsal
+from tests.reports.conftest import rehearsal
 
 
 def _terminal(result: SearchResult, _records: list[Run], width: int = 120) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoprec.report.text import verdict_lines
+from autoprec.reports.text import verdict_lines
 from autoprec.tuning.decide.sentences import Reason
 from tests.tracking.conftest import make_records, make_result
 

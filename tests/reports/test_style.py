@@ -7,11 +7,11 @@ from pathlib import Path
 
 from autoprec.graph.report import GraphReport
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.report import html
-from autoprec.report.html import html_report
+from autoprec.reports import html
+from autoprec.reports.html import html_report
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
-from tests.report.conftest import rehearsal
+from tests.reports.conftest import rehearsal
 
 CSS = Path(html.__file__).with_name("style.css").read_text(encoding="utf-8")
 #: Classes without a look of their own: kinds of rows, verdicts and numbers, for whoever restyles the page.

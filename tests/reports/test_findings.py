@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoprec.graph.census import Judged
-from autoprec.report.findings import TEXTS, counts, sarif, sound
+from autoprec.reports.findings import TEXTS, counts, sarif, sound
 from autoprec.tuning.lint.rules import RULES, Finding
 
 FOUND = [

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autoprec.report.summary import summarise
-from autoprec.report.text import cost_text
+from autoprec.reports.summary import summarise
+from autoprec.reports.text import cost_text
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
-from tests.report.conftest import rehearsal
+from tests.reports.conftest import rehearsal
 
 
 def test_payback_is_seconds_over_saved_share(result: SearchResult, records: list[Run]) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from autoprec.export import exact_target
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict
-from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
-from autoprec.report.layers import best_policy, layer_map, layer_rows
-from autoprec.report.sensitivity import heat_map
-from autoprec.report.shares import share_chart, share_words
-from autoprec.report.summary import Summary, summarise
-from autoprec.report.svg import Chart
-from autoprec.report.text import cost_text, verdict_lines
+from autoprec.reports.charts import gap_chart, loss_chart, pareto_chart
+from autoprec.reports.layers import best_policy, layer_map, layer_rows
+from autoprec.reports.sensitivity import heat_map
+from autoprec.reports.shares import share_chart, share_words
+from autoprec.reports.summary import Summary, summarise
+from autoprec.reports.svg import Chart
+from autoprec.reports.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import SearchResult

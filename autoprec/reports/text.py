@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoprec.report.summary import Summary
+from autoprec.reports.summary import Summary
 from autoprec.support.redact import redact_text
 from autoprec.support.units import counted, span_text
 from autoprec.tuning.decide.sentences import Reason, statements
