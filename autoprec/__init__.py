@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoprec.applying.policy import TorchPolicy as Policy
     from autoprec.applying.policy import load
     from autoprec.errors import AutoPrecError
-    from autoprec.trial.session import Session, register
+    from autoprec.trial.session import Session, register, report
 
 __all__ = [
     "AutoPrecError",
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "load",
     "register",
+    "report",
     "search",
 ]
 
@@ -42,6 +43,7 @@ __getattr__ = names_on_use(
         "Session": "trial.session",
         "load": "applying.policy",
         "register": "trial.session",
+        "report": "trial.session",
         "search": "api",
     },
 )

@@ -33,6 +33,9 @@ def search(
     steps: int = STEPS,
     warmup: int = 3,
     max_divergence: float | str = 0.0025,
+    metric: str = "",
+    max_change: float | str | None = None,
+    better: str | None = None,
     max_gradient_error: float = 0.12,
     max_memory: int | Literal["auto"] | None = None,
     objective: str = "throughput",
@@ -160,7 +163,7 @@ def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
                 fix=f"it is in {about.python}" if about.python else f"e.g. {name}={about.default!r}",
                 code="type",
             ) from error
-        if about.parse == "parse_share" and not isinstance(asked[name], str):
+        if about.parse == "parse_share" and isinstance(asked[name], (int, float)):
             check_share(out[name])  # a number has no unit here: as a number without one on a command line
     return out
 

@@ -30,7 +30,7 @@ def test_the_surface_is_sorted_and_complete() -> None:
 
 
 def test_the_surface_is_exactly_this() -> None:
-    names = ["AutoPrecError", "Guard", "Policy", "Session", "__version__", "load", "register", "search"]
+    names = ["AutoPrecError", "Guard", "Policy", "Session", "__version__", "load", "register", "report", "search"]
     assert autoprec.__all__ == names
 
 
@@ -69,6 +69,7 @@ def test_every_option_of_a_search_is_a_typed_keyword_as_the_table_has_it() -> No
     parameters = inspect.signature(autoprec.search).parameters
     table = {one.name: (one.default, str(one.type)) for one in dataclasses.fields(SearchOptions) if one.name in OPTIONS}
     table["max_divergence"] = (OPTIONS["max_divergence"].default, "float | str")  # "25%" is a share that is meant
+    table["max_change"] = (None, "float | str | None")
     spelled = {n: (p.default, p.annotation) for n, p in parameters.items() if n not in ("script", "progress")}
     assert spelled == table
     described = inspect.getdoc(autoprec.search) or ""

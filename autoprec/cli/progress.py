@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
 from autoprec.support.optional import is_available
-from autoprec.support.units import counted, memory_text, parameters_text
+from autoprec.support.units import counted, gap_text, memory_text, parameters_text
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.study.run import Run, headline
 
@@ -29,7 +29,7 @@ def describe(record: Run, reference: str = "script") -> str:
     if not record.ok:
         return f"{record.status}: {record.reason}"
     m = record.to_row()
-    return f"{headline(m, reference)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
+    return f"{headline(m, reference)}  {gap_text(m['divergence'], record.metric)}  {memory_text(m['memory_bytes'])}"
 
 
 class TerminalProgress(Listener):

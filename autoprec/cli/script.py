@@ -18,7 +18,7 @@ from autoprec.errors import ScriptError
 OURS_ALONE = frozenset(
     {
         *("--trials", "--space", "--study", "--storage", "--sampler", "--target", "--cost-scale"),
-        *("--max-divergence", "--max-gradient-error", "--max-memory", "--policy", "--budget"),
+        *("--max-divergence", "--max-change", "--max-gradient-error", "--max-memory", "--policy", "--budget"),
     }
 )
 

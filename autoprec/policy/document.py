@@ -138,7 +138,18 @@ def check_replaceable(path: Path | str) -> Path:
 
 #: What a lean policy keeps of its evidence: what has an effect, and what it was found for.
 _LEAN = (
-    *("target", "source", "verdict", "speedup", "speedup_over_16bit", "divergence", "gradient_error", "seeds", "date"),
+    *(
+        "target",
+        "source",
+        "verdict",
+        "speedup",
+        "speedup_over_16bit",
+        "metric",
+        "divergence",
+        "gradient_error",
+        "seeds",
+        "date",
+    ),
     *("backends", "instructions", "published"),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoprec.policy.schema import Phase, Policy
 from autoprec.precision.recipes import GEMMS
 from autoprec.support.tables import Table
-from autoprec.support.units import speed_text
+from autoprec.support.units import gap_text, speed_text
 
 
 def policy_table(policy: Policy) -> Table:
@@ -40,7 +40,8 @@ def _around(policy: Policy) -> list[str]:
         for key in ("speedup_over_16bit", "speedup")
         if _is_number(found.get(key))
     ]
-    figures += [f"divergence {found['divergence']:.3%}"] if _is_number(found.get("divergence")) else []
+    gap = [found["divergence"]] if _is_number(found.get("divergence")) else []
+    figures += [gap_text(value, found.get("metric") or "") for value in gap]
     if figures:
         out.append(f"evidence ({found.get('source', 'measured')}): {', '.join(figures)}".replace("_", " "))
     return out

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autoprec.reports.summary import Summary
 from autoprec.reports.svg import Axis, Chart
-from autoprec.support.units import time_text
+from autoprec.support.units import gap_name, time_text
 from autoprec.tuning.study.rows import number
 from autoprec.tuning.study.run import Run
 
@@ -36,8 +36,8 @@ def pareto_chart(summary: Summary) -> Chart | None:
     near = reference is not None and min(times) - spread < reference < max(times) + spread
     chart = Chart(
         Axis.over([*times, reference] if near and reference else times, "step time, ms (left is faster)"),
-        Axis.over([*gaps, *shown], "divergence, % (down is better)", zero=not log, log=log),
-        "step time against divergence of every policy",
+        Axis.over([*gaps, *shown], f"{gap_name(summary.result.metric)}, % (down is better)", zero=not log, log=log),
+        f"step time against {gap_name(summary.result.metric)} of every policy",
     )
     dots = [(run, _kind(run, summary), x, y) for run, x, y in zip(points, times, gaps, strict=True)]
     front = sorted((x, y) for run, _, x, y in dots if run.name in summary.front)

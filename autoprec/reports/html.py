@@ -18,6 +18,7 @@ from autoprec.reports.svg import Chart
 from autoprec.reports.text import cost_text, verdict_lines
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
+from autoprec.support.units import gap_name
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.rows import note_of, number, percent, shown, source_of
 from autoprec.tuning.study.run import Run
@@ -94,7 +95,7 @@ def _tiles(summary: Summary) -> str:
         tiles.append(("memory", shown("memory_bytes", best), before))
     noise = summary.result.noise_floor
     floor = f"noise floor {percent(noise)}" if noise is not None else ""
-    tiles.append(("divergence", shown("divergence", best), floor))
+    tiles.append((gap_name(summary.result.metric), shown("divergence", best), floor))
     cells = [f"<div><b>{escape(v)}</b><span>{escape(k)}</span><small>{escape(n)}</small></div>" for k, v, n in tiles]
     return f'<div class="tiles">{"".join(cells)}</div>'
 
@@ -133,6 +134,11 @@ def _reasons(result: SearchResult) -> str:
 def _words(result: SearchResult) -> str:
     """Return the glossary, with the limits that this search used."""
     terms = dict(_GLOSSARY)
+    if result.metric:
+        terms[gap_name(result.metric)] = (
+            f"divergence of {result.metric}: its mean relative distance from the reference's, over the last half of "
+            "what was reported"
+        )
     if result.gradient_limit is not None:
         terms["gradient error"] += f"; the limit of this search is {percent(result.gradient_limit)}"
     return "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms.items())
@@ -173,7 +179,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  layer_map(layers)),
         _section("Why", _WHY if result.verdict == "adopt" else "What keeps each kind of layer as it is.",
                  _reasons(result)),
-        _section("What each decision did", share_words(decisions), share_chart(decisions)),
+        _section("What each decision did", share_words(decisions), share_chart(decisions, result.metric)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
         _section("Variants", "The script with further arguments, timed beside itself.", _variants(result)),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from autoprec.support.units import gap_name
+
 #: Width and height of the drawing in a cell, and how far an axis reaches at most (as shares).
 _WIDTH, _HEIGHT, _LEAST, _MOST = 120, 18, -0.5, 1.5
 #: What the whole gain may lie outside the interval, relative, before the fit is doubted.
@@ -56,18 +58,19 @@ def _saved(row: Mapping[str, Any]) -> str:
     return f"{found['value']:.3g} ms <span>[{low}, {high}]</span>"
 
 
-def share_chart(rows: Sequence[Mapping[str, Any]]) -> str:
+def share_chart(rows: Sequence[Mapping[str, Any]], metric: str = "") -> str:
     """Return the HTML of the decisions of a policy; empty without any.
 
     Args:
         rows: of :func:`autoprec.tuning.decide.sampler.shares.decision_shares`.
+        metric: what divergences are of, where not of the losses.
     """
     decisions = [row for row in rows if row["decision"] != "together"]
     if not decisions:
         return ""
     times, gaps = _bounds(decisions, "time_share"), _bounds(decisions, "divergence_share")
-    titles = ("decision", "saves of a step", "of the gained time", "of the squared divergence")
-    lines = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
+    titles = ("decision", "saves of a step", "of the gained time", f"of the squared {gap_name(metric)}")
+    lines = ["<tr>" + "".join(f"<th>{escape(title)}</th>" for title in titles) + "</tr>"]
     for row in decisions:
         changed = f"{row['choice']} over {row['over']}" if row["choice"] != row["over"] else str(row["choice"])
         cells = _cell(row["time_share"], times) + _cell(row["divergence_share"], gaps)

@@ -32,6 +32,24 @@ def speed_text(speedup: float, low: float | None = None, high: float | None = No
     return f"{speedup:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
 
 
+def gap_text(gap: float, metric: object = "") -> str:
+    """Return how far a run is from its reference, by its losses or by a metric of the script's own.
+
+    >>> gap_text(0.0012), gap_text(0.0012, "eval_loss")
+    ('divergence 0.120%', 'eval_loss changed by 0.120%')
+
+    Args:
+        gap: a fraction.
+        metric: its name; empty for the losses.
+    """
+    return f"{metric} changed by {gap:.3%}" if metric else f"divergence {gap:.3%}"
+
+
+def gap_name(metric: object = "") -> str:
+    """Return what heads a column of such gaps."""
+    return f"{metric} change" if metric else "divergence"
+
+
 def percent_text(value: float, half_width: float | None = None) -> str:
     """Return a fraction in percent with three significant digits or fewer, and the half width of its interval.
 

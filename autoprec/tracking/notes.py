@@ -32,12 +32,12 @@ def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def limits_of(result: SearchResult, info: Mapping[str, Any]) -> dict[str, str]:
     """Return the limits that policies were held against, as parameters of the study's run.
 
-    Divergence and gradient error are fractions (the latter of the gradient's norm), memory is in bytes.
+    Divergence (of a metric its change) and gradient error are fractions (the latter of the gradient's norm), memory is
+    in bytes.
     """
-    budget = result.budget
     limits = {
-        "divergence": budget.get("max_divergence"),
-        "gradient_error": budget.get("gradient_limit"),
+        "change" if result.metric else "divergence": result.limit,
+        "gradient_error": result.budget.get("gradient_limit"),
         "memory": info.get("max_memory"),
     }
     return {f"limit.{name}": f"{value:.6g}" for name, value in limits.items() if value is not None}

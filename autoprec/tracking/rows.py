@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoprec.support.redact import redact_text
+from autoprec.support.units import gap_name
 from autoprec.tuning.decide.decision import Rules
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import BY_BLOCK, METRICS, Run, pooled
 
@@ -146,7 +148,8 @@ def _marks(records: Sequence[Run], result: SearchResult, info: Mapping[str, Any]
     front, best = {row.get("name") for row in result.front}, result.best.get("name")
     known = pooled(records)
     rules = Rules(
-        float(info.get("max_divergence") or result.budget.get("max_divergence") or math.inf),
+        float((not result.metric and info.get("max_divergence")) or result.limit or math.inf),
+        Baseline(metric=result.metric),
         max_gradient=result.budget.get("gradient_limit"),
         max_memory=info.get("max_memory"),
     )
@@ -179,7 +182,8 @@ def _broken(record: Run, rules: Rules) -> str:
 
     def said(name: str) -> str:
         about = METRICS[name]
-        return f"{about.label} {about.text(metrics[name])}, limit {about.text(rules.bounds[name])}"
+        label = gap_name(rules.baseline.metric) if name == "divergence" else about.label
+        return f"{label} {about.text(metrics[name])}, limit {about.text(rules.bounds[name])}"
 
     return "; ".join(map(said, rules.exceeded(metrics)))
 

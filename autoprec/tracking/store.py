@@ -57,7 +57,10 @@ def _metrics(figures: Mapping[str, Any], stamp: int) -> list[Metric]:
 
 
 def _curves(record: Run, stamp: int) -> list[Metric]:
-    """Return the losses per step (thinned to 1000 points), the reference's, and the gap between them."""
+    """Return the losses per step (thinned to 1000 points), the reference's, and the gap between them.
+
+    Of the metric that runs are compared by, where there is one, also the values, by how many came before.
+    """
     stride = max(1, math.ceil(max(len(record.losses), len(record.reference_losses)) / _MAX_POINTS))
     pairs = zip(record.losses, record.reference_losses, strict=False)
     gaps = tuple(round(100.0 * (own / other - 1.0), 4) if other else math.nan for own, other in pairs)
@@ -67,6 +70,8 @@ def _curves(record: Run, stamp: int) -> list[Metric]:
             ("loss", record.losses),
             ("reference_loss", record.reference_losses),
             ("loss_gap_pct", gaps),
+            (safe_key(f"metric/{record.metric}"), record.values),
+            (safe_key(f"reference_metric/{record.metric}"), record.reference_values),
         )
         for step, value in enumerate(values)
         if step % stride == 0 and math.isfinite(value)

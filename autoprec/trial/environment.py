@@ -12,6 +12,8 @@ from autoprec.precision.hardware import cores
 CONFIG_VARIABLE = "AUTOPREC_TRIAL"
 #: Carries the runner's mark into every descendant, so that all of them can be found and ended.
 MARK_VARIABLE = "AUTOPREC_TRIAL_MARK"
+#: Where scripts that track with MLflow do so in their trials, in the private folder: each on a copy of its own.
+MLFLOW_STORE = "mlruns"
 INJECT = Path(__file__).parent / "inside" / "_inject"
 
 _QUIET = {
@@ -31,6 +33,7 @@ _QUIET = {
     "SWANLAB_MODE": "disabled",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # a trial's own store is files: a database would take seconds to make
 }
 
 
@@ -66,7 +69,7 @@ def trial_environment(
         env |= {name: own[name] for name in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM") if name in own}
         if "TOKENIZERS_PARALLELISM" not in own:
             del env["TOKENIZERS_PARALLELISM"]
-    env["MLFLOW_TRACKING_URI"] = (private / "mlruns").as_uri()
+    env["MLFLOW_TRACKING_URI"] = (private / MLFLOW_STORE).as_uri()
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID", "OPTUNA_STORAGE"):
         env.pop(name, None)
     return env

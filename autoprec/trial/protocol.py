@@ -14,6 +14,8 @@ from typing import ClassVar, get_args
 from autoprec.errors import UnknownNameError
 from autoprec.graph.report import GraphReport, OperatorTime, OperatorTimes
 from autoprec.support.plain import Document, or_null, rebuild, shallow
+from autoprec.trial.lifted import LiftedLines
+from autoprec.trial.losses import LOWER, Series
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
@@ -24,6 +26,7 @@ FAILURES = (
     "too_short",  # the script ended before the asked number of steps
     "mismatch",  # the policy does not fit the model, or was not executed
     "unsupported",  # a backend refused
+    "unreported",  # the metric that was asked for was not reported
 )
 
 #: How a trial ends that would not be done, or was not, within the seconds it was given; says nothing of its policy.
@@ -110,11 +113,12 @@ class TrainSpec(TrialSpec):
         anneal: multiply the learning rate by a cosine to 10 % over the trial (chaos shrinks).
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
-        within_s: seconds after which no further step is begun; a trial ends after two where they show that it will take
-            longer. None: no limit.
+        within_s: seconds after which no step is begun; two steps may show that it takes longer. None: no limit.
         by_block: where the policy or the script compiles the model as a whole, ``execution: compile`` takes its place:
             repeated blocks are compiled, N times cheaper for N blocks, and what lies around them runs as eager code.
         record_graph: also record the graph of the last step (``check``: audit by recording).
+        metric, better: what it is compared by where not by its losses, and which values of that are better; it goes on
+            until that was reported after its steps (:mod:`.inside.reporting.reports`).
         turns: other trials compile beside it, and its timed steps wait until none does (:mod:`.inside.observe.turns`).
     """
 
@@ -128,6 +132,8 @@ class TrainSpec(TrialSpec):
     within_s: float | None = None
     by_block: bool = False
     record_graph: bool = False
+    metric: str = ""
+    better: str = LOWER
     turns: bool = False
 
     @property
@@ -344,39 +350,6 @@ class GemmFindings:
     not_compared: tuple[str, ...] = ()
 
 
-def least_change(noise: float | None) -> float:
-    """Return the relative change of a gradient below which lifting lines says nothing: twice what a few bits change."""
-    return max(1e-5, 2.0 * (noise or 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class LiftedLines:
-    """The answer to a :class:`LiftSpec`.
-
-    Attributes:
-        rows: ``where``, ``operator``, ``module``, ``dtypes`` of each line; ``error``: the largest relative error of
-            what it computes from what it is given; ``gradient``: the relative change of the whole gradient when it
-            alone is lifted; ``update``: that of what the optimizer's step then changes of the weights, None where that
-            is not known. An optimizer whose weights or state are in 16 bits has a row of its own, whose step is lifted.
-            Largest first.
-        every: the change of the gradient when all lines are lifted; None where a gradient is not finite.
-        every_update: that of the update.
-        noise: the change of the gradient when a few elements of the step's first result have another last bit.
-        wide: the dtype that lines were lifted to.
-        left: lines that were not lifted one at a time: there were too many, or all together change no more than noise.
-        alike: lines that give the same when they are lifted, and were not.
-    """
-
-    kind: ClassVar[str] = "lifted"
-    rows: tuple[Document, ...] = ()
-    every: float | None = None
-    every_update: float | None = None
-    noise: float | None = None
-    wide: str = "fp32"
-    left: int = 0
-    alike: int = 0
-
-
 _Own = GradientErrors | DuelRounds | GemmFindings | LiftedLines | OperatorTimes
 Answer = GraphReport | _Own
 _OWN: dict[str, type[_Own]] = {one.kind: one for one in get_args(_Own)}
@@ -416,13 +389,13 @@ class TrialResult:
         samples: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
         start_s: seconds from the request to the first training step.
-        unreliable: why the times are not to be trusted (a throttled or shared GPU, compilation in timed steps); empty
-            when nothing speaks against them.
+        unreliable: why the times are not to be trusted (a throttled or shared GPU, compilation); empty where they are.
         audit: what ran of each layer beside what was asked, a document of ``autoprec check``; None without a policy.
         blocks: repeated blocks that share what was compiled for one; 0 where the model was not compiled by block.
         needed_s: seconds that a trial which ended as :data:`OUT_OF_TIME` would take; 0 for others.
         passed_over: why this is not the model that the script goes on training; empty where it is.
         penalty: what weights or optimizer state that lose updates add to the divergence; ``problems`` says which.
+        metric: what was reported of the metric that was asked for; None where none was.
         answer: to what was asked beside measuring; None where nothing was, or it failed.
     """
 
@@ -446,7 +419,13 @@ class TrialResult:
     passed_over: str = ""
     penalty: float = 0.0
     problems: tuple[str, ...] = ()
+    metric: Series | None = None
     answer: Answer | None = None
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """What it is compared by, lower being better: its losses, or the metric that was asked for."""
+        return self.losses if self.metric is None else self.metric.curve
 
     @property
     def ok(self) -> bool:
@@ -456,12 +435,14 @@ class TrialResult:
     def to_json(self) -> Document:
         """Return the JSON form; non-finite losses are written as null."""
         lists = {"losses": or_null(self.losses), "step_ms": or_null(self.step_ms)}
-        return shallow(self) | lists | {"answer": _answer_to_json(self.answer)}
+        parts = {"metric": self.metric and self.metric.to_json(), "answer": _answer_to_json(self.answer)}
+        return shallow(self) | lists | parts
 
     @classmethod
     def from_json(cls, document: Document) -> TrialResult:
         """Rebuild from :meth:`to_json`; unknown keys are ignored."""
-        return rebuild(cls, document | {"answer": _answer_from_json(document.get("answer"))})
+        metric, answer = Series.from_json(document.get("metric")), _answer_from_json(document.get("answer"))
+        return rebuild(cls, document | {"metric": metric, "answer": answer})
 
 
 @dataclass(frozen=True, slots=True)

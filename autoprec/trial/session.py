@@ -38,6 +38,26 @@ def register(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return model
 
 
+def report(**values: Any) -> None:
+    """Report metrics of the training, such as those of an evaluation, for ``autoprec search --metric NAME``.
+
+    Outside a trial of AutoPrec nothing happens. What a script logs with Hugging Face's Trainer, Lightning, wandb or
+    mlflow is reported without this.
+
+    >>> import autoprec
+    >>> autoprec.report(eval_loss=2.31, **{"eval/accuracy": 0.42})
+
+    Args:
+        values: numbers, or tensors of one element, by name.
+
+    Raises:
+        UsageError: in a trial, a value is something else.
+    """
+    agent = _agent()
+    if agent is not None and agent.mode != "run":  # a run under a policy is not a trial
+        agent.reports.report(values)
+
+
 class Session:
     """A training loop in AutoPrec's terms: for scripts whose loop hooks cannot see.
 

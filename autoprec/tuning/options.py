@@ -24,10 +24,15 @@ from autoprec.support.files import canonical_json
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments, redact_uri
 from autoprec.trial.command import Variant
+from autoprec.trial.losses import HIGHER, LOWER
 from autoprec.trial.protocol import STEPS
 
 #: The folder of all studies, in the working directory.
 RUNS = "autoprec-runs"
+#: Which values of a metric may be better, and how far it may change where nothing is said of that.
+BETTER, MAX_CHANGE = (LOWER, HIGHER), 0.005
+#: Words in the name of a metric of which more is better, as far as they are known.
+_SCORES = re.compile(r"(?<![a-z])(accuracy|acc|f1|(roc_?)?auc|auroc|bleu|rouge|reward|score)(?![a-z]{2})")
 #: Fewer timed steps than these have no median and no second half.
 FEWEST_STEPS = 4
 
@@ -133,6 +138,26 @@ class SearchOptions:
         parse="parse_share",
         python="a fraction: 0.0025 for 0.25 %",
     )
+    metric: str = option(
+        "",
+        "Compare by this metric, which the script reports or logs, not by its loss.",
+        ACCEPTABLE,
+        metavar="NAME",
+    )
+    max_change: float | None = option(
+        None,
+        "Largest acceptable relative change of --metric; default: 0.5%.",
+        ACCEPTABLE,
+        metavar="SHARE",
+        parse="parse_share",
+        python="a fraction: 0.005 for 0.5 %",
+    )
+    better: str | None = option(
+        None,
+        "Which values of --metric are better; default: lower.",
+        ACCEPTABLE,
+        choices=BETTER,
+    )
     max_gradient_error: float = option(
         0.12, "Largest gradient error, in units of the mini-batch gradient noise.", ACCEPTABLE, metavar="X"
     )
@@ -181,12 +206,38 @@ class SearchOptions:
             if about.also and value in about.also:
                 value = about.also[value]
                 object.__setattr__(self, name, value)
-            if about.choices and value not in about.choices:
+            if about.choices and value not in about.choices and value is not None:
                 raise UnknownNameError(name, str(value), about.choices)
             if about.least is not None and isinstance(value, int) and value < about.least:
                 raise UsageError(f"{about.flag} {value} is too small", fix=f"use {about.least} or more")
         if not 0 < self.max_divergence < 1:
             raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
+        self._check_metric()
+
+    def _check_metric(self) -> None:
+        """Refuse what cannot be meant of a metric.
+
+        Raises:
+            UsageError: what belongs to one without it, a limit of the loss with it, or one whose name says that more of
+                it is better where nothing is said of that.
+        """
+        if not self.metric:
+            for flag, given in (("--max-change", self.max_change), ("--better", self.better)):
+                if given is not None:
+                    raise UsageError(f"{flag} is of a metric, and none is named", fix="e.g. --metric eval_loss")
+            return
+        if self.max_divergence != OPTIONS["max_divergence"].default:
+            raise UsageError(
+                "--max-divergence limits the loss, and --metric takes its place", fix="e.g. --max-change 0.5%"
+            )
+        if self.max_change is not None and not 0 < self.max_change < 1:
+            raise UsageError("--max-change must lie between 0 and 100 %", fix="e.g. --max-change 0.5%")
+        if self.better is None and _is_score(self.metric):
+            raise UsageError(
+                f"more of {self.metric} may be better, and --better does not say so",
+                fix="--better higher (or lower)",
+                code="better",
+            )
 
     def signature(
         self,
@@ -200,6 +251,7 @@ class SearchOptions:
             sources: file -> digest (:func:`autoprec.trial.source.source_digests`).
         """
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
+        kept |= {"metric", "max_change", "better"}
         out: Document = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = self.script_text()
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
@@ -249,6 +301,20 @@ class SearchOptions:
         return Path(RUNS) / self.study
 
     @property
+    def tolerance(self) -> float:
+        """The largest acceptable gap to the reference, a fraction: of the metric asked for, else of the loss."""
+        if not self.metric:
+            return self.max_divergence
+        return MAX_CHANGE if self.max_change is None else self.max_change
+
+    @property
+    def compared(self) -> Document:
+        """What runs are compared by and how far it may change, for results and evidence."""
+        if not self.metric:
+            return {"max_divergence": self.max_divergence}
+        return {"metric": self.metric, "better": self.better or LOWER, "max_change": self.tolerance}
+
+    @property
     def memory_limit(self) -> int | None:
         """Bytes; None where there is no limit, or the device is not known yet (``Setup.of`` finds it)."""
         return self.max_memory if isinstance(self.max_memory, int) else None
@@ -260,6 +326,11 @@ OPTIONS: dict[str, Option] = {
     for one in fields(SearchOptions)
     if (about := one.metadata.get("option")) is not None
 }
+
+
+def _is_score(name: str) -> bool:
+    """Say whether the name of a metric sounds as if more of it were better."""
+    return _SCORES.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 
 def versions() -> dict[str, str]:

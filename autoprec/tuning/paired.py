@@ -21,6 +21,7 @@ from typing import Any
 from autoprec.policy import compiles
 from autoprec.precision.hardware import cores, free_bytes
 from autoprec.support.plain import Document
+from autoprec.trial.losses import LOWER
 from autoprec.trial.protocol import (
     OUT_OF_TIME,
     DuelRounds,
@@ -137,6 +138,8 @@ class PairedRunner:
             anneal=True,  # no policy causes the noise of a high learning rate
             within_s=self.seconds_left(),
             by_block=self.by_block.active,
+            metric=options.metric,
+            better=options.better or LOWER,
             alone=self._setup.is_timed_alone or (self._setup.measured and self._pool.slots() > 1),
             turns=self._setup.takes_turns,
         )
@@ -379,7 +382,7 @@ def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget
         budget: largest acceptable divergence, a fraction.
     """
     results = [run("bf16")]
-    while needs_more_benign_runs([divergence(r.losses, first.losses) for r in results], budget):
+    while needs_more_benign_runs([divergence(r.curve, first.curve) for r in results], budget):
         results.append(run(f"bf16:{len(results)}"))
     return results
 
@@ -391,10 +394,11 @@ def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[Tri
         first, second: runs of the reference.
         perturbed: runs with every weight rounded once.
     """
-    gaps = tuple(divergence(result.losses, first.losses) for result in perturbed)
+    gaps = tuple(divergence(result.curve, first.curve) for result in perturbed)
     return Baseline(
-        floor=max(divergence(second.losses, first.losses), statistics.fmean(gaps)),
+        floor=max(divergence(second.curve, first.curve), statistics.fmean(gaps)),
         rounding_gaps=gaps,
-        rounding_excess=tuple(signed_gap(result.losses, first.losses) for result in perturbed),
-        learnt=has_learnt(first.losses),
+        rounding_excess=tuple(signed_gap(result.curve, first.curve) for result in perturbed),
+        learnt=has_learnt(first.curve, few=first.metric is None),
+        metric="" if first.metric is None else first.metric.name,
     )

@@ -208,9 +208,9 @@ class SearchState:
             baseline: what its loss is compared with, where that is more than what one seed has told of the script.
         """
         own = self.own.baseline if self.own is not None else Baseline(0.0)  # stopped before it was measured
-        asked, blank = self.options, uninformative(self.options.max_divergence, own) is not None
+        asked, blank = self.options, uninformative(self.options.tolerance, own) is not None
         most = gradient_limit(self.gradient_noise, asked.max_gradient_error, uninformative=blank)
-        return Rules(asked.max_divergence, baseline or own, most, asked.memory_limit, self.gradient_noise)
+        return Rules(asked.tolerance, baseline or own, most, asked.memory_limit, self.gradient_noise)
 
     def gradient_limit(self) -> float | None:
         """Return the largest acceptable relative gradient error, None for no limit."""

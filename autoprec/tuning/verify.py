@@ -28,7 +28,7 @@ from autoprec.errors import (
 from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.plain import Document
-from autoprec.support.units import counted
+from autoprec.support.units import counted, gap_text
 from autoprec.trial.protocol import TrainSpec, TrialResult
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
@@ -36,7 +36,7 @@ from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.options import MAX_CHANGE, SearchOptions
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.duels import Duels
 from autoprec.tuning.phases.measuring import PairedSeeds
@@ -134,9 +134,9 @@ class Verification:
     """The outcome: the policy first, then what it was compared with.
 
     ``verdict`` is ``holds``, ``fails``, or ``undecided`` where the seeds cannot tell, and ``why`` says so. ``timed`` is
-    False where speed says nothing about the policy's target, see :func:`is_timed`.
-    ``first_seed`` is 0 where the script's own seed was run. ``limits`` are ``divergence``,
-    ``gradient_error`` and ``gradient_noise``, the last two relative to the gradient, None where they are unknown.
+    False where speed says nothing about the policy's target (:func:`is_timed`). ``first_seed`` is 0 where the script's
+    own was run. ``limits`` are ``divergence`` (of ``metric``, or, empty, of the losses), ``gradient_error`` and
+    ``gradient_noise``, the last two relative to the gradient, None where they are unknown.
     """
 
     verdict: str
@@ -149,6 +149,7 @@ class Verification:
     first_seed: int = 0
     reference: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float | None] = field(default_factory=dict)
+    metric: str = ""
 
     def to_json(self) -> Document:
         """Return every field, the reason as text and as a code with its data."""
@@ -157,24 +158,29 @@ class Verification:
         return {"ok": self.verdict == "holds"} | out | words | {"rows": [row.to_json() for row in self.rows]}
 
 
-def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> dict[str, float]:
+def limits_of(
+    policy: Policy, max_divergence: float | None, max_gradient_error: float | None, max_change: float | None = None
+) -> Document:
     """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones.
 
     Args:
-        policy: the policy, whose evidence may hold them.
-        max_divergence: asked for: a fraction; None for nothing.
-        max_gradient_error: asked for: a share of the gradient noise; None for nothing.
+        policy: its evidence may hold them. One compared by a metric is so again, unless a limit of its loss is asked.
+        max_divergence, max_gradient_error, max_change: asked for: fractions, the second of the gradient noise, the
+            third of its metric; None for nothing.
 
     Raises:
         UsageError: one that was asked for is not above 0.
     """
-    limits = {"max_divergence": _USUAL.max_divergence, "max_gradient_error": _USUAL.max_gradient_error}
-    for name, asked in zip(limits, (max_divergence, max_gradient_error), strict=True):
-        found = policy.evidence.get(name)
+    metric = policy.evidence.get("metric") if max_divergence is None else None
+    by_metric = metric or max_change is not None
+    given = {"max_change": max_change} if by_metric else {"max_divergence": max_divergence}
+    limits: Document = {"metric": metric, "better": policy.evidence.get("better")} if metric else {}
+    for name, asked in (given | {"max_gradient_error": max_gradient_error}).items():
+        found, usual = policy.evidence.get(name), MAX_CHANGE if name == "max_change" else getattr(_USUAL, name)
         if asked is not None and not asked > 0:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} {asked:g} is not above 0", fix="leave it out to take the limit of the search")
-        limits[name] = asked or (found if isinstance(found, float) and found > 0 else limits[name])
+        limits[name] = asked or (found if isinstance(found, float) and found > 0 else usual)
     return limits
 
 
@@ -189,7 +195,7 @@ def searched(policy: Policy, model: Document | None = None) -> str:
     found = policy.evidence
     if not all(isinstance(found.get(name), (int, float)) for name in ("divergence", "seeds", "steps")):
         return ""
-    text = f"divergence {found['divergence']:.3%}"
+    text = gap_text(found["divergence"], found.get("metric") or "")
     if isinstance(error := found.get("gradient_error"), float):
         text += f", gradient error {error_text(error, found.get('gradient_noise'))}"
     return f"{text}, over {counted(found['seeds'], 'paired seed')} of {found['steps']} steps"
@@ -373,19 +379,20 @@ def verify(
         first_seed=first_seed,
         reference={"step_time_ms": statistics.median(one.step_ms for one in paired.references.values())},
         limits={
-            "divergence": options.max_divergence,
+            "divergence": options.tolerance,
             "gradient_error": rules.max_gradient,
             "gradient_noise": rules.gradient_noise,
         },
+        metric=options.metric,
     )
 
 
 def _rules(options: SearchOptions, baseline: Baseline, noises: Sequence[float]) -> Rules:
     """Return the rules of a search, with the gradient's noise as the seeds so far showed it."""
     noise = statistics.geometric_mean(noises) if noises else None
-    blank = uninformative(options.max_divergence, baseline) is not None
+    blank = uninformative(options.tolerance, baseline) is not None
     limit = gradient_limit(noise, options.max_gradient_error, uninformative=blank)
-    return Rules(options.max_divergence, baseline, max_gradient=limit, gradient_noise=noise)
+    return Rules(options.tolerance, baseline, max_gradient=limit, gradient_noise=noise)
 
 
 def may_decide(rows: Sequence[Contender], *, timed: bool) -> list[str]:
@@ -478,7 +485,7 @@ def decide(rows: Sequence[Contender], rules: Rules, *, timed: bool, reference_me
         if not policy.unsure:
             return "fails", one.rejection
         return "undecided", Reason("too_few_seeds", {"why": one.rejection})
-    held = {"divergence": one.mean, "limit": rules.max_divergence, "caveat": one.caveat}
+    held = {"divergence": one.mean, "limit": rules.max_divergence, "caveat": one.caveat} | rules.baseline.named
     if not timed:
         return "holds", Reason("holds", held)
     smaller = 0 < one.memory_bytes < SMALLER * reference_memory  # what some policies are for

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from common import Net, batch, log
 from torch.nn.parallel import DistributedDataParallel
 
+import autoprec
+
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = DistributedDataParallel(Net())
@@ -19,4 +21,6 @@ for step in range(60):
     optimizer.step()
     if dist.get_rank() == 0:
         log(step, loss)
+        if step % 4 == 3:
+            autoprec.report(kept=loss)
 dist.destroy_process_group()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from autoprec import Policy
 from autoprec.errors import UsageError
-from autoprec.trial.session import Session, register
+from autoprec.trial import session as sessions
+from autoprec.trial.inside.reporting.reports import Reports
+from autoprec.trial.session import Session, register, report
 from tests.trial.conftest import uniform
 
 
@@ -52,3 +57,20 @@ def test_a_session_carries_out_phases(own_optimizer: bool) -> None:
     assert found is not None
     assert found.step == 4
     policy.remove(model)
+
+
+@pytest.mark.parametrize("mode", [None, "run"])
+def test_outside_a_trial_a_report_does_nothing(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent: Any = None if mode is None else SimpleNamespace(mode=mode)
+    monkeypatch.setattr(sessions, "_agent", lambda: agent)
+    report(eval_loss="not a number")
+
+
+@pytest.mark.parametrize("mode", ["host", "trial"])
+def test_in_a_trial_it_reaches_what_collects_reports(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent: Any = SimpleNamespace(mode=mode, reports=Reports())
+    monkeypatch.setattr(sessions, "_agent", lambda: agent)
+    report(eval_loss=1.0, **{"val/f1": torch.tensor(0.5)})
+    assert list(agent.reports._names) == ["eval_loss", "val/f1"]
+    with pytest.raises(UsageError, match="takes a number, not a str"):
+        report(eval_loss="1.0")

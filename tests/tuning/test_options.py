@@ -121,3 +121,62 @@ def test_a_word_that_stands_for_another_is_taken_and_not_shown() -> None:
     with pytest.raises(UnknownNameError) as refused:
         SearchOptions(command=("train.py",), sampler="our")
     assert "ours" not in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"max_change": 0.01}, "--max-change is of a metric"),
+        ({"better": "higher"}, "--better is of a metric"),
+        ({"metric": "eval_loss", "max_divergence": 0.01}, "--metric takes its place"),
+        ({"metric": "eval_loss", "max_change": 1.5}, "between 0 and 100 %"),
+        ({"metric": "eval_loss", "better": "more"}, "unknown better 'more'"),
+        ({"metric": "eval_accuracy"}, "--better does not say so"),
+    ],
+)
+def test_what_cannot_be_meant_of_a_metric_is_refused(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        SearchOptions(command=("train.py",), **asked)
+
+
+SCORES = (
+    "accuracy",
+    "acc",
+    "val/acc",
+    "eval_accuracy",
+    "top1_acc",
+    "Acc@1",
+    "f1",
+    "f1_macro",
+    "roc_auc",
+    "rocauc",
+    "bleu",
+)
+MORE_SCORES = ("bleu4", "rouge1", "rougeL", "reward", "rewards", "evalScore")
+
+
+@pytest.mark.parametrize("name", [*SCORES, *MORE_SCORES])
+def test_a_score_asks_which_values_are_better(name: str) -> None:
+    with pytest.raises(UsageError, match="--better does not say so") as caught:
+        SearchOptions(command=("train.py",), metric=name)
+    assert caught.value.code == "better"
+    assert SearchOptions(command=("train.py",), metric=name, better="higher").better == "higher"
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "perplexity", "acceleration", "fact", "val/mse", "underscored"])
+def test_of_others_lower_is_better(name: str) -> None:
+    asked = SearchOptions(command=("train.py",), metric=name)
+    assert asked.compared == {"metric": name, "better": "lower", "max_change": 0.005}
+
+
+def test_the_limit_is_that_of_what_is_compared() -> None:
+    assert SearchOptions(command=("train.py",), max_divergence=0.001).tolerance == 0.001
+    assert SearchOptions(command=("train.py",), max_divergence=0.001).compared == {"max_divergence": 0.001}
+    asked = SearchOptions(command=("train.py",), metric="f1", better="higher", max_change=0.02, study="s")
+    assert asked.tolerance == 0.02
+    again = search.make_context("search", shlex.split(asked.resume_command())[2:])
+    assert (again.params["metric"], again.params["better"], again.params["max_change"]) == ("f1", "higher", 0.02)
+    with pytest.raises(StudyError, match="metric: was '', is 'f1'"):
+        check_signature(
+            SearchOptions(command=("train.py",)).signature("", ""), asked.signature("", ""), where="a study"
+        )

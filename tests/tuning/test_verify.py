@@ -233,6 +233,13 @@ def test_the_limits_are_those_of_the_search_unless_others_are_asked_for() -> Non
     for policy, asked, limits in ((plain, (None, None), (0.0025, 0.12)), (known, (None, None), (0.001, 0.3)),
                                   (known, (0.004, 0.2), (0.004, 0.2))):  # fmt: skip
         assert tuple(limits_of(policy, *asked).values()) == limits
+    metric = {"metric": "f1", "better": "higher"}
+    found = plain.model_copy(update={"evidence": {**metric, "max_change": 0.01, "max_gradient_error": 0.3}})
+    assert limits_of(found, None, None) == metric | {"max_change": 0.01, "max_gradient_error": 0.3}
+    assert limits_of(found, None, 0.2, 0.02) == metric | {"max_change": 0.02, "max_gradient_error": 0.2}
+    assert limits_of(found, 0.001, None) == {"max_divergence": 0.001, "max_gradient_error": 0.3}  # by its loss
+    with pytest.raises(UsageError, match="--max-change is of a metric"):
+        SearchOptions(command=("train.py",), **limits_of(plain, None, None, 0.01))
 
 
 def test_gradient_errors_are_measured_under_every_seed_and_told_in_both_units(tmp_path: Path) -> None:
@@ -250,6 +257,8 @@ def test_what_the_search_found_is_told_beside_it() -> None:
     known = uniform("fp8_rowwise").model_copy(update={"evidence": evidence})
     words = "divergence 0.030%, gradient error 5 % (0.1 of the noise), over 1 paired seed of 20 steps"
     assert searched(known) == words
+    by_metric = known.model_copy(update={"evidence": evidence | {"metric": "f1"}})
+    assert searched(by_metric).startswith("f1 changed by 0.030%")
     assert searched(uniform("fp8_rowwise")) == ""
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _FRACTIONS = (
-    *("divergence", "noise_floor", "interval", "max_divergence"),
+    *("divergence", "noise_floor", "interval", "max_divergence", "max_change"),
     *("gradient_error", "gradient_noise", "gain_over_preset"),
 )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoprec.tuning.workers.local import RunnerFactory
 
 #: Options that say what is acceptable, and when a search ends.
-LIMITS = ("max_divergence", "max_gradient_error", "max_memory", "budget_s", "trials", "objective")
+LIMITS = ("max_gradient_error", "max_memory", "budget_s", "trials", "objective")
 #: Presets that a person is shown; the JSON has all.
 _SHOWN = 6
 
@@ -119,7 +119,7 @@ def _document(bound: Bound, label: str, variants: list[str], recorded: TrialResu
         "variants": variants,
         "by_hand": [name for name, _ in by_hand(known)],
         "presets": [name for name, _ in known],
-        "limits": {name: getattr(asked, name) for name in LIMITS},
+        "limits": asked.compared | {name: getattr(asked, name) for name in LIMITS},
         "output": asked.output,
         **_counts(bound, recorded, slots),
     }
@@ -210,13 +210,15 @@ def _lines(plan: dict[str, Any]) -> list[str]:
     others = [name for name in plan["presets"] if name not in plan["by_hand"]]
     shown = "; ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
     parameters = ", ".join(space["parameters"])
+    gap = f"mean loss gap {percent_text(most['max_divergence'])}" if "max_divergence" in most else ""
+    gap = gap or f"{most['metric']} ({most['better']} is better) changed by {percent_text(most['max_change'])}"
     rows = [
         ("model", f"{model['class']}, {model['parameters']:,} parameters, {len(space['groups'])} groups of layers"),
         ("target", f"{plan['target']}, times {plan['source']}; trials start by {plan['launch']}"),
         ("bound", f"{plan['verdict']['kind']}: {plan['verdict']['reason']}"),
         (
             "limits",
-            f"mean loss gap {percent_text(most['max_divergence'])}, gradient error {most['max_gradient_error']:.3g} "
+            f"{gap}, gradient error {most['max_gradient_error']:.3g} "
             f"of the mini-batch noise, {memory}; best by {most['objective']}",
         ),
         ("space", f"{space['name']}: {', '.join(space['choices'])}; {_policies(space['policies'])}"),

@@ -12,7 +12,8 @@ from autoprec.cli.recording import record, running
 from autoprec.errors import AuditError
 from autoprec.reports.findings import TEXTS, counts, sound
 from autoprec.support.units import counted
-from autoprec.trial.protocol import LiftedLines, LiftSpec, TrialResult, least_change
+from autoprec.trial.lifted import LiftedLines, least_change
+from autoprec.trial.protocol import LiftSpec, TrialResult
 from autoprec.tuning.lint.facts import Facts
 from autoprec.tuning.lint.rules import findings
 from autoprec.tuning.lint.source import settings_of

@@ -13,7 +13,7 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.policies.published import policy_of
 from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError
-from autoprec.support.units import counted, memory_text
+from autoprec.support.units import counted, gap_name, memory_text
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.processes import scratch
 from autoprec.tuning.options import SearchOptions
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     default=None,
     show_default=False,
     help="Largest acceptable mean relative loss gap; default: the search's, else 0.25%.",
+)
+@options.of_search(
+    "max_change",
+    show_default=False,
+    help="Largest acceptable change of its search's metric; default: the search's.",
 )
 @options.of_search(
     "max_gradient_error",
@@ -63,8 +68,8 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 
     policy = policy_of(policy_path, script)
     command, first = ScriptCommand.parse(script), first_fresh_seed(policy)
-    limits = limits_of(policy, values["max_divergence"], values["max_gradient_error"])
-    asked = SearchOptions(command=script, **(values | limits))
+    given = {name: values.pop(name) for name in ("max_divergence", "max_gradient_error", "max_change")}
+    asked = SearchOptions(command=script, **values, **limits_of(policy, **given))
     with (
         Phases() as phases,
         scratch() as folder,
@@ -95,7 +100,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, **values: A
 def _print(result: Verification, searched: str) -> None:
     limits = result.limits
     noise, limit = limits.get("gradient_noise"), limits.get("gradient_error")
-    budget = [f"divergence {limits['divergence']:.3%}"] if limits.get("divergence") else []
+    budget = [f"{gap_name(result.metric)} {limits['divergence']:.3%}"] if limits.get("divergence") else []
     budget += [f"gradient error {error_text(limit, noise)}"] if limit is not None else []
     rows = [("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")]
     for row in result.rows:
@@ -113,7 +118,7 @@ def _print(result: Verification, searched: str) -> None:
             f"these seeds are new: the search measured the policy under {counted(result.first_seed, 'other one')}"
         )
     notes.append(f"its search found: {searched}" if searched else "")
-    headings = ("", "speed-up", "range", "divergence", "gradient error", "memory")
+    headings = ("", "speed-up", "range", gap_name(result.metric), "gradient error", "memory")
     title = f"{counted(result.seeds, 'paired seed')}, {counted(result.steps, 'step')} each"
     stdout_console().print(plain_table(headings, rows, title))
     echo("\n".join(filter(None, notes)))

@@ -36,6 +36,8 @@ from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.policy_run import PolicyRun, claim
+from autoprec.trial.inside.reporting.pickups import pick_up
+from autoprec.trial.inside.reporting.reports import Reports
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed
 from autoprec.trial.processes import prefer_as_oom_victim, watch_driver
@@ -64,13 +66,14 @@ class Agent:
     Attributes:
         config: the configuration; in a fork of the zygote, its own.
         hooks: the hooks on torch.
+        reports: what the script reports of its metrics.
         trial: the trial that this process is, once it is one.
     """
 
     def __init__(self, config: Document) -> None:
         self.config = config
         self.mode = str(config["mode"])
-        self.hooks = Hooks()
+        self.hooks, self.reports = Hooks(), Reports()
         self.trial: Trial | None = None
         self._first = FirstStep(self.hooks, self._arrived, self._give_up, judges=bool(config.get("judges")))
         self._pid = os.getpid()
@@ -99,6 +102,7 @@ class Agent:
         if self.mode == "host":
             hold_one_thread()
         self._overlay = isolate(self.config)
+        pick_up(self.reports)
         stop_timers()
         use_own_ports(Path(self.config["private"]))
         self._seed()
@@ -199,6 +203,7 @@ class Agent:
             may_fork=may_fork,
             stays=stays,
             turns=Path(self.config["folder"]) / "turns",
+            reports=self.reports,
         )
         if self._loading is not None:
             self._loading.charge = self.trial.credit

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,11 +25,10 @@ from autoprec.applying.compiling import (
     keep_random_streams,
     run_eagerly,
 )
-from autoprec.errors import AutoPrecError, AutoPrecWarning, UnsupportedError
+from autoprec.errors import AutoPrecError
 from autoprec.graph.places import raised_at
 from autoprec.graph.report import GraphReport
 from autoprec.numerics.sharded import any_rank, rank, world_size
-from autoprec.support.files import canonical_json, finite
 from autoprec.support.plain import Document
 from autoprec.trial.inside.applying import StateSeen, apply_document, by_block, state_seen, watch_state
 from autoprec.trial.inside.checking.gemm_check import GemmCheck
@@ -53,7 +51,10 @@ from autoprec.trial.inside.observe.memory import is_out_of_memory
 from autoprec.trial.inside.observe.operator_times import OperatorTimer
 from autoprec.trial.inside.observe.turns import Turn
 from autoprec.trial.inside.perturbing import perturb_run
+from autoprec.trial.inside.reporting.ending import note_warnings, status_of, wait_and_exit, write_result
+from autoprec.trial.inside.reporting.reports import Reports
 from autoprec.trial.inside.sensitivity.staying import serve_scans
+from autoprec.trial.losses import HIGHER, Series
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import (
     OUT_OF_TIME,
@@ -94,18 +95,20 @@ class Trial:
         may_fork: bool = True,
         stays: str = "",
         turns: Path | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self._turn = Turn(turns) if turns is not None and isinstance(spec, TrainSpec) and spec.turns else None
         self._may_fork, self._stays, self._is_again = may_fork, stays, False
         self.spec, self.found, self.hooks = spec, found, hooks
         self._path, self._asked, self._writer = result, asked, writer
+        self._reports = reports or Reports()
         self._start = self._begun = self._first_step = time.monotonic()
         self._policy: Any = None
         self._batch, self._device = 0, next(iter(found.parameters)).device
         self._recorder: Any = None
         self._looks: GemmCheck | OperatorTimer | None = None
         self._answer: Answer | None = None
-        self._blocks, self._needed_s, self._passed_over = 0, 0.0, ""
+        self._blocks, self._needed_s, self._passed_over, self._peak_bytes = 0, 0.0, "", 0
         self._judged: Any = None
         self._warned: dict[str, None] = {}
         self._monitors: list[Any] = []
@@ -126,7 +129,7 @@ class Trial:
         """
         spec = self.spec
         sys.excepthook = self._on_exception
-        self._note_warnings()
+        note_warnings(self._warned)
         if isinstance(spec, DuelSpec):
             self._duel(spec)
             return
@@ -181,6 +184,10 @@ class Trial:
             torch.cuda.reset_peak_memory_stats(self._device)
         if train is not None:  # nothing else is timed, and a scan on a busy GPU needs no repetition
             self._before = read_conditions(self._device)
+            if train.metric:
+                loop, asked = self.loop, Series(train.metric, train.better == HIGHER)
+                end = partial(self.finish, "ok") if self._writer else lambda: None  # the first rank ends the trial
+                self._reports.ask(asked, train.total, lambda: loop.steps, end)
         self.hooks.events = self.loop
         self._begun = time.monotonic()
         if spec.total:
@@ -215,17 +222,6 @@ class Trial:
         self.loop = self.hooks.events = duel.loop
         self.on_exit(duel.end)
         duel.begin()
-
-    def _note_warnings(self) -> None:
-        """Keep what AutoPrec warns of for the audit: of a trial that ends well nothing else is shown."""
-        shown = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if issubclass(category, AutoPrecWarning):
-                self._warned[str(message)] = None
-            shown(message, category, *where)
-
-        warnings.showwarning = show  # type: ignore[assignment]
 
     def credit(self, seconds: float) -> None:
         """Take time off the running step that other processes would have spent."""
@@ -299,13 +295,29 @@ class Trial:
         self.loop = None  # no tensor can be read in here
         self.finish("unsupported", CAPTURED)
 
-    def _enough(self, loop: Loop) -> None:  # noqa: ARG002
-        if isinstance(self.spec, (TrainSpec, TrySpec)):
+    def _enough(self, loop: Loop) -> None:
+        if isinstance(self.spec, TrainSpec):
+            self._peak_bytes = self._peak_bytes or self._peak(loop)  # what comes after the steps is not of them
+            if self._reports.gives_up(loop.steps):
+                self._end_unreported()
+            if loop.steps == loop.total and not self._writer:
+                self._write("ok", "")
+                threading.Thread(target=wait_and_exit, args=(self._path,), daemon=True).start()
+        elif isinstance(self.spec, TrySpec):
             self.finish("ok")
-        if self._looks is not None:
-            self._answered(self._looks.end())
-        self.hooks.events = Events()
-        self.hooks.watch_next(self.found.root, self._at_forward)
+        else:
+            if self._looks is not None:
+                self._answered(self._looks.end())
+            self.hooks.events = Events()
+            self.hooks.watch_next(self.found.root, self._at_forward)
+
+    def _end_unreported(self) -> NoReturn:
+        """End a trial whose steps are done, by what was reported so far of the metric that it was asked for."""
+        missing = self._reports.missing if self._writer else ""
+        self.finish("unreported" if missing else "ok", missing)
+
+    def _peak(self, loop: Loop) -> int:
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else loop.peak_bytes
 
     def _at_forward(self, module: nn.Module, *_: Any) -> None:
         """The step that answers the question of a :class:`RecordSpec` or a :class:`ScanSpec` starts here."""
@@ -408,6 +420,8 @@ class Trial:
         self.at_exit, self.pid = action, os.getpid()
 
     def _too_short(self) -> None:
+        if isinstance(self.spec, TrainSpec) and self.loop is not None and self.loop.steps >= self.loop.total:
+            self._end_unreported()
         reason = f"the script ended after {self.loop.taken if self.loop else '0 of 0 steps'}"
         if not self.hooks.backwards:
             reason += "; no backward() was ever called"
@@ -424,12 +438,15 @@ class Trial:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        self._write(status, reason)
+        os._exit(0)
+
+    def _write(self, status: str, reason: str) -> None:
         if self._writer:
             write_result(self._path, self._result(status, reason))
         elif isinstance(self.spec, TrainSpec):
             with contextlib.suppress(Exception):  # the first rank's result counts
                 write_result(self._path.with_name(f"{self._path.name}.rank{rank()}"), self._result(status, reason))
-        os._exit(0)
 
     def _result(self, status: str, reason: str) -> TrialResult:
         now, spec = time.monotonic(), self.spec
@@ -449,18 +466,18 @@ class Trial:
         loop = self.loop
         if loop is None or not loop.steps:
             return result
-        after = read_conditions(self._device) if self._before is not None else None
-        doubt = unreliable(self._before, after)
-        on_gpu = self._device.type == "cuda"
+        done = min(loop.steps, loop.total) if isinstance(spec, TrainSpec) else loop.steps
+        doubt = unreliable(self._before, read_conditions(self._device) if self._before is not None else None)
         result = replace(
             result,
-            losses=tuple(loop.losses),
-            step_ms=tuple(loop.clock.milliseconds()[: loop.steps]),
+            losses=tuple(loop.losses[:done]),
+            step_ms=tuple(loop.clock.milliseconds()[:done]),
             clock=loop.clock.name,
-            memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else loop.peak_bytes,
+            memory_bytes=self._peak_bytes or self._peak(loop),
             samples=self._batch * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
-            unreliable=doubt or still_compiling(loop.graphs, warmup),
+            unreliable=doubt or still_compiling(loop.graphs[: done + 1], warmup),
+            metric=self._reports.series,
         )
         if self._policy is None:
             return result
@@ -478,17 +495,3 @@ class Trial:
             audit["operators"][f"optimizer.{part}"] = row
             audit["ok"] = audit["ok"] and row["ok"]
         return replace(result, audit=audit)
-
-
-def status_of(error: BaseException) -> str:
-    """Map an error to one of :data:`autoprec.trial.protocol.FAILURES`."""
-    if isinstance(error, UnsupportedError):
-        return "unsupported"
-    return "mismatch" if isinstance(error, AutoPrecError) else "crashed"
-
-
-def write_result(path: Path, result: TrialResult) -> None:
-    """Write a result so that a reader sees all of it or nothing."""
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    temporary.write_text(canonical_json(finite(result.to_json())), encoding="utf-8")
-    os.replace(temporary, path)

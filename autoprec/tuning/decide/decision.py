@@ -105,7 +105,7 @@ class Standing:
             name=name,
             speedup=speedup.value,
             divergences=tuple(run["divergence"] if run.ok else math.inf for run in paired),
-            excess=tuple(signed_gap(run.losses, run.reference_losses) for run in paired if run.ok),
+            excess=tuple(signed_gap(run.curve, run.reference_curve) for run in paired if run.ok),
             gradient_error=gradient_error,
             memory_bytes=0.0 if known is None else known["memory_bytes"],
             low=speedup.low,
@@ -277,6 +277,7 @@ class Rules:
 
     def _beyond_budget(self, one: Standing, mean: float, upper: float) -> Reason | None:
         """Return what the loss says against a policy; None for nothing."""
+        named = self.baseline.named
         if not math.isfinite(mean):
             return Reason("incomplete")
         # a loss that is flat speaks against a policy only by what was measured: it need not show that one is harmless
@@ -284,16 +285,15 @@ class Rules:
         if (mean if flat else upper) <= self.max_divergence:
             return None
         if self.baseline.noise_floor_upper <= self.max_divergence:
-            gaps = {"least": min(one.divergences), "most": max(one.divergences), "seeds": one.seeds}
+            gaps = {"least": min(one.divergences), "most": max(one.divergences), "seeds": one.seeds} | named
             return Reason("divergence", {"mean": mean, "upper": upper, "limit": self.max_divergence} | gaps)
         # gaps of benign changes are beyond the budget as well
         if is_worse_than_rounding(one.divergences, self.rounding_gaps):
-            return Reason(
-                "beyond_rounding", {"mean": mean, "ratio": compare_gaps(one.divergences, self.rounding_gaps)[0]}
-            )
+            ratio = compare_gaps(one.divergences, self.rounding_gaps)[0]
+            return Reason("beyond_rounding", {"mean": mean, "ratio": ratio} | named)
         excess, least = compare_excess(one.excess, self.baseline.rounding_excess) if one.excess else (0.0, -math.inf)
         return (
-            Reason("worse_loss", {"excess": excess, "limit": self.max_divergence})
+            Reason("worse_loss", {"excess": excess, "limit": self.max_divergence} | named)
             if (least > self.max_divergence)
             else None
         )
@@ -378,7 +378,8 @@ def choose(
             "high": best.high,
             "over_16bit": _bounds_over_16bit(best),
             "untimed": best.low is None and not best.modelled,
-        },
+        }
+        | rules.baseline.named,
     )
     return Decision("adopt", (reason,), ranking, chosen, rests_on=(chosen, *tied), run=best.run)
 

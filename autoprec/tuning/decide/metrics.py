@@ -16,7 +16,7 @@ from autoprec.cost import StepEstimate
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.support.arrays import np
 from autoprec.support.plain import Document
-from autoprec.trial.losses import loss_units
+from autoprec.trial.losses import Series, loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline, Vector
 from autoprec.tuning.study.run import MEASURED, MODELLED, Metric, Run, metrics_of
@@ -131,6 +131,12 @@ class Reference:
     samples: int
     baseline: Baseline = field(default_factory=Baseline)
     deterministic: bool = True
+    metric: Series | None = None
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """What policies are compared with, as :attr:`autoprec.trial.protocol.TrialResult.curve`."""
+        return self.losses if self.metric is None else self.metric.curve
 
     @property
     def noise_floor(self) -> float:
@@ -167,24 +173,39 @@ def score(plan: Run, result: TrialResult, reference: Reference, *, estimate: Ste
         estimate: the modelled step on the target; None when this machine is the target and was timed.
         error: relative gradient error, predicted from the sensitivity table, in units of the gradient norm.
     """
-    seen = replace(plan, tail=result.tail, losses=result.losses, reference_losses=reference.losses)
+    seen = with_curves(replace(plan, tail=result.tail), result, reference)
     if not result.ok:
         return replace(seen, status=result.status, reason=result.reason)
     not_run = audit_failure(result.audit)
     if not_run:
         return replace(seen, status="mismatch", reason=not_run)
-    gap = divergence(result.losses, reference.losses)
+    gap = divergence(result.curve, reference.curve)
     if not math.isfinite(gap):
-        return replace(seen, status="diverged", reason="the loss became non-finite")
+        return replace(seen, status="diverged", reason=f"{seen.metric or 'the loss'} became non-finite")
     # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.
     gap += result.penalty
     step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
     memory = result.memory_bytes if estimate is None else estimate.memory_bytes
-    share = effective_speedup(1.0, result.losses, reference.losses)
+    share = effective_speedup(1.0, result.curve, reference.curve)
     source, spread = (MEASURED, None) if estimate is None else (MODELLED, estimate.spread)
     known = Metric(error, MODELLED)
     metrics = run_metrics(reference, step_ms, memory, gap, known, share=share, source=source, spread=spread)
     return replace(seen, status="ok", reason="", metrics=metrics)
+
+
+def with_curves(run: Run, result: TrialResult, reference: Reference) -> Run:
+    """Return a run with its curves beside those of its reference.
+
+    Args:
+        run: of a policy, or of the script.
+        result: what its trial saw: losses, and what was reported of the metric that was asked for.
+        reference: of the same paired seed.
+    """
+    run = replace(run, losses=result.losses, reference_losses=reference.losses)
+    if result.metric is None or reference.metric is None:
+        return run
+    own, other = result.metric, reference.metric
+    return replace(run, metric=own.name, higher=own.higher, values=own.values, reference_values=other.values)
 
 
 def run_metrics(

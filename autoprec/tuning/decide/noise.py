@@ -79,6 +79,7 @@ class Baseline:
         learnt: whether the script's own loss moved over the steps that are compared.
         flat_because: what is known of why it did not; empty for nothing.
         floor_runs: runs that the floor is the mean of; 0 for those of ``rounding_gaps``.
+        metric: what runs are compared by in place of their losses; empty for those.
     """
 
     floor: float = 0.0
@@ -87,6 +88,12 @@ class Baseline:
     learnt: bool = True
     flat_because: str = ""
     floor_runs: int = 0
+    metric: str = ""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What sentences need to name the metric."""
+        return {"metric": self.metric} if self.metric else {}
 
     @property
     def noise_floor_upper(self) -> float:
@@ -147,7 +154,7 @@ def needs_more_benign_runs(gaps: Sequence[float], budget: float) -> bool:
     return len(gaps) < BENIGN_RUNS and max(gaps, default=0.0) > _NEARLY * budget
 
 
-def has_learnt(losses: Sequence[float]) -> bool:
+def has_learnt(losses: Sequence[float], *, few: bool = True) -> bool:
     """Say whether a reference's loss moved over its steps, beyond the noise between batches.
 
     The noise is judged without its trend: losses that only scatter are as likely in any other order (a permutation
@@ -155,12 +162,13 @@ def has_learnt(losses: Sequence[float]) -> bool:
     and losses that fall again after each jump.
 
     Args:
-        losses: one per step, from the first step on. True where there are too few of them to tell.
+        losses: one per step, from the first step on.
+        few: what is returned where there are too few of them to tell.
     """
     values = np.asarray(losses, dtype=np.float64)
     values = values[np.isfinite(values)]
     if len(values) < _FEWEST_STEPS:
-        return True
+        return few
     block = -(-len(values) // _MOST_POINTS)
     values = values[: len(values) // block * block].reshape(-1, block).mean(axis=1)
     smooth = np.convolve(values, np.full(width := max(2, len(values) // 6), 1 / width), "valid")
@@ -213,10 +221,9 @@ def uninformative(budget: float, baseline: Baseline) -> Reason | None:
     """
     if baseline.noise_floor_upper > budget:
         found = {"floor": baseline.floor, "noise_floor_upper": baseline.noise_floor_upper, "budget": budget}
-        return Reason(
-            "noise_beyond_budget", found | {"runs": max(1, baseline.floor_runs or len(baseline.rounding_gaps))}
-        )
-    cause = {"cause": baseline.flat_because} if baseline.flat_because else {}
+        runs = {"runs": max(1, baseline.floor_runs or len(baseline.rounding_gaps))}
+        return Reason("noise_beyond_budget", found | runs | baseline.named)
+    cause = ({"cause": baseline.flat_because} if baseline.flat_because else {}) | baseline.named
     return None if baseline.learnt else Reason("loss_flat", cause)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autoprec.precision.recipes import AS_WRITTEN
 from autoprec.support.plain import Document
-from autoprec.support.units import memory_text, speed_text
+from autoprec.support.units import gap_text, memory_text, speed_text
 from autoprec.tuning.study.run import LEAST_NOISE, noise_text, over_what
 
 #: A gain over the best preset below this is too small to matter to anybody.
@@ -79,31 +79,33 @@ def _apart(value: float, limit: float, unit: str = "") -> str:
 
 
 # --- the loss cannot judge -------------------------------------------------------------------------------------------
-def _noise_beyond_budget(floor: float, noise_floor_upper: float, budget: float, runs: int = 1) -> str:
+def _noise_beyond_budget(floor: float, noise_floor_upper: float, budget: float, runs: int = 1, metric: str = "") -> str:
     """Say how far benign rounding moves the loss, and in how many runs: a search says it before and after its seeds."""
     told = [f"{runs} runs"] * (runs > 1)
     told += [f"up to {noise_floor_upper:.3%} at 95 % confidence"] * (floor <= budget)
     up_to = f" ({'; '.join(told)})" if told else ""
     return (
-        f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {floor:.3%}{up_to}, "
-        f"beyond the budget of {budget:.3%}"
+        f"{metric or 'the loss'} cannot judge it, because rounding the weights once to bf16 already moves it by "
+        f"{floor:.3%}{up_to}, beyond the budget of {budget:.3%}"
     )
 
 
 def _divergence_beyond(
-    mean: float, upper: float, limit: float, least: float = 0.0, most: float = 0.0, seeds: int = 1
+    mean: float, upper: float, limit: float, least: float = 0.0, most: float = 0.0, seeds: int = 1, metric: str = ""
 ) -> str:
     """Say how far a divergence is beyond the budget: no bound is given that a seed of its own lies beyond."""
     spread = (
         f", up to {upper:.3%} at 95 % confidence,"
         if upper >= most
-        else f" ({least:.3%} to {most:.3%} of {seeds} seeds)"
+        else f" ({least:.3%} to {most:.3%} of {seeds} seeds)" + ("," if metric else "")
     )
-    return f"divergence {mean:.3%}{spread} is beyond {limit:.3%}"
+    return f"{gap_text(mean, metric)}{spread} {'which ' if metric else ''}is beyond {limit:.3%}"
 
 
-def _loss_flat(cause: str = "") -> str:
+def _loss_flat(cause: str = "", metric: str = "") -> str:
     known = f": {cause}" if cause else " (a learning-rate warm-up, or too few steps: raise --steps)"
+    if metric:
+        return f"{metric} proves nothing, because over these steps it hardly tells training from none{known}"
     return f"the loss proves nothing, because the script's own does not fall over the steps that were compared{known}"
 
 
@@ -178,6 +180,7 @@ def _adopted(
     untimed: bool = False,
     unproved: bool = False,
     reference: str = "script",
+    metric: str = "",
 ) -> str:
     gain, base = speed_text(speedup, low, high), over_what(reference, AS_WRITTEN)
     if sixteen_bit:
@@ -189,7 +192,7 @@ def _adopted(
         gain += f" over {base}"
     gain += f" by its own trials, not timed beside {over_what(reference)}" if untimed else ""
     text = f"{name} {'would be' if unproved else 'is'} the {_BEST[objective]}{' so far' if so_far else ''}: {gain}, "
-    text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
+    text += gap_text(divergence, metric) + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
     return text + (
         f"; of {tied} that cannot be told apart in speed it has the smallest gradient error" if tied > 1 else ""
@@ -250,8 +253,10 @@ def _over_preset(
     return f"{text}: a preset is enough here" if enough else text
 
 
-def _holds(divergence: float, limit: float, caveat: Reason | None, speedup: float | None = None) -> str:
-    text = f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {limit:.3%}")
+def _holds(
+    divergence: float, limit: float, caveat: Reason | None, speedup: float | None = None, metric: str = ""
+) -> str:
+    text = gap_text(divergence, metric) + (f"; {caveat}" if caveat is not None else f" within {limit:.3%}")
     if speedup is None:
         return f"{text}; speed not judged: step times here say nothing of the policy's target"
     return f"{speedup:.2f}x at {text}"
@@ -295,6 +300,7 @@ def _mended(
     memory: float,
     source: str,
     divergence: float | None = None,
+    metric: str = "",
 ) -> str:
     """Say what a policy mends, and at which price; a gap to a faulty reference is not held against it."""
     rest = f"; it leaves {' and '.join(left)}" if left else ""
@@ -308,7 +314,8 @@ def _mended(
     if divergence is None:
         return text
     whose = "the script" if reference == "script" else over_what(reference, AS_WRITTEN)
-    gap = f"that its losses are {divergence:.3%} from those of {whose}, which is at fault, says nothing against it"
+    what = f"its {metric} is {divergence:.3%} from that" if metric else f"its losses are {divergence:.3%} from those"
+    gap = f"that {what} of {whose}, which is at fault, says nothing against it"
     return f"{text}; {gap}"
 
 
@@ -356,11 +363,13 @@ SENTENCES: dict[str, Callable[..., str]] = {
     # why a policy is not acceptable, or not taken
     "incomplete": lambda: "it was not measured to the end in every seed",
     "divergence": _divergence_beyond,
-    "beyond_rounding": lambda mean, ratio: (
-        f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
+    "beyond_rounding": lambda mean, ratio, metric="": (
+        f"{gap_text(mean, metric)}{', which' if metric else ''} is {ratio:.1f} times that of rounding the weights once "
+        "to bf16"
     ),
-    "worse_loss": lambda excess, limit: (
-        f"its loss is {excess:.3%} higher than under benign changes, surely more than {limit:.3%}"
+    "worse_loss": lambda excess, limit, metric="": (
+        f"its {metric or 'loss'} is {excess:.3%} {'worse' if metric else 'higher'} than under benign changes, surely "
+        f"more than {limit:.3%}"
     ),
     "gradient_unknown": lambda loss: f"{loss}, and its gradient error is unknown",
     "gradient_error": _gradient_beyond,

@@ -156,7 +156,7 @@ def _evidence(setup: Setup, state: SearchState, decision: Decision) -> Document:
         "reference": setup.options.reference,
         "seeds": decision.seeds,
         "steps": setup.options.steps,
-        "max_divergence": setup.options.max_divergence,
+        **setup.options.compared,
         "max_gradient_error": setup.options.max_gradient_error,  # in units of the noise
     }
     if state.gradient_noise:
@@ -307,7 +307,7 @@ def search_result(
         target=setup.target.name,
         script=" ".join(redact_arguments(setup.options.command)),
         budget={
-            "max_divergence": setup.options.max_divergence,
+            **setup.options.compared,
             "max_gradient_error": setup.options.max_gradient_error,
             "gradient_noise": state.gradient_noise,
             "gradient_limit": state.gradient_limit(),
@@ -340,6 +340,7 @@ def _front_policy(setup: Setup, state: SearchState, record: Run, point: Mapping[
         "reference": setup.options.reference,
         "seeds": seeds,
         "steps": setup.options.steps,
+        **(setup.options.compared if setup.options.metric else {}),
         **figures_of_evidence(point),
         "limit": "one short trial, not measured again" if seeds == 1 else "short trials see early divergence only",
     }

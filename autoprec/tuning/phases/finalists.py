@@ -220,7 +220,7 @@ class SeedAllocation:
         The noise floor is that of one seed. Under another, or near a loss of zero, the same rounding may move the loss
         much further: that is known before anything is rejected for such a gap.
         """
-        budget, known = self._setup.options.max_divergence, len(self._seeds.rounding_gaps)
+        budget, known = self._setup.options.tolerance, len(self._seeds.rounding_gaps)
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
         if all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False

@@ -72,11 +72,11 @@ def goals_of(setup: Setup, state: SearchState, table: SensitivityTable) -> Goals
     """
     reference, limit = state.reference, state.gradient_limit()
     return Goals(
-        max_divergence=setup.options.max_divergence,
+        max_divergence=setup.options.tolerance,
         max_gradient=None if limit is None else limit / table.misfit.ratio,
         max_memory=setup.options.memory_limit,
         objective=setup.options.objective,
-        uninformative=uninformative(setup.options.max_divergence, reference.baseline) is not None,
+        uninformative=uninformative(setup.options.tolerance, reference.baseline) is not None,
         seeds=setup.options.seeds,
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
         reference_runs=REFERENCE_RUNS,
@@ -113,7 +113,7 @@ class PairedSeeds:
         self.references = {0: state.reference}
         self._whole = {} if state.whole is None else {0: state.whole}
         noise = [run for run in state.store.records if run.kind == "noise" and run.seed]
-        self.rounding_gaps = {run.seed: _gaps(run.losses, run.reference_losses) for run in noise}
+        self.rounding_gaps = {run.seed: _gaps(run.curve, run.reference_curve) for run in noise}
         self.unusable: dict[int, str] = {}
 
     @property
@@ -164,7 +164,7 @@ class PairedSeeds:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._state.reference
             references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
-            if own.baseline.noise_floor_upper > self._setup.options.max_divergence and not whole:
+            if own.baseline.noise_floor_upper > self._setup.options.tolerance and not whole:
                 self.perturb(seed)
         return references[seed]
 
@@ -179,12 +179,12 @@ class PairedSeeds:
         for seed, result in results.items():
             if result.ok:
                 reference, number = self.reference(seed), self._state.store.next_number()
-                self.rounding_gaps[seed] = _gaps(result.losses, reference.losses)
+                self.rounding_gaps[seed] = _gaps(result.curve, reference.curve)
                 self._state.store.add(own_record(self._setup, reference, result, number, "noise", ROUNDED, seed=seed))
 
 
-def _gaps(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
-    return divergence(losses, reference), signed_gap(losses, reference)
+def _gaps(curve: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    return divergence(curve, reference), signed_gap(curve, reference)
 
 
 def scored(

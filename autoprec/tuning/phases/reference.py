@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import replace
 
-from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.errors import NothingAcceptableError, ScriptError, UnknownNameError, UsageError
 from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
-from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
+from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time, with_curves
 from autoprec.tuning.decide.noise import tells_training, uninformative
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import NOT_STARTED, OVERRUN, PairedRunner, baseline_of, other_work, perturbed_runs
@@ -54,16 +55,16 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
     with runner.threads(runner.final_workers, "reference") as threads:
         again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "bf16"))
         second, known = again.result(), {"bf16": rounded.result()}
-    budget = setup.options.max_divergence
+    budget = setup.options.tolerance
     noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, budget)
     baseline = replace(baseline_of(first, second, noisy), flat_because=flat_because)
     if not baseline.learnt and uninformative(budget, replace(baseline, learnt=True)) is None:
         still = runner.measure(runner.train_spec(setup.reference_policy(), perturb=STILL))
-        moves = still.ok and tells_training(divergence(still.losses, first.losses), budget)
+        moves = still.ok and tells_training(divergence(still.curve, first.curve), budget)
         baseline = replace(baseline, learnt=moves)
-    deterministic = first.losses == second.losses
+    deterministic = first.curve == second.curve
     if not deterministic:
-        own = divergence(second.losses, first.losses)
+        own = divergence(second.curve, first.curve)
         state.note(
             f"two trials of the unchanged script differ by {own:.3%}, which is part of the noise floor "
             "(whether it does so without AutoPrec, too, was not tried)"
@@ -97,11 +98,9 @@ def _by_block(setup: Setup, runner: PairedRunner, whole: TrialResult) -> TrialRe
 
 def _tell_uninformative(setup: Setup, state: SearchState) -> None:
     baseline = state.reference.baseline
-    why = uninformative(setup.options.max_divergence, baseline)
+    why = uninformative(setup.options.tolerance, baseline)
     if why is not None:
-        benign = (
-            " and by the gaps of benign changes" if baseline.noise_floor_upper > setup.options.max_divergence else ""
-        )
+        benign = " and by the gaps of benign changes" if baseline.noise_floor_upper > setup.options.tolerance else ""
         which = "a divergence beyond the budget speaks against a policy; for it speaks only its"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"
@@ -119,6 +118,7 @@ def reference_of(setup: Setup, *results: TrialResult) -> Reference:
     first, scale = results[0], setup.cost.scale
     return Reference(
         losses=first.losses,
+        metric=first.metric,
         step_ms=measured if setup.measured else modelled.time_ms,
         memory_bytes=(first.memory_bytes if setup.measured else 0) or modelled.memory_bytes,
         samples=first.samples if setup.measured else round(first.samples * scale.tokens / scale.seq),
@@ -168,7 +168,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
 
 def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     result = runner.measure(runner.train_spec(setup.reference_policy(), perturb=perturb))
-    if result.ok:
+    if result.ok and (result.metric is None or math.isfinite(divergence(result.curve, result.curve))):
         return result
     where = str(setup.host.model.get("class", "the script"))
     if result.status == OUT_OF_TIME:
@@ -176,6 +176,11 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     if result.passed_over:
         fix = "search it without the first (a test of learning rates?), or have the script name the model that counts: "
         raise NothingAcceptableError(result.passed_over, where=where, fix=f"{fix}autoprec.register(model, optimizer)")
+    if result.ok:
+        what = f"the script's own {setup.options.metric} is not finite without any change by AutoPrec"
+        raise NothingAcceptableError(what, where=where, fix="name a metric that is, or leave --metric out")
+    if result.status == "unreported":
+        raise _unreported(setup.options, result, where)
     if result.status == "too_short":
         steps = setup.options.steps + setup.options.warmup
         what = f"the script ended after {len(result.losses)} of {steps} training steps"
@@ -192,6 +197,18 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
         fix="this run had no policy, and worked on a copy of its files; does the script train by itself? "
         "If it does, please report this with the output above",
     )
+
+
+def _unreported(options: SearchOptions, result: TrialResult, where: str) -> UsageError:
+    """Return the error of a search by a metric that the script does not report in its steps."""
+    names = result.metric.names if result.metric is not None else ()
+    if options.metric in names:
+        fix = "more --steps, so that it is reported among them: a run goes on for twice as many"
+        return UsageError(f"{result.reason}, though at other times", where=where, fix=fix, code="unreported")
+    if names:
+        return UnknownNameError("metric", options.metric, names, where=where)
+    fix = f"autoprec.report({options.metric if options.metric.isidentifier() else 'name'}=value), or more --steps"
+    return UsageError(f"{result.reason}, nor anything else", where=where, fix=fix, code="unreported")
 
 
 def check_time(options: SearchOptions, host: HostInfo, elapsed_s: float, start_s: float, *, starts: int) -> None:
@@ -255,11 +272,11 @@ def own_record(
         name: of the record.
         seed: the paired seed.
     """
-    gap, error = divergence(result.losses, reference.losses), Metric(0.0, setup.source)
+    gap, error = divergence(result.curve, reference.curve), Metric(0.0, setup.source)
     metrics = run_metrics(reference, reference.step_ms, reference.memory_bytes, gap, error, source=setup.source)
     if not result.memory_bytes:
         metrics["memory_bytes"] = replace(metrics["memory_bytes"], source=MODELLED)
-    return Run(
+    run = Run(
         number=number,
         kind=kind,
         name=name,
@@ -267,9 +284,8 @@ def own_record(
         policy={},
         status="ok",
         metrics=metrics,
-        losses=result.losses,
-        reference_losses=reference.losses,
         seed=seed,
         started=time.time() - result.wall_s,
         seconds=result.wall_s,
     )
+    return with_curves(run, result, reference)

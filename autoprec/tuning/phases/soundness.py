@@ -204,6 +204,7 @@ def with_price(answer: Decision, mend: Mend | None, setup: Setup, records: Seque
         "reference_ms": ran["step_time_ms"] * ran["speedup"] if ran else before.time_ms,
         "memory": estimate.memory_bytes - before.memory_bytes,
         "divergence": ran.get("divergence") if ran else None,
+        **({"metric": setup.options.metric} if setup.options.metric else {}),
         "source": ran.metrics["step_time_ms"].source if ran else MODELLED,
     }
     return answer.with_reasons(Reason("mended", data))

@@ -53,7 +53,7 @@ def hopeless_gap(setup: Setup, state: SearchState) -> float:
     Single steps of a harmless FP8 run are off by up to ten times the usual budget; a mean of twenty times the budget,
     or of ten times the noise floor, over the last quarter is beyond recovery.
     """
-    return max(20.0 * setup.options.max_divergence, 10.0 * state.reference.noise_floor)
+    return max(20.0 * setup.options.tolerance, 10.0 * state.reference.noise_floor)
 
 
 def reserve(setup: Setup, allocation: SeedAllocation, state: SearchState) -> float:
@@ -129,7 +129,8 @@ class _Loop:
         setup, state = self.setup, self.state
         policy = setup.problem.policy(params).to_dict()
         plan = Run(number, "preset" if "preset" in tags else "search", name, params, policy, status="", tags=tags)
-        limit = hopeless_gap(setup, state) if setup.host.world_size == 1 else None
+        by_loss = setup.host.world_size == 1 and not setup.options.metric
+        limit = hopeless_gap(setup, state) if by_loss else None
         seen = {"reference_losses": state.reference.losses, "stop_gap": limit}
         return first_run(setup, self.runner, state, plan, self.table.predict(setup.problem, params), **seen)
 

@@ -14,6 +14,7 @@ from autoprec.support.optional import require
 from autoprec.support.plain import Document, rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.tables import Shown, Table
+from autoprec.support.units import gap_name
 from autoprec.tuning.study.rows import Row, headings, note_of, number, over_16bit, percent, row_cells, source_of
 from autoprec.tuning.study.run import (
     MEASURED,
@@ -42,7 +43,8 @@ class SearchResult(Shown):
             policy is written then.
         reason: why, in words; ``reasons`` the same as codes with data (:mod:`autoprec.tuning.decide.sentences`).
         policy: path of the policy.
-        best, reference, presets, front: metric mappings with ``name``; ``interval`` in ``best`` is the half width of
+        best, reference, presets, front: metric mappings with ``name``; ``divergence`` is that of the metric which
+            ``budget`` names, else of the losses; ``interval`` in ``best`` is the half width of
             the divergence's confidence interval over the paired seeds.
         baseline: name of the 16-bit run that gains are given over; empty on a CPU, and where none was measured.
         trials: counts of trials by how they ended.
@@ -155,7 +157,12 @@ class SearchResult(Shown):
     @property
     def limit(self) -> float | None:
         """The budget of the divergence."""
-        return number(self.budget.get("max_divergence"))
+        return number(self.budget.get("max_change" if self.metric else "max_divergence"))
+
+    @property
+    def metric(self) -> str:
+        """The metric that policies were compared by; empty where by their losses."""
+        return str(self.budget.get("metric") or "")
 
     @property
     def gradient_limit(self) -> float | None:
@@ -169,7 +176,7 @@ class SearchResult(Shown):
         row = self.variant
         out = [f"under {row['name']}: {row['arguments']}, where no other variant is named"] if row else []
         out += [f"noise floor {percent(self.noise_floor)}"] if self.noise_floor is not None else []
-        out += [f"divergence budget {percent(self.limit)}"] if self.limit is not None else []
+        out += [f"{gap_name(self.metric)} budget {percent(self.limit)}"] if self.limit is not None else []
         if self.gradient_limit is not None:
             predicted = any(row.get("gradient_error_source") == "predicted" for row in self.rows())
             limit = error_text(self.gradient_limit, number(self.budget.get("gradient_noise")))
@@ -205,7 +212,8 @@ class SearchResult(Shown):
     ) -> tuple[tuple[str, ...], list[tuple[Row, tuple[str, ...]]]]:
         """Return the headings of the comparison, and each row (default: each of :meth:`rows`) with its cells."""
         over, written = self.over_16bit, str(self.budget.get("written", ""))
-        titles = headings(over_16bit=over, over=self.over, written=written if self.over == "the script" else "")
+        written = written if self.over == "the script" else ""
+        titles = headings(over_16bit=over, over=self.over, written=written, metric=self.metric)
         return titles, [(row, row_cells(row, over_16bit=over)) for row in (self.rows() if rows is None else rows)]
 
     def table(self) -> Table:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoprec.support.units import counted, percent_text
+from autoprec.support.units import counted, gap_name, percent_text
 from autoprec.tuning.study.run import METRICS
 
 Row = Mapping[str, Any]
@@ -64,15 +64,16 @@ def over_16bit(rows: Iterable[Row]) -> bool:
     return any(number(row.get("speedup_over_16bit")) is not None for row in rows)
 
 
-def headings(*, over_16bit: bool, over: str = "the script", written: str = "") -> tuple[str, ...]:
+def headings(*, over_16bit: bool, over: str = "the script", written: str = "", metric: str = "") -> tuple[str, ...]:
     """Return the headings of :func:`row_cells`.
 
     Args:
         over_16bit: whether gains over 16 bit have a column.
         over: what speed-ups are over.
         written: the dtype of the script's own products.
+        metric: what divergences are of, where not of the losses.
     """
-    first, _, *labels = (METRICS[name].label for name in _COLUMNS)
+    first, _, *labels = (gap_name(metric) if name == "divergence" else METRICS[name].label for name in _COLUMNS)
     speed = f"over {over} ({written})" if written else f"over {over}"
     return ("", first, speed, *labels) if over_16bit else ("", "speed", *labels)
 

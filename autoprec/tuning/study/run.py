@@ -21,6 +21,7 @@ from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.plain import Document, or_null, rebuild
 from autoprec.support.redact import redact_text
 from autoprec.support.units import memory_text, percent_text, speed_text, time_text
+from autoprec.trial.losses import Series
 
 #: What Optuna decided of a point: ``layer:<group>`` -> choice, and plain parameter names -> values.
 Params = Mapping[str, Any]
@@ -152,6 +153,8 @@ class Run:
         metrics: by the names of :data:`METRICS`; empty where it failed. On a GPU target also ``speedup_over_16bit``,
             once the 16-bit run was measured.
         losses: per step; ``reference_losses`` the paired reference's.
+        metric: what the two are compared by where that is not their losses; ``higher``: more of it is better.
+        values: what was reported of it; ``reference_values`` by the paired reference.
         tags: any of preset, finalist, pareto, best, infeasible, pruned, unreliable (its times; ``reason`` says why).
         started, seconds: epoch seconds of the start, and duration.
         seed: which paired seed (0 is the script's own).
@@ -168,6 +171,10 @@ class Run:
     metrics: dict[str, Metric] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()
+    metric: str = ""
+    higher: bool = False
+    values: tuple[float, ...] = ()
+    reference_values: tuple[float, ...] = ()
     tags: tuple[str, ...] = ()
     started: float = 0.0
     seconds: float = 0.0
@@ -182,6 +189,17 @@ class Run:
     def ok(self) -> bool:
         """True when it was measured to its end."""
         return self.status == "ok"
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """What it is compared by, lower being better: its losses, or what it reported of the metric asked for."""
+        return Series(self.metric, self.higher, values=self.values).curve if self.metric else self.losses
+
+    @property
+    def reference_curve(self) -> tuple[float, ...]:
+        """The same of its paired reference."""
+        values = self.reference_values
+        return Series(self.metric, self.higher, values=values).curve if self.metric else self.reference_losses
 
     def __getitem__(self, name: str) -> float:
         """Return the value of a metric.
@@ -232,7 +250,8 @@ class Run:
         """Return the JSON form: values, ``sources`` and ``intervals`` by name; non-finite losses become null."""
         out = {one.name: getattr(self, one.name) for one in fields(self)}
         parts = {"metrics": self.figures, "sources": self.sources, "intervals": self.intervals}
-        return out | parts | {"losses": or_null(self.losses), "reference_losses": or_null(self.reference_losses)}
+        curves = ("losses", "reference_losses", "values", "reference_values")
+        return out | parts | {name: or_null(getattr(self, name)) for name in curves}
 
     def to_stored(self) -> Document:
         """Return what a study's database holds: attributes that Optuna's tables and plots show, figures among them.

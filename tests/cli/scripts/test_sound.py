@@ -13,7 +13,8 @@ from autoprec.cli.scripts import sound
 from autoprec.cli.scripts.sound import record
 from autoprec.graph.census import Judged
 from autoprec.graph.report import GraphReport
-from autoprec.trial.protocol import LiftedLines, TrialResult
+from autoprec.trial.lifted import LiftedLines
+from autoprec.trial.protocol import TrialResult
 from benchmarks.precision.running import FAULTY
 from tests.cli.helpers import autoprec
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -13,14 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.errors import AutoPrecWarning, PolicyError, PolicyMismatchError, UnsupportedError
+from autoprec.errors import AutoPrecWarning
 from autoprec.trial.inside import trial
 from autoprec.trial.inside.applying import apply_document, by_block
 from autoprec.trial.inside.observe import hooks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.trial import status_of, write_result
-from autoprec.trial.protocol import GemmFindings, TrainSpec, TrialResult
+from autoprec.trial.protocol import TrainSpec, TrialResult
 from tests.trial.conftest import uniform
 
 
@@ -45,25 +43,6 @@ def test_by_block_whole_models_are_not_compiled_and_eager_ones_stay_so(
     found = by_block(document, model)
     assert (found or {"execution": "keep"})["execution"] == ran
     assert call is None or by_block(None, nn.Linear(2, 2)) is None
-
-
-def test_statuses() -> None:
-    assert status_of(PolicyMismatchError("x")) == "mismatch"
-    assert status_of(PolicyError("x")) == "mismatch"
-    assert status_of(UnsupportedError("x")) == "unsupported"
-    assert status_of(KeyError("x")) == "crashed"
-
-
-def test_results_survive_what_json_cannot_say(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    row = {"x": float("inf"), "y": (1, {"z": 2.0})}
-    result = TrialResult("diverged", losses=(1.0, float("nan")), answer=GemmFindings(ok=True, gemms=(row,)))
-    write_result(path, result)
-    document = json.loads(path.read_text())
-    assert document["losses"] == [1.0, None]
-    assert document["answer"]["gemms"] == [{"x": None, "y": [1, {"z": 2.0}]}]
-    assert TrialResult.from_json(document).status == "diverged"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_apply_document() -> None:

@@ -317,3 +317,15 @@ def test_a_loss_that_is_flat_speaks_against_a_policy_only_by_what_was_measured(
     steeper = BLIND.judge(replace(one, gradient_error=0.2))
     assert steeper.rejection is not None, "its gradient error judges it"
     assert FASTER_RULES.judge(Standing("a", 1.5, (0.0, 0.00136), gradient_error=0.01)).rejection is not None
+
+
+def test_reasons_name_the_metric_that_policies_were_compared_by() -> None:
+    rules = Rules(0.005, Baseline(0.0001, (0.0001,), metric="eval_loss"))
+    found = choose_by([candidate("a", 1.5), candidate("b", 2.0, gap=0.1)], rules)
+    assert "eval_loss changed by 0.100% within 0.500%" in found.reason
+    assert str(found.rejected["b"]).startswith("eval_loss changed by 10.000%")
+    chaotic = Rules(0.0025, Baseline(0.02, (0.02, 0.02, 0.02, 0.02), metric="f1"))
+    for one in (candidate("c", 2.0, gap=1.0), candidate("d", 2.0, gap=0.03, excess=(0.03,) * 8)):
+        why = chaotic.judge(replace(one, divergences=one.divergences * 8, gradient_error=0.01)).rejection
+        assert "f1" in str(why)
+        assert "loss" not in str(why)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.cost import StepEstimate
+from autoprec.trial.losses import Series
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import (
     Reference,
@@ -175,3 +177,41 @@ def test_a_signed_gap_tells_worse_from_different() -> None:
     assert signed_gap([2.0, 2.0, 1.8, 1.8], reference) == pytest.approx(-0.1)
     assert math.isnan(signed_gap([2.0, math.nan], reference))
     assert math.isnan(signed_gap([], reference))
+
+
+def reported(*values: float, higher: bool = False) -> Series:
+    steps = tuple(range(len(values)))
+    return Series("f1" if higher else "eval_loss", higher, steps, values, ("eval_loss", "f1"))
+
+
+@pytest.mark.parametrize("higher", [False, True])
+def test_a_metric_takes_the_place_of_the_losses(higher: bool) -> None:
+    reference = replace(REFERENCE, metric=reported(0.5, 0.6, higher=higher))
+    same, other = (result(metric=reported(0.5, x, higher=higher)) for x in (0.6, 0.63))
+    assert score(PLAN, same, reference, estimate=None, error=0.0)["divergence"] == 0
+    scored = score(PLAN, other, reference, estimate=None, error=0.0)
+    assert scored["divergence"] == pytest.approx(0.05)
+    assert (scored.metric, scored.higher) == (other.metric.name, higher)  # type: ignore[union-attr]
+    assert (scored.values, scored.reference_values) == ((0.5, 0.63), (0.5, 0.6))
+    assert scored.losses == scored.reference_losses == REFERENCE.losses  # which stay recorded
+    excess = signed_gap(scored.curve, scored.reference_curve)
+    assert excess == pytest.approx(-0.05 if higher else 0.05)  # more of an F1 score is not worse
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.floats(0.9, 1.1), st.booleans())
+def test_which_values_are_better_changes_the_sign_alone(values: list[float], factor: float, higher: bool) -> None:
+    own, other = reported(*(factor * v for v in values), higher=higher), reported(*values, higher=higher)
+    low, high = reported(*own.values), reported(*other.values)
+    assert divergence(own.curve, other.curve) == pytest.approx(divergence(low.curve, high.curve))
+    sign = -1 if higher else 1
+    assert signed_gap(own.curve, other.curve) == pytest.approx(sign * signed_gap(low.curve, high.curve))
+
+
+def test_of_a_metric_that_comes_once_that_value_counts() -> None:
+    assert divergence(reported(0.5).curve, reported(0.4).curve) == pytest.approx(0.25)
+
+
+def test_a_metric_that_is_not_finite_is_named() -> None:
+    reference = replace(REFERENCE, metric=reported(0.5, 0.6))
+    scored = score(PLAN, result(metric=reported(0.5, math.nan)), reference, estimate=None, error=0.0)
+    assert (scored.status, scored.reason) == ("diverged", "eval_loss became non-finite")

@@ -316,3 +316,17 @@ def test_the_bound_is_never_below_the_mean(row: list[float]) -> None:
     mean, upper = confidence_bound(row)
     assert mean == pytest.approx(np.mean(row))
     assert upper >= mean
+
+
+def test_a_handful_of_values_of_a_metric_shows_nothing_by_its_order() -> None:
+    assert has_learnt([3.0, 2.0, 1.0])
+    assert not has_learnt([3.0, 2.0, 1.0], few=False)
+    assert has_learnt([4.0 / (1 + step) for step in range(11)], few=False)
+
+
+@pytest.mark.parametrize("baseline", [Baseline(learnt=False, metric="f1"), Baseline(0.2, (0.2,), metric="f1")])
+def test_what_cannot_judge_is_named(baseline: Baseline) -> None:
+    why = uninformative(0.0025, baseline)
+    assert why is not None
+    assert str(why).startswith("f1 ")
+    assert "loss" not in str(why)

@@ -93,6 +93,14 @@ REASONS = [
     Reason("unsound_reference", {"faults": [], "still": True, "reference": "fp32"}),
     Reason("mended", MENDED),
     Reason("mended", MENDED | {"reference": "fp32"}),
+    *(Reason(one.code, one.data | {"metric": "eval_loss"}) for one in (NOISY, BEYOND)),
+    Reason("divergence", BEYOND.data | {"upper": 0.0055, "least": 0.0029, "most": 0.0081, "seeds": 2, "metric": "f1"}),
+    Reason("loss_flat", {"metric": "f1"}),
+    Reason("beyond_rounding", {"mean": 0.4, "ratio": 21.0, "metric": "f1"}),
+    Reason("worse_loss", {"excess": 0.05, "limit": 0.0025, "metric": "f1"}),
+    Reason("adopted", ADOPTED | {"metric": "eval_loss"}),
+    Reason("holds", {"divergence": 0.001, "limit": 0.0025, "caveat": None, "speedup": 1.5, "metric": "eval_loss"}),
+    Reason("mended", MENDED | {"divergence": 0.01, "metric": "f1"}),
 ]
 GOLDEN = Path(__file__).with_name("sentences.txt")
 

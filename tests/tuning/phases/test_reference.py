@@ -8,11 +8,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.errors import NothingAcceptableError, ScriptError, UnknownNameError, UsageError
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.losses import Series
 from autoprec.trial.protocol import STILL, HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
@@ -20,13 +22,13 @@ from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import engine, here, options, plain_search, script, search  # noqa: F401
 
 
-def searching(result: dict[str, object], simulated: SimulatedScript | None = None) -> Search:
+def searching(result: dict[str, object], simulated: SimulatedScript | None = None, **asks: Any) -> Search:
     class Other(SimulatedRunner):
         def run(self, spec: TrialSpec) -> TrialResult:
             ran = super().run(spec)
             return replace(ran, **result) if spec.kind == "train" else ran  # type: ignore[arg-type]
 
-    asked, runs = options(), simulated or script()
+    asked, runs = options(**asks), simulated or script()
     command = ScriptCommand.parse(asked.command)
     return Search(asked, command, Listeners(), lambda seed, _folder: Other(runs, seed))
 
@@ -285,3 +287,36 @@ def test_what_the_order_of_losses_does_not_show_a_run_shows_that_does_not_train(
     assert made.state is not None
     assert made.state.reference.baseline.learnt is learnt
     assert sum(isinstance(spec, TrainSpec) and spec.perturb == STILL for _, spec in simulated.calls) == asked
+
+
+def series(name: str = "eval_loss", *names: str, values: tuple[float, ...] = ()) -> Series:
+    return Series(name, steps=tuple(range(len(values))), values=values, names=names)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "says"),
+    [
+        (
+            {"metric": series("eval_loss", "eval/loss", "lr")},
+            UnknownNameError,
+            "unknown metric 'eval_loss'\n  fix: did you mean 'eval/loss'",
+        ),
+        ({"metric": series("eval_loss")}, UsageError, r"nor anything else\n  fix: autoprec.report\(eval_loss=value\)"),
+        ({"metric": series("eval_loss", "eval_loss")}, UsageError, "though at other times\n  fix: more --steps"),
+        (
+            {"status": "ok", "metric": series(values=(1.0, math.nan))},
+            NothingAcceptableError,
+            "the script's own eval_loss is not finite",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_metric_that_is_not_reported_is_told_with_those_that_are(
+    result: dict[str, object], error: type[Exception], says: str
+) -> None:
+    reason = "the script did not report eval_loss within 22 steps"
+    asked = {"status": "unreported", "reason": reason} | result
+    with pytest.raises(error, match=says) as caught:
+        searching(asked, metric="eval_loss").run()
+    told = error is not UnknownNameError and asked["status"] == "unreported"
+    assert (reason in str(caught.value)) is told

@@ -176,7 +176,7 @@ def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgiv
 
     from autoprec.tuning.phases.trials import hopeless_gap
 
-    setup: Any = SimpleNamespace(options=SimpleNamespace(max_divergence=0.0025))
+    setup: Any = SimpleNamespace(options=SimpleNamespace(tolerance=0.0025))
     state: Any = SimpleNamespace(reference=SimpleNamespace(noise_floor=0.001))
     assert hopeless_gap(setup, state) == 20 * 0.0025
     state.reference.noise_floor = 0.01

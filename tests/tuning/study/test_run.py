@@ -26,12 +26,19 @@ METRIC = st.builds(Metric, NUMBERS, st.sampled_from(["measured", "modelled"]), s
         status=st.sampled_from(["ok", "oom"]),
         metrics=st.dictionaries(st.sampled_from(["speedup", "divergence"]), METRIC),
         losses=st.lists(NUMBERS, max_size=3).map(tuple),
+        metric=st.sampled_from(["", "f1"]),
+        higher=st.booleans(),
+        values=st.lists(NUMBERS, max_size=3).map(tuple),
+        reference_values=st.lists(NUMBERS, max_size=3).map(tuple),
         tags=st.lists(st.sampled_from(["best", "pareto"]), max_size=2).map(tuple),
     )
 )
 def test_a_record_survives(record: Run) -> None:
     assert Run.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False))) == record
     assert record.ok == (record.status == "ok")
+    sign = -1 if record.higher else 1
+    assert record.curve == (tuple(sign * v for v in record.values) if record.metric else record.losses)
+    assert len(record.reference_curve) == len(record.reference_values if record.metric else ())
 
 
 def test_losses_that_are_no_numbers_are_null() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from autoprec.trial.environment import MLFLOW_STORE
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, make_caches, real
 from autoprec.trial.inside.isolate.sharing import open_files, reopen
@@ -73,6 +74,8 @@ def isolate(config: dict[str, Any]) -> Overlay:
         writable = [*(free_prefixes(guarded) - set(crowded)), *beside, *ours]
         if sys.platform == "linux":
             landlock.restrict_writes(writable)
+    # all trials give their runs the same ids
+    overlay.guard([os.path.join(str(config["private"]), MLFLOW_STORE)])
     if not mounted:
         _watch_programs()
     _note_temporary_directories(os.path.join(folder, MADE))

@@ -39,7 +39,8 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks, parameters_of
 from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part
 from autoprec.trial.inside.sensitivity.gradients import relative_error as error_of_squares
 from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, eager, random_state, set_random_state
-from autoprec.trial.protocol import LiftedLines, LiftSpec, least_change
+from autoprec.trial.lifted import LiftedLines, least_change
+from autoprec.trial.protocol import LiftSpec
 
 #: One of so many elements of the first result has another last bit.
 _NUDGED = 257

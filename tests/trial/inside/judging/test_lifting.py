@@ -14,7 +14,8 @@ from autoprec.trial.inside.isolate.answering import Unanswered
 from autoprec.trial.inside.judging.lifting import Lift
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.protocol import LiftedLines, LiftSpec
+from autoprec.trial.lifted import LiftedLines
+from autoprec.trial.protocol import LiftSpec
 from benchmarks.precision.running import stopped_at_first_step
 
 BF16 = torch.bfloat16

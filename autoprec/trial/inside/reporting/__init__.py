@@ -1,0 +1,1 @@
+"""What leaves a trial: metrics that its script reports, and how it ended."""
