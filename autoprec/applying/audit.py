@@ -144,7 +144,7 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     optimizers = optimizers_of(model)
     operators |= audit_optimizers(policy, optimizers, model)
     for name in unwrapped_of(model):
-        why = f"also trained by a {name} that is not wrapped"
+        why = f"an optimizer that is not wrapped takes steps, too: {name}"
         operators |= {
             part: row | {"ok": False, "reason": why} for part, row in operators.items() if part.startswith("optimizer.")
         }

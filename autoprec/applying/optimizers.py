@@ -5,8 +5,8 @@ What a policy remembers on the model travels in the optimizer's checkpoints, its
 and the audit of the model asks for both.
 
 A script that makes another optimizer for its next stage may forget to have it wrapped: it keeps its state as torch
-does, and rounds the weights that are stored in fewer bits to nearest, which loses small updates. It is told of at its
-first step.
+does, rounds the weights that are stored in fewer bits to nearest, which loses small updates, and takes the steps that
+loss scaling leaves out. It is told of at its first step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecWarning
 from autoprec.optim.checkpoint import parameters_of
-from autoprec.optim.optimizer import runtime_of
+from autoprec.optim.optimizer import loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 
 #: Optimizers that a policy has wrapped.
@@ -30,6 +30,11 @@ WRAPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: Those among the seen that were not wrapped, and train what a wrapped one stores.
 _UNWRAPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _is_more_than_plain(optimizer: torch.optim.Optimizer) -> bool:
+    scaler = loss_scaler_of(optimizer)
+    return runtime_of(optimizer) is not None or (scaler is not None and scaler.active)
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,12 +48,13 @@ def _after_first_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any
     steps_with_another = any(isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values())
     if _is_wrapped(optimizer) or steps_with_another:
         return
-    kept = {id(p) for other in list(WRAPPED) if runtime_of(other) is not None for p in parameters_of(other)}
+    kept = {id(p) for other in list(WRAPPED) if _is_more_than_plain(other) for p in parameters_of(other)}
     if any(isinstance(p, StoredTensor) or id(p) in kept for p in parameters_of(optimizer)):
         _UNWRAPPED.add(optimizer)
         warnings.warn(
-            f"this {type(optimizer).__name__} trains what a policy stores in fewer bits, and is not wrapped: its state "
-            "stays as torch keeps it, and stored weights are rounded to nearest; policy.wrap_optimizer(optimizer)",
+            f"this {type(optimizer).__name__} trains what a policy has an optimizer store in fewer bits or scale, and "
+            "is not wrapped: its state stays as torch keeps it, stored weights are rounded to nearest, and steps whose "
+            "gradients overflow are taken; policy.wrap_optimizer(optimizer)",
             AutoPrecWarning,
             stacklevel=3,
         )
@@ -58,7 +64,7 @@ register_optimizer_step_post_hook(_after_first_step)
 
 
 def unwrapped_of(model: nn.Module) -> list[str]:
-    """Return the classes of optimizers that have stepped and were not wrapped, though a wrapped one stores the same."""
+    """Return the classes of optimizers that have stepped and were not wrapped, though one was that trains the same."""
     found = (one for one in list(_UNWRAPPED) if not _is_wrapped(one) and shared(one, unwrap(model)))
     return list(dict.fromkeys(type(one).__name__ for one in found))
 

@@ -60,11 +60,15 @@ class Outer(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-@pytest.mark.parametrize("storing", [{"weights": "bf16_stochastic"}, {"exp_avg": "bf16"}])
-def test_an_optimizer_that_is_not_wrapped_though_the_one_before_was_is_told(storing: dict[str, str]) -> None:
+STORING = {"optimizer": {"weights": "bf16_stochastic"}}, {"optimizer": {"exp_avg": "bf16"}}
+SCALING = {"activations": "fp16", "loss_scaling": "dynamic"}
+
+
+@pytest.mark.parametrize("asked", [*STORING, SCALING])
+def test_an_optimizer_that_is_not_wrapped_though_the_one_before_was_is_told(asked: dict[str, Any]) -> None:
     """Gradual unfreezing makes one for each stage: weights stored in BF16 would lose its small updates."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    p = Policy.model_validate({"optimizer": storing})
+    p = Policy.model_validate(asked)
     p.apply(model)
     first = p.wrap_optimizer(torch.optim.AdamW(model.parameters()))
 
@@ -81,7 +85,7 @@ def test_an_optimizer_that_is_not_wrapped_though_the_one_before_was_is_told(stor
         assert step(second)
         assert step(Outer(second)), "it steps with another one"
     third = torch.optim.AdamW(model.parameters())
-    with pytest.warns(AutoPrecWarning, match="this AdamW trains what a policy stores"):
+    with pytest.warns(AutoPrecWarning, match="this AdamW trains what a policy has"):
         assert not step(third)
     p.wrap_optimizer(third)
     assert step(third)
