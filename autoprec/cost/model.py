@@ -32,6 +32,9 @@ from autoprec.policy.space import WIDE_OPERATORS
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
 
+#: How often an update reads and writes its bytes that is not fused: on a GPU, one operation for all parameters; on a
+#: CPU, parameter by parameter (2.8 to 4.8 times a fused update on four scripts of benchmarks/search/by_hand.py).
+_UNFUSED, _UNFUSED_CPU = 1.6, 3.2
 #: What the cost of a rank that shares layers with others leaves out.
 EXCHANGES = (
     "; of what ranks exchange only the least is charged (two ranks at a link's full speed, no amaxes): gains are upper "
@@ -380,7 +383,8 @@ class CostModel:
 
     def _update_seconds(self, state: OptimizerPolicy) -> float:
         second = second_moments(self._muon, self.parameters)
-        passes = 1.0 if self.compiled or self.report.fused_update else 1.6
+        fused = self.compiled or self.report.fused_update or state.update == "fused"
+        passes = 1.0 if fused else _UNFUSED_CPU if self.target.is_cpu else _UNFUSED
         moved = self.parameters / self.shards * optimizer_bytes(state, second)[1] * passes
         return moved / (self.target.bandwidth * self.rates.bandwidth) + self._newton_schulz_seconds()
 

@@ -101,7 +101,10 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
     for name in OPERATORS:
         if getattr(policy.operators, name) == "fp32":
             yield name, f"operators.{name}: fp32", "the autocast dtype", ""
-    for name, value in policy.optimizer.model_dump().items():
+    if policy.optimizer.update != "keep":
+        what = f"optimizer.update: {policy.optimizer.update}"
+        yield "update", what, "the step as the script has it: pass fused=True to the optimizer", ""
+    for name, value in policy.optimizer.model_dump(exclude={"update"}).items():
         if value != "fp32":
             yield "optimizer", f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)", ""
     if policy.communication.gradients != "fp32":

@@ -164,7 +164,8 @@ class GraphReport:
     where it has several; ``memory`` holds bytes of parameters, gradients, optimizer state and tensors saved for
     backward. ``root_called`` is False where the script calls the model's parts, and never the model: what surrounds
     its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
-    is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``.
+    is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``,
+    ``can_fuse`` that all could, and one does not.
     ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, matrix by matrix.
     ``judged`` is what the step says of the script's own precision; None where it had no data, or was modelled.
     """
@@ -182,6 +183,7 @@ class GraphReport:
     root_called: bool = True
     held: float = 1.0
     fused_update: bool = False
+    can_fuse: bool = False
     newton_schulz: tuple[NewtonSchulz, ...] = ()
     updating: tuple[Operator, ...] = ()
     judged: Judged | None = None
@@ -220,6 +222,7 @@ class GraphReport:
             "root_called": self.root_called,
             "held": self.held,
             "fused_update": self.fused_update,
+            "can_fuse": self.can_fuse,
             "newton_schulz": [shallow(row) for row in self.newton_schulz],
             "judged": None if self.judged is None else self.judged.to_json(),
         }

@@ -55,12 +55,20 @@ def time_shares(times: OperatorTimes, report: GraphReport) -> list[TimeShare]:
     operators = sum(found.values())
     found[_BETWEEN] += max(times.profiled_ms - operators, 0.0)  # type: ignore[assignment]
     total = max(times.profiled_ms, operators) or 1.0  # of two threads, operators can take more than the step
-    rows = [TimeShare(name, ms / total * times.step_ms, ms / total, choice_of(name)) for name, ms in found.items()]
+    scale = times.step_ms / total
+    rows = [TimeShare(name, ms * scale, ms / total, choice_of(name, report)) for name, ms in found.items()]
     return sorted(rows, key=lambda row: -row.ms)
 
 
-def choice_of(name: str) -> str:
-    """Return which entry of a policy decides about a class of :func:`time_shares`, or why none does."""
+def choice_of(name: str, report: GraphReport) -> str:
+    """Return which entry of a policy decides about a class of :func:`time_shares`, or why none does.
+
+    Args:
+        name: of the class.
+        report: of the step.
+    """
+    if name == OPTIMIZER and report.can_fuse:
+        return f"{_CHOICES[name]}; update: fused"
     if name in _CHOICES:
         return _CHOICES[name]
     return builtin_rules().classes["attention" if name == "product" else name].choice

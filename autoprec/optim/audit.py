@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.optim.communication import GradientHook, find_distributed
+from autoprec.optim.fused import is_fused, why_not_fused
 from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
@@ -147,6 +148,8 @@ def audit_optimizer(
             out[part] = _idle(requested, f"{name} keeps no such state")
             continue
         out[part] = row
+    if choice.update == "fused":
+        out["update"] = _entry("fused", "fused" if is_fused(optimizer) else KEEP, why_not_fused(optimizer))
     scaler = loss_scaler_of(optimizer)
     if scaler is None or scaler.active:
         out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")

@@ -23,6 +23,7 @@ from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.checkpoint import Checkpoint, attach, hook_checkpoints, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
+from autoprec.optim.fused import check_fused, fuse, unfuse
 from autoprec.optim.guard import StepGuard, only_makes_state
 from autoprec.optim.holders import models_holding
 from autoprec.optim.loss_scaling import LossScaler
@@ -313,15 +314,18 @@ def wrap_optimizer(
         model: what it trains; needed for loss scaling and gradient communication alone.
 
     Raises:
-        UnsupportedError: another optimizer, or an option that needs FP32 state.
+        UnsupportedError: another optimizer, an option that needs FP32 state, or no fused step.
         PolicyMismatchError: the policy stores something this optimizer does not have.
     """
     wrapped, exact = runtime_of(optimizer) is not None, _take_off(optimizer)
     choice = policy.optimizer if isinstance(policy, Policy) else policy
-    if choice != OptimizerPolicy() and _has_nothing(optimizer, model):
-        choice = OptimizerPolicy()
-    if choice != OptimizerPolicy():  # before anything is changed
+    if choice.stores and _has_nothing(optimizer, model):
+        choice = OptimizerPolicy(update=choice.update)
+    if choice.stores:  # before anything is changed
         _check(optimizer, choice, _kind(optimizer), model)
+    if choice.update == "fused":
+        check_fused(optimizer)
+    (fuse if choice.update == "fused" else unfuse)(optimizer)
     if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
         if model is None:
             raise UsageError(
@@ -330,7 +334,7 @@ def wrap_optimizer(
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
-    if choice == OptimizerPolicy():
+    if not choice.stores:
         if wrapped:
             _narrow(optimizer)
         return optimizer
@@ -382,8 +386,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.
         policy: what is asked of it.
         model: whose parameters it trains; None where that is not known.
     """
-    if policy.optimizer != OptimizerPolicy() and not _has_nothing(optimizer, model):
+    if policy.optimizer.stores and not _has_nothing(optimizer, model):
         _check(optimizer, policy.optimizer, _kind(optimizer), model)
+    if policy.optimizer.update == "fused":
+        check_fused(optimizer)
 
 
 def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module) -> None:
@@ -401,8 +407,9 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
     """
     install_gradient_hook(model, policy.communication.gradients)
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
+    (fuse if policy.optimizer.update == "fused" else unfuse)(optimizer)
     stored = OptimizerPolicy() if runtime is None else runtime.choice
-    if stored == policy.optimizer and (scaler is not None) == (policy.loss_scaling == "dynamic"):
+    if stored.stores_as(policy.optimizer) and (scaler is not None) == (policy.loss_scaling == "dynamic"):
         return
     counters = optimizer_counters(optimizer)
     wrap_optimizer(optimizer, policy, model=model)

@@ -72,7 +72,7 @@ class OperatorPolicy(Frozen):
 
 
 class OptimizerPolicy(Frozen):
-    """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md).
+    """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md), and the update.
 
     ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; the ``_tensor`` formats are MS-AMP's as well:
     one power-of-two scale per tensor. ``gradients`` is what a weight gradient is held in between backward and step.
@@ -84,6 +84,18 @@ class OptimizerPolicy(Frozen):
     gradients: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = Field(
         "fp32", description="weight gradients between backward and step"
     )
+    update: Literal["keep", "fused"] = Field(
+        "keep", description="the step as the script has it, or in one kernel (torch's fused=True)"
+    )
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything is stored otherwise than the script does."""
+        return not self.stores_as(OptimizerPolicy())
+
+    def stores_as(self, other: OptimizerPolicy) -> bool:
+        """Say whether both store alike, however they update."""
+        return self.model_copy(update={"update": other.update}) == other
 
     @model_validator(mode="before")
     @classmethod
@@ -361,6 +373,8 @@ class Policy(Frozen):
         out |= {"default": self.default, "activations": self.activations}
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
+        if self.optimizer.update == "keep":
+            del out["optimizer"]["update"]
         out["loss_scaling"] = self.loss_scaling
         if self.embedding_gradient != 1.0:
             out["embedding_gradient"] = self.embedding_gradient

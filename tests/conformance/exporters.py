@@ -139,7 +139,10 @@ def random_policy(seed: int) -> Policy:
     activations = draw.choice(["keep", "bf16", "bf16", "fp16"])
     operators = {name: draw.choice(["fp32", "keep"]) for name in OPERATORS}
     fields = OptimizerPolicy.model_fields
-    state = {name: draw.choice(get_args(fields[name].annotation)) if draw.random() < 0.3 else "fp32" for name in fields}
+    state = {
+        name: draw.choice(get_args(field.annotation)) if draw.random() < 0.3 else field.default
+        for name, field in fields.items()
+    }
     return policy_from_dict(
         {
             "schema": "autoprec.policy/1",
@@ -210,7 +213,7 @@ def _marked(name: str, marks: Mapping[str, bool]) -> str:
 
 def wanted_settings(policy: Policy) -> dict[str, str]:
     """Return what a policy says beside layers and operators, flat: ``optimizer.exp_avg`` -> ``bf16``."""
-    state = {f"optimizer.{name}": value for name, value in policy.optimizer.model_dump().items()}
+    state = {f"optimizer.{name}": value for name, value in policy.optimizer.model_dump(exclude={"update"}).items()}
     plain = ("activations", "loss_scaling", "execution")
     return {
         **{name: getattr(policy, name) for name in plain},
@@ -242,13 +245,15 @@ def check_files(done: Export) -> list[str]:
 def check_operators(request: Request, done: Export) -> list[str]:
     """Return what the policy says beside layers and state and the export says nothing about, or two things.
 
-    That is: every operator that it wants in FP32, the dtype of attention, and whether the model is compiled.
+    That is: every operator that it wants in FP32, the dtype of attention, whether the model is compiled, and whether
+    the optimizer's step is fused.
     """
     problems = []
     policy = request.policy
     wanted = {f"operators.{name}: fp32": getattr(policy.operators, name) == "fp32" for name in OPERATORS}
     wanted[f"operators.attention: {policy.operators.attention}"] = policy.operators.attention != "keep"
     wanted[f"execution: {policy.execution}"] = policy.execution != "keep"
+    wanted[f"optimizer.update: {policy.optimizer.update}"] = policy.optimizer.update != "keep"
     for what, speak in wanted.items():
         said = (what in done.kept) + sum(loss.what == what for loss in done.losses)
         if said != speak:

@@ -147,7 +147,9 @@ def test_loading_and_applying_in_python() -> None:
     before = model(x)
     policy = package.load("policy.yaml")
     policy.apply(model)
+    optimizer = policy.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
     model(x).sum().backward()
+    optimizer.step()
     assert policy.audit(model).ok
     policy.remove(model)
     assert torch.equal(model(x), before)

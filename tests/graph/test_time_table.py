@@ -34,10 +34,12 @@ def test_the_rows_add_up_to_the_step(report, operators, step_ms, profiled_ms):
     assert all(row.choice for row in rows)
 
 
-def test_every_class_says_what_can_be_chosen():
-    assert all(choice_of(name) for name in builtin_rules().classes)
-    assert choice_of("gemm").startswith("a recipe for each layer")
-    assert choice_of("view").startswith("none: ")
+def test_every_class_says_what_can_be_chosen(report):
+    assert all(choice_of(name, report) for name in builtin_rules().classes)
+    assert choice_of("gemm", report).startswith("a recipe for each layer")
+    assert choice_of("view", report).startswith("none: ")
+    assert "fused" not in choice_of(OPTIMIZER, report)
+    assert choice_of(OPTIMIZER, replace(report, can_fuse=True)).endswith("; update: fused")
 
 
 def named(report, *operators):

@@ -119,7 +119,7 @@ def _print_times(report: GraphReport, times: OperatorTimes, under: OperatorTimes
             before = shares[row[0]].ms if row[0] in shares else 0.0
             after = then.get(row[0], 0.0)
             row += [f"{after:.{digits}f}", f"{before - after:+.{digits}f}"]
-    cells = [(*row, choice_of(row[0])) for row in rows]
+    cells = [(*row, choice_of(row[0], report)) for row in rows]
     stdout_console().print(plain_table((*headings, "what a policy can choose"), cells))
 
 

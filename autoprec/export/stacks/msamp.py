@@ -37,7 +37,7 @@ def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_msamp.py`` and ``ds_msamp.json``."""
     policy = request.policy
     name, optimizer, communication = nearest_level(policy)
-    for part, value in policy.optimizer.model_dump().items():
+    for part, value in policy.optimizer.model_dump(exclude={"update"}).items():
         runs = getattr(optimizer, part)
         if value != runs:
             losses.add(f"optimizer.{part}: {value}", f"{runs} (MS-AMP {name})")

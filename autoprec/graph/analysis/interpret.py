@@ -16,6 +16,7 @@ from autoprec.graph.analysis.patterns import Pattern, find_patterns
 from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
 from autoprec.graph.trace import SCRIPT, Call, Trace
+from autoprec.optim.fused import is_fused, why_not_fused
 
 
 def _bytes(trace: Trace, call: Call, cls: str) -> int:
@@ -152,6 +153,7 @@ def interpret(
         rules: the class of each operator.
         optimizers: of the script: for the bytes of their state, and Muon's products.
     """
+    optimizers = tuple(optimizers)
     links = link(trace, names, rules)
     patterns = find_patterns(trace, links)
     records = collect(trace, names, links)
@@ -180,4 +182,5 @@ def interpret(
         held=names.held(),
         newton_schulz=orthogonal,
         fused_update=any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups),
+        can_fuse=bool(optimizers) and not any(map(why_not_fused, optimizers)) and not all(map(is_fused, optimizers)),
     )

@@ -93,9 +93,7 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
         found: models and optimizers of the script.
         steps: steps of the trial.
     """
-    from autoprec.policy import OptimizerPolicy
-
-    if policy is None or policy.optimizer == OptimizerPolicy():
+    if policy is None or not policy.optimizer.stores:
         return []
     from autoprec.optim.monitors import StateMonitor
 

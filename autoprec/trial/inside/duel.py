@@ -26,6 +26,7 @@ from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import any_rank, rank, world_size
+from autoprec.optim.fused import check_fused, fuse, unfuse
 from autoprec.policy import compiles, policy_from_dict
 from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
@@ -62,6 +63,7 @@ class Duel:
         self._ranked = world_size() > 1
         self._lanes: dict[str, Prepared] = {}
         self._refused: dict[str, str] = {}
+        self._fused: set[str] = set()
         self._rounds: list[dict[str, float]] = []
         self._round: dict[str, float] = {}
         self._order: list[str] = []
@@ -144,6 +146,10 @@ class Duel:
         for name, document in asked.items():
             try:
                 wanted = by_block(document, root) if self._spec.by_block else document
+                if (wanted or {}).get("optimizer", {}).get("update") == "fused":
+                    for optimizer in self._found.optimizers:
+                        check_fused(optimizer)
+                    self._fused.add(name)
                 if wanted is not None:
                     named = wanted if self._spec.by_backend else None
                     with by_its_backend(named, root):
@@ -178,6 +184,8 @@ class Duel:
     def _put(self, lane: str, loop: Loop, steps: int) -> None:
         """Exchange the policy, and let so many steps go by."""
         self._lanes[lane].put()
+        for optimizer in self._found.optimizers:
+            (fuse if lane in self._fused else unfuse)(optimizer)
         self._lane, self._settle, self._since = lane, steps, loop.steps
 
     def _is_known(self, loop: Loop) -> bool:

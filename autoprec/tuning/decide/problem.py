@@ -33,10 +33,13 @@ Point = tuple[Any, ...]
 #: The parameter that says under which variant of the script's arguments a run is.
 VARIANT = "variant"
 
+#: The parameter that says how the optimizer steps.
+UPDATE = "optimizer.update"
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 #: What leaves everything around the layers as the script wrote it.
-_AS_WRITTEN: dict[str, Any] = {"activations": KEEP, "attention": KEEP, "execution": KEEP, "embedding_gradient": 1.0}
+_AS_WRITTEN: dict[str, Any] = dict.fromkeys(("activations", "attention", "execution", UPDATE), KEEP)
+_AS_WRITTEN["embedding_gradient"] = 1.0
 
 
 def layer_key(group: str) -> str:
@@ -112,6 +115,8 @@ class Problem:
             values["attention"] = values["attention"][:1]
         if report.operators and not any(operator.cls == "embedding" for operator in report.operators):
             values["embedding_gradient"] = (1.0,)
+        if not report.can_fuse:
+            values[UPDATE] = values[UPDATE][:1]
         if all(layer.dtype == "fp64" for layer in report.tunable):  # which autocast leaves alone
             values["activations"] = (KEEP,)
             refused.append(("all layers", "autocast", "it leaves float64 alone, which the script computes in"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
+from autoprec.policy import CommunicationPolicy, Policy
 from autoprec.support.plain import Document
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.probe_log import append_round, read_rounds
@@ -192,5 +192,5 @@ def times_of(rounds: Sequence[Mapping[str, float]], name: str) -> list[tuple[flo
 def can_be_exchanged(document: Document) -> bool:
     """Say whether a policy can be taken off between two steps: it leaves weights, state and gradients as they are."""
     policy = Policy.model_validate({key: value for key, value in document.items() if key != "evidence"})
-    plain = policy.optimizer == OptimizerPolicy() and policy.communication == CommunicationPolicy()
+    plain = not policy.optimizer.stores and policy.communication == CommunicationPolicy()
     return plain and policy.loss_scaling == "none" and not policy.phases

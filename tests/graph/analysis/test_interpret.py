@@ -42,6 +42,20 @@ def test_samples_and_tokens_of_the_batch():
     assert record_step(plain, accumulated).batch["samples"] == 15
 
 
+def test_whether_the_update_could_be_fused():
+    model = nn.Linear(4, 4)
+
+    def could(*optimizers):
+        report = record_step(model, lambda: model(torch.randn(2, 4)).sum().backward(), optimizers=optimizers)
+        assert GraphReport.from_json(report.to_json()).can_fuse is report.can_fuse
+        return report.can_fuse, report.fused_update
+
+    adam, rms = torch.optim.AdamW(model.parameters()), torch.optim.RMSprop(model.parameters())
+    assert could(adam) == (True, False)
+    assert could(torch.optim.AdamW(model.parameters(), fused=True)) == (False, True)
+    assert could(adam, rms) == could() == (False, False)
+
+
 def test_what_could_not_be_seen_is_noted():
     model = nn.Linear(4, 4)
     report = record_step(model, lambda: model(torch.randn(2, 4)))

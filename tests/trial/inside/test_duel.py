@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoprec.policy import Policy
+from autoprec.policy import OptimizerPolicy, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.inside.duel import Duel, ratios_of, undecided
 from autoprec.trial.intervals import FEWEST, median_interval
@@ -108,6 +108,30 @@ def test_a_policy_is_timed_by_each_backend_that_can_run_it_here(host: Any, tmp_p
     assert row["backend"] in ("native", "torchao")
     middle = median_interval([ms["native"] / ms["torchao"] for ms in found.rounds])
     assert (row["backend"] == "torchao") is (middle[1] > 1.0)
+
+
+@pytest.mark.parametrize("launch", ["auto", "process"])
+@pytest.mark.parametrize(("optimizer", "refused"), [("AdamW", False), ("RMSprop", True)])
+def test_a_fused_update_is_timed_and_taken_off_again(
+    host: Any, tmp_path: Path, launch: str, optimizer: str, refused: bool
+) -> None:
+    """Of forty small matrices the update takes longer than the rest of the step, by a kernel for each operation."""
+    script = SCRIPT.replace("SGD(", f"{optimizer}(").replace("nn.GELU()", "*[nn.Linear(256, 256) for _ in range(20)]")
+    (tmp_path / "train.py").write_text(script)
+    fused = Policy(optimizer=OptimizerPolicy(update="fused")).to_dict()
+    probes = (Probe("fused", fused), Probe("empty", Policy().to_dict()))
+    with host(str(tmp_path / "train.py"), "100000", launch=launch) as runner:
+        result = runner.run(DuelSpec(probes=probes, within_s=2.0, precision=0.02, timeout_s=60.0))
+        alone = runner.run(TrainSpec(steps=2, warmup=1, policy=fused))
+    assert result.ok, result.reason + result.tail
+    assert ("RMSprop has no fused step" in result.answer.refused.get("fused", "")) is refused
+    if refused:
+        assert alone.status == "unsupported"
+        return
+    rounds = result.answer.rounds
+    assert median_interval(ratios_of(list(rounds), "fused"))[1] > 1.0
+    assert median_interval(ratios_of(list(rounds), "empty"))[1] < 1.1
+    assert alone.audit["operators"]["optimizer.update"]["executed"] == "fused"
 
 
 def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import Operator
-from autoprec.policy import resolve
+from autoprec.policy import OptimizerPolicy, resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 from autoprec.tuning.decide.presets import presets
@@ -254,6 +254,17 @@ def test_a_shrunk_embedding_gradient_is_a_decision_of_its_own() -> None:
     assert found.policy(shrunk).embedding_gradient == 0.1
     assert found.policy(found.params_of("bf16", embedding_gradient=0.1)).embedding_gradient == 0.1
     assert dict(presets(found))["GLM-130B"]["embedding_gradient"] == 0.1
+
+
+def test_a_fused_update_is_offered_where_the_optimizer_has_one() -> None:
+    space = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"optimizer": {"update": ["keep", "fused"]}})
+    assert "optimizer.update" not in Problem.build(gpt(), space).parameters
+    found = Problem.build(replace(gpt(), can_fuse=True), space)
+    assert found.parameters["optimizer.update"] == ("keep", "fused")
+    plain, fused = (found.params_of("keep", **{"optimizer.update": update}) for update in ("keep", "fused"))
+    assert (found.is_script(plain), found.is_script(fused)) == (True, False)
+    assert found.policy(fused).optimizer.update == "fused"
+    assert found.policy(plain).optimizer == found.render(found.quiet()).optimizer == OptimizerPolicy()
 
 
 def test_its_gradient_is_meant_and_no_probe_takes_it_for_an_error() -> None:
