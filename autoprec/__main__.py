@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 
 #: Objects made before the collector looks for cycles. A command imports a million that stay, and with Python's default
@@ -13,10 +12,12 @@ _COLLECT_AT = 100_000
 def main() -> None:
     """Run the command line; leaves with the exit code of docs/cli.md."""
     began = time.monotonic()
-    gc.set_threshold(_COLLECT_AT)
-    from autoprec.cli import cli
+    from autoprec.support.living import uncollected
 
-    cli.main(prog_name="autoprec", obj=began)
+    with uncollected(within=_COLLECT_AT):
+        from autoprec.cli import cli
+
+        cli.main(prog_name="autoprec", obj=began)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecWarning
 from autoprec.optim.checkpoint import parameters_of
-from autoprec.optim.optimizer import loss_scaler_of, runtime_of
+from autoprec.optim.optimizer import inner_optimizer, loss_scaler_of, runtime_of
 from autoprec.optim.tensor import StoredTensor
 
 #: Optimizers that a policy has wrapped.
@@ -45,8 +45,7 @@ def _after_first_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any
     if optimizer in _SEEN:
         return
     _SEEN.add(optimizer)
-    steps_with_another = any(isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values())
-    if _is_wrapped(optimizer) or steps_with_another:
+    if _is_wrapped(optimizer) or inner_optimizer(optimizer):
         return
     kept = {id(p) for other in list(WRAPPED) if _is_more_than_plain(other) for p in parameters_of(other)}
     if any(isinstance(p, StoredTensor) or id(p) in kept for p in parameters_of(optimizer)):

@@ -27,6 +27,7 @@ from autoprec.applying.stage import put_stage
 from autoprec.applying.state import ON, begin_phases, models_of
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecError
+from autoprec.optim.checkpoint import parameters_of
 from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.guard import only_makes_state
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
@@ -36,8 +37,8 @@ _LOG = logging.getLogger("autoprec.phases")
 
 
 def _train_the_same(first: Optimizer, second: Optimizer) -> bool:
-    held = {id(parameter) for group in first.param_groups for parameter in group["params"]}
-    return any(id(parameter) in held for group in second.param_groups for parameter in group["params"])
+    held = {id(parameter) for parameter in parameters_of(first)}
+    return any(id(parameter) in held for parameter in parameters_of(second))
 
 
 class Phases:

@@ -26,7 +26,7 @@ def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
     """
     rows: dict[str, list[int]] = {}
     ran: dict[str, Counter[str]] = {}
-    attends = {o.module for o in report.operators if o.attends}
+    attends = attending(report)
     for operator in (*report.operators, *report.updating):
         name = class_name(operator, attends)
         row = rows.setdefault(name, [0, 0, 0])
@@ -39,12 +39,17 @@ def class_shares(report: GraphReport) -> list[tuple[str, str, int, int, int]]:
     return sorted(shares, key=lambda share: (-share[3], -share[4]))
 
 
+def attending(report: GraphReport) -> set[str]:
+    """Return the modules of a step that hold an attention."""
+    return {operator.module for operator in report.operators if operator.attends}
+
+
 def class_name(operator: Operator, attends: Collection[str]) -> str:
     """Return the class of an operator as tables name it.
 
     Args:
         operator: of a recorded step.
-        attends: modules that hold an attention: another product of two activations is not one.
+        attends: of :func:`attending`: another product of two activations is not one.
     """
     name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
     return f"optimizer: {name}" if operator.phase == "optimizer" else name

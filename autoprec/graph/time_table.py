@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.report import DATA, OPTIMIZER, GraphReport, OperatorTime, OperatorTimes
-from autoprec.graph.summary import class_name
+from autoprec.graph.summary import attending, class_name
 from autoprec.graph.trace import bare_name
 
 #: What torch.compile makes of operators, by the beginnings of the profiler's names.
@@ -76,7 +76,7 @@ def choice_of(name: str, report: GraphReport) -> str:
 
 def _served(report: GraphReport) -> dict[str, Counter[str]]:
     """Return the classes of each operator of the recorded step, by FLOPs, or by bytes where it has none."""
-    attends = {o.module for o in report.operators if o.attends}
+    attends = attending(report)
     served: dict[str, Counter[str]] = {}
     for operator in report.operators:
         weight = operator.flops or operator.bytes or 1

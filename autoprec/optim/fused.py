@@ -69,9 +69,9 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnsupportedError: it cannot.
     """
+    check_fused(optimizer)
     if is_fused(optimizer):
         return
-    check_fused(optimizer)
     before = [(group, group.get("fused")) for group in (*optimizer.param_groups, optimizer.defaults)]
     handle = optimizer.register_load_state_dict_post_hook(_set)
     setattr(optimizer, _ATTRIBUTE, (before, handle))
@@ -89,6 +89,19 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
     for group in (*optimizer.param_groups, optimizer.defaults):
         group["fused"] = next((value for one, value in before if one is group), first)
     _move_steps(optimizer)
+
+
+def set_fused(optimizer: torch.optim.Optimizer, *, wanted: bool) -> None:
+    """Let an optimizer update in one kernel, or as the script has it.
+
+    Args:
+        optimizer: before or after its first step.
+        wanted: whether in one kernel.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    (fuse if wanted else unfuse)(optimizer)
 
 
 def _set(optimizer: torch.optim.Optimizer) -> None:

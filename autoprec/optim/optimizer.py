@@ -23,7 +23,7 @@ from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.checkpoint import Checkpoint, attach, hook_checkpoints, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
-from autoprec.optim.fused import check_fused, fuse, unfuse
+from autoprec.optim.fused import check_fused, set_fused
 from autoprec.optim.guard import StepGuard, only_makes_state
 from autoprec.optim.holders import models_holding
 from autoprec.optim.loss_scaling import LossScaler
@@ -38,6 +38,11 @@ _ADAM, _SGD, _MUON = "adam", "sgd", "muon"
 _BASES: dict[str, Any] = {_ADAM: torch.optim.Adam, _SGD: torch.optim.SGD, _MUON: torch.optim.Muon}
 
 
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return the attribute in which an optimizer holds another that it steps with; empty where it has none."""
+    return next((name for name, held in vars(optimizer).items() if isinstance(held, torch.optim.Optimizer)), "")
+
+
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     """Return which update rule applies.
 
@@ -49,7 +54,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
             own, torchs = type(optimizer).step, base.step  # torch wraps it per class and keeps its names
             if (own.__module__, own.__qualname__) == (torchs.__module__, torchs.__qualname__):
                 return kind
-    inner = next((name for name, held in vars(optimizer).items() if isinstance(held, torch.optim.Optimizer)), "")
+    inner = inner_optimizer(optimizer)
     raise UnsupportedError(
         "low-precision state is implemented for torch's Adam, AdamW, SGD and Muon, not for "
         f"{type(optimizer).__module__}.{type(optimizer).__name__}",
@@ -323,9 +328,7 @@ def wrap_optimizer(
         choice = OptimizerPolicy(update=choice.update)
     if choice.stores:  # before anything is changed
         _check(optimizer, choice, _kind(optimizer), model)
-    if choice.update == "fused":
-        check_fused(optimizer)
-    (fuse if choice.update == "fused" else unfuse)(optimizer)
+    set_fused(optimizer, wanted=choice.update == "fused")
     if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
         if model is None:
             raise UsageError(
@@ -407,7 +410,7 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
     """
     install_gradient_hook(model, policy.communication.gradients)
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
-    (fuse if policy.optimizer.update == "fused" else unfuse)(optimizer)
+    set_fused(optimizer, wanted=policy.optimizer.update == "fused")
     stored = OptimizerPolicy() if runtime is None else runtime.choice
     if stored.stores_as(policy.optimizer) and (scaler is not None) == (policy.loss_scaling == "dynamic"):
         return

@@ -22,7 +22,7 @@ from autoprec.errors import UsageError
 from autoprec.graph.census import Judged
 from autoprec.graph.report import GraphReport, Layer, OperatorTimes
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
-from autoprec.graph.time_table import choice_of, time_shares
+from autoprec.graph.time_table import time_shares
 from autoprec.policy.space import default_space, load_space
 from autoprec.support.plain import Document
 from autoprec.tuning.decide.sentences import unmoved
@@ -108,18 +108,21 @@ def _step(words: tuple[str, ...], policy: Path | None) -> tuple[GraphReport, lis
 def _print_times(report: GraphReport, times: OperatorTimes, under: OperatorTimes | None) -> None:
     """Print where a step's time goes; with a policy also what each class takes under it, and what that saves."""
     shares = {one.name: one for one in time_shares(times, report)}
+    choices = {name: one.choice for name, one in shares.items()}
     headings = [f"a step: {times.step_ms:.4g} ms", "ms", "share"]
     digits = 2 if times.step_ms >= 1 else 4
     rows = [[one.name, f"{one.ms:.{digits}f}", f"{one.share:.1%}"] for one in shares.values()]
     if under is not None:
         headings += [f"under the policy: {under.step_ms:.4g} ms", "saves"]
-        then = {one.name: one.ms for one in time_shares(under, report)}
+        changed = time_shares(under, report)
+        then = {one.name: one.ms for one in changed}
+        choices |= {one.name: one.choice for one in changed}
         rows += [[name, "-", "-"] for name in then if name not in shares]
         for row in rows:
             before = shares[row[0]].ms if row[0] in shares else 0.0
             after = then.get(row[0], 0.0)
             row += [f"{after:.{digits}f}", f"{before - after:+.{digits}f}"]
-    cells = [(*row, choice_of(row[0], report)) for row in rows]
+    cells = [(*row, choices[row[0]]) for row in rows]
     stdout_console().print(plain_table((*headings, "what a policy can choose"), cells))
 
 

@@ -26,7 +26,7 @@ from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import any_rank, rank, world_size
-from autoprec.optim.fused import check_fused, fuse, unfuse
+from autoprec.optim.fused import check_fused, set_fused
 from autoprec.policy import compiles, policy_from_dict
 from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
@@ -185,7 +185,7 @@ class Duel:
         """Exchange the policy, and let so many steps go by."""
         self._lanes[lane].put()
         for optimizer in self._found.optimizers:
-            (fuse if lane in self._fused else unfuse)(optimizer)
+            set_fused(optimizer, wanted=lane in self._fused)
         self._lane, self._settle, self._since = lane, steps, loop.steps
 
     def _is_known(self, loop: Loop) -> bool:
