@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from autoprec.applying.compiling import executed_as
+from autoprec.applying.generating.pairs import rollout_of
+from autoprec.applying.generating.section import weights_row
 from autoprec.applying.optimizers import optimizers_of, unwrapped_of
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.state import without_policy
@@ -23,6 +25,10 @@ from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
 _AS_WRITTEN = "as the script wrote it"
+#: What names of layers and operators of the copy that generates begin with.
+ROLLOUT = "rollout: "
+#: Rows of an audit that are of training alone.
+_TRAINS = ("optimizer.", "communication", "loss_scaling")
 #: Why ``torch.autocast`` does nothing to a product (``cached_cast`` of ATen/autocast_mode.h).
 _FLOAT64 = "float64, which autocast leaves alone"
 _BY_HAND = "no function of this class ran in low precision; one written by hand runs as the script wrote it"
@@ -126,15 +132,37 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     these steps, is listed apart and is not a mismatch. A layer that was never called is one, since its weight may be
     multiplied where no policy reaches; unless it is one of several in a ``ModuleList`` of which others were called, as
     experts are: that one was only not reached, and the row says so.
-    Rules that match nothing are refused when a policy is applied, so they are not repeated here.
+    Rules that match nothing are refused when a policy is applied, so they are not repeated here. What the copy that
+    generates ran follows, where the policy has a section for it.
     """
+    found, side = _audit_side(policy, model, GEMMS), policy.rollout_side
+    if side is None:
+        return found
+    rollout = rollout_of(model)
+    if rollout is None:
+        why = "the copy that generates is not there any more, or was not named"
+        row = {"requested": "a section of its own", "executed": "-", "ok": False, "reason": why}
+        return replace(found, operators={**found.operators, "rollout": row})
+    theirs = _audit_side(side, rollout, ("fprop",))
+    rows = tuple(replace(row, name=f"{ROLLOUT}{row.name}") for row in theirs.layers)
+    around = {name: row for name, row in theirs.operators.items() if not name.startswith(_TRAINS)}
+    around |= dict(weights_row(policy, rollout))
+    operators = found.operators | {f"{ROLLOUT}{name}": row for name, row in around.items()}
+    return replace(found, layers=(*found.layers, *rows), operators=operators)
+
+
+def _audit_side(policy: Policy, model: nn.Module, gemms: tuple[Gemm, ...]) -> AuditReport:
+    """Audit one side: the model that trains, or with fprop alone the copy that generates."""
     root = unwrap(model)
     units = tunable_units(root)
     plans = resolve(policy, units, strict=False)
     not_reached, left_out = _not_reached(root, units), _left_out(units)
     named = {name for name in units if (rule := first_match(policy.layers, name)) is not None and rule.match != "*"}
     audited = (
-        (unit, _audit_layer(name, unit, plans[name], policy, not_reached=name in not_reached, named=name in named))
+        (
+            unit,
+            _audit_layer(name, unit, plans[name], policy, gemms, reached=name not in not_reached, named=name in named),
+        )
         for name, unit in units.items()
         if not _is_table(policy, name, unit, plans[name])
     )
@@ -227,31 +255,38 @@ def _under_autocast(policy: Policy, units: dict[str, Unit], row: dict[str, Any])
 
 
 def _audit_layer(
-    name: str, unit: Unit, plan: LayerPlan, policy: Policy, *, not_reached: bool, named: bool
+    name: str,
+    unit: Unit,
+    plan: LayerPlan,
+    policy: Policy,
+    gemms: tuple[Gemm, ...],
+    *,
+    reached: bool,
+    named: bool,
 ) -> LayerAudit:
-    requested = plan.labels
+    requested: dict[str, str] = {gemm: plan.labels[gemm] for gemm in gemms}
     found = unit_execution(unit)
     if plan.keeps:
         ran = dict(requested) if found is None else dict(found.executed)
         reason = _kept(policy, unit) if found is None else "a policy is installed where none was asked for"
         return LayerAudit(name, requested, ran, found is None, reason)
     if found is None:
-        return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
-    ran = dict(found.executed)
+        return LayerAudit(name, requested, dict.fromkeys(gemms, KEEP), False, "the policy is not applied to this layer")
+    ran = {gemm: ran for gemm, ran in found.executed.items() if gemm in gemms}
     if not found.called:
-        if not_reached:
+        if not reached:
             why = "not called in this step, others of its list were (an expert that nothing was routed to?)"
-            return LayerAudit(name, requested, ran, True, why, _runs(found), GEMMS)
+            return LayerAudit(name, requested, ran, True, why, _runs(found), gemms)
         why = "never called"
         if unit.kind == "functional":
             why = "no F.linear, matmul or einsum by this weight was seen"
             if not named and not isinstance(unit.module, nn.Linear):
                 why = f"never runs: {why} (a table, or a norm's gain?), and only the rule for everything is about it"
-                return LayerAudit(name, requested, ran, True, why, _runs(found), GEMMS)
+                return LayerAudit(name, requested, ran, True, why, _runs(found), gemms)
         return LayerAudit(name, requested, ran, False, why, _runs(found))
     reasons = [found.note] if found.note else []
     ok, silent = True, list[Gemm]()
-    for gemm in GEMMS:
+    for gemm in gemms:
         if gemm in ran:
             if ran[gemm] != requested[gemm]:
                 ok = False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from autoprec.applying.generating.section import put_rollout, take_off_rollout
 from autoprec.applying.optimizers import WRAPPED, optimizers_of, own_optimizer
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.stage import put_stage, take_off
@@ -61,6 +62,7 @@ def apply_policy(
             fix="policy.apply(model)",
             code="type",
         )
+    put_rollout(policy, model, backend=backend, strict=strict, only_try=True)  # before anything is changed
     if policy.phases:
         phases = Phases(
             policy, model, backend=backend, strict=strict, run_steps=run_steps, step=step, on_change=on_change
@@ -70,6 +72,7 @@ def apply_policy(
         put_stage(policy, model, backend=backend, strict=strict)
         stop_phases(model)
         ON[unwrap(model)] = None
+    put_rollout(policy, model, backend=backend, strict=strict)
     _forget_parts(model)
     for optimizer in optimizers_of(model):  # those wrapped before carry from now on what the policy remembers
         carry_state(optimizer)
@@ -80,6 +83,7 @@ def remove_policy(model: nn.Module) -> None:
     stop_phases(model)
     _forget_parts(model)
     take_off(unwrap(model))
+    take_off_rollout(model)
 
 
 def _forget_parts(model: nn.Module) -> None:
@@ -122,7 +126,8 @@ class TorchPolicy(Shown, Policy):
     ) -> None:
         """Make ``model`` run under this policy, in place; a policy applied earlier is replaced.
 
-        Phases of the policy begin by themselves, counted by the steps of the optimizer that trains the model.
+        Phases of the policy begin by themselves, counted by the steps of the optimizer that trains the model. Its
+        section ``rollout`` goes on the copy of the model that generates, which :func:`autoprec.register` names.
 
         Args:
             model: the model, wrapped or not.
@@ -133,7 +138,8 @@ class TorchPolicy(Shown, Policy):
             on_change: called with a line of text whenever a phase begins.
 
         Raises:
-            UsageError: a phase begins at a share of a run whose number of steps is not given.
+            UsageError: a phase begins at a share of a run whose number of steps is not given; or there is a section
+                ``rollout``, and no copy of the model was named.
             PolicyError: counted in steps, a phase does not begin after the one before it.
             PolicyMismatchError: a rule that is not optional matches no layer.
             UnsupportedError: a layer cannot run its recipe; the message names layer, recipe and reason.

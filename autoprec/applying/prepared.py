@@ -10,22 +10,27 @@ from torch import nn
 
 from autoprec.applying import compiling, swap
 from autoprec.applying.around import loading
+from autoprec.applying.generating import recast
+from autoprec.applying.generating.pairs import rollout_of
 
 _KEYS = (loading.ATTRIBUTE, swap.ROOT, "forward", "_compiled_call_impl")
 
 
 class Prepared:
-    """The state of a model's modules as far as a policy changes it, as it is now."""
+    """The state of a model's modules, and of its copy's that generates, as far as a policy changes it, as it is now."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._execution = root, compiling.execution_of(root)
-        self._modules = [
-            (m, type(m), {key: m.__dict__[key] for key in _KEYS if key in m.__dict__}) for m in root.modules()
-        ]
+        self._rollout = rollout_of(root)
+        self._dtypes = None if self._rollout is None else recast.dtypes_of(self._rollout)
+        modules = [*root.modules(), *(() if self._rollout is None else self._rollout.modules())]
+        self._modules = [(m, type(m), {key: m.__dict__[key] for key in _KEYS if key in m.__dict__}) for m in modules]
 
     def put(self) -> None:
         """Give every module what it had when this was made."""
         compiling.exchange_execution(self._root, self._execution)
+        if self._rollout is not None:
+            recast.put_dtypes(self._rollout, self._dtypes)
         for module, cls, held in self._modules:
             if type(module) is not cls:
                 module.__class__ = cls

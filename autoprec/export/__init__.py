@@ -82,6 +82,8 @@ def _exported(target: str, request: Request) -> Export:
         Loss(f"phases: {', '.join(phase.changes)} from {phase.label}", "what the run begins with, to its end")
         for phase in request.policy.phases
     ]
+    if request.policy.rollout is not None:
+        lost.append(Loss("rollout", "nothing of it is written: set the precision of the engine that generates there"))
     notes = done.notes
     if target in _LINEAR_ALONE:
         told = {(loss.what, loss.match) for loss in done.losses}

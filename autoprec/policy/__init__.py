@@ -32,6 +32,7 @@ from autoprec.policy.schema import (
     OptimizerPolicy,
     Phase,
     Policy,
+    RolloutPolicy,
     compiles,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "OptimizerPolicy",
     "Phase",
     "Policy",
+    "RolloutPolicy",
     "boundaries",
     "check_replaceable",
     "compiles",

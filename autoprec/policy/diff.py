@@ -17,10 +17,11 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _layer_table(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the rules by their glob; of several with one glob the first is the one that runs."""
+    """Return the rules of both sides by their glob; of several with one glob the first is the one that runs."""
     out: dict[str, Any] = {}
-    for rule in document["layers"]:
-        out.setdefault(f"layers['{rule['match']}']", {k: v for k, v in rule.items() if k != "match"})
+    for side, rules in (("", document["layers"]), ("rollout.", document.get("rollout", {}).get("layers", ()))):
+        for rule in rules:
+            out.setdefault(f"{side}layers['{rule['match']}']", {k: v for k, v in rule.items() if k != "match"})
     return out
 
 
@@ -37,6 +38,7 @@ def diff_policies(a: Policy, b: Policy) -> list[tuple[str, Any, Any]]:
         rows.append(("layers (order)", common, theirs))
     for document in (left, right):
         del document["layers"]
+        document.get("rollout", {}).pop("layers", None)
         document["phases"] = {f"from {phase.pop('from')}": phase for phase in document.get("phases", ())}
     return rows + _changed(_flatten(left), _flatten(right))
 

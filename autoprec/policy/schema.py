@@ -205,6 +205,23 @@ class Phase(Frozen):
         return out
 
 
+class RolloutPolicy(Frozen):
+    """What the other side of reinforcement learning runs: the copy of the model that generates.
+
+    Its layers have the names of the model that trains; ``weights`` is the dtype that its copy of them is held in.
+    """
+
+    layers: tuple[LayerRule, ...] = Field((), max_length=MOST_RULES)
+    default: str = Field(KEEP, description="recipe of tunable layers that no rule names")
+    activations: Literal["keep", "bf16", "fp16"] = Field("keep", description="autocast dtype around the model")
+    weights: Literal["keep", "fp32", "bf16", "fp16"] = Field("keep", description="dtype of its copy of the weights")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as plain data, without defaults."""
+        rules = [rule.model_dump(exclude_defaults=True) for rule in self.layers]
+        return ({"layers": rules} if rules else {}) | self.model_dump(exclude_defaults=True, exclude={"layers"})
+
+
 class LayerPlan(Frozen):
     """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it".
 
@@ -292,6 +309,7 @@ class Policy(Frozen):
     guard: Guard | None = None
     phases: tuple[Phase, ...] = Field((), max_length=16, description="what changes during the run, in order")
     silenced: tuple[Silenced, ...] = Field((), max_length=MOST_RULES, description="findings of lint that are meant")
+    rollout: RolloutPolicy | None = Field(None, description="the copy of the model that generates, in RL")
 
     @field_validator("recipes")
     @classmethod
@@ -305,6 +323,8 @@ class Policy(Frozen):
         named = _named_recipes("", self.layers, self.default)
         for index, phase in enumerate(self.phases):
             named |= _named_recipes(f"phases[{index}].", phase.layers or (), phase.default)
+        if self.rollout is not None:
+            named |= _named_recipes("rollout.", self.rollout.layers, self.rollout.default)
         undefined = {where: name for where, name in named.items() if name != KEEP and name not in self.recipes}
         if undefined:
             where, name = next(iter(undefined.items()))
@@ -319,7 +339,19 @@ class Policy(Frozen):
             fp16 = stage.uses_format("fp16") or stage.activations == "fp16"
             if stage.loss_scaling == "dynamic" and not fp16:
                 raise ValueError("loss_scaling: dynamic is for fp16 only, and this policy uses no fp16; set it to none")
+        if self.rollout is not None:
+            _check_generates(self.rollout, self.recipes)
         return self
+
+    @property
+    def rollout_side(self) -> Self | None:
+        """The policy of the copy that generates, operators as in training; None where that stays as written."""
+        side = self.rollout
+        if side is None:
+            return None
+        quiet = {name: field.get_default() for name, field in type(self).model_fields.items() if name in _PHASED}
+        own = {"layers": side.layers, "default": side.default, "activations": side.activations}
+        return self.model_copy(update=quiet | {"execution": KEEP, "phases": (), "guard": None, "rollout": None} | own)
 
     @property
     def stages(self) -> tuple[Self, ...]:
@@ -391,11 +423,23 @@ class Policy(Frozen):
             out["silenced"] = [entry.model_dump(exclude_defaults=True) for entry in self.silenced]
         if self.phases:
             out["phases"] = [phase.to_dict() for phase in self.phases]
+        if self.rollout is not None:
+            out["rollout"] = self.rollout.to_dict()
         return out
 
 
 #: What a phase may change.
 _PHASED = tuple(name for name in Phase.model_fields if name != "start")
+
+
+def _check_generates(side: RolloutPolicy, recipes: Mapping[str, Recipe]) -> None:
+    """Refuse what has no effect on a copy that generates: it runs fprop alone, and learns no scales."""
+    if any(rule.gemms for rule in side.layers):
+        raise ValueError("rollout.layers: what generates runs fprop alone; name its recipe, and leave gemms out")
+    for name in dict.fromkeys([side.default, *(rule.recipe for rule in side.layers)]):
+        scaling = recipes[name].scaling if name != KEEP else None
+        if scaling is not None and scaling.scale == "delayed":
+            raise ValueError(f"rollout: delayed scales ('{name}') learn from training steps; name current scales")
 
 
 def compiles(policy: Policy | Mapping[str, Any]) -> bool:

@@ -34,6 +34,8 @@ def _around(policy: Policy) -> list[str]:
         if changed:
             out.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in changed.items()))
     out += [f"from {phase.label} on: {_phase(policy, phase)}" for phase in policy.phases]
+    if policy.rollout is not None:
+        out.append(f"rollout: {_rollout(policy)}")
     found = policy.evidence
     figures = [
         f"{key} {speed_text(found[key], *(found.get(f'{key}_{end}') for end in ('low', 'high')))}"
@@ -61,6 +63,13 @@ def _phase(policy: Policy, phase: Phase) -> str:
             changed = value.model_dump(exclude_defaults=True).items()
             parts.append(f"{name} " + (" ".join(f"{key} {item}" for key, item in changed) or "as by default"))
     return "; ".join(parts)
+
+
+def _rollout(policy: Policy) -> str:
+    """Return what the copy that generates runs, in a line: its rules as ``match recipe``, the rest by name."""
+    section = policy.rollout.to_dict() if policy.rollout is not None else {}
+    rules = [f"{rule['match'] or '(root)'} {rule['recipe']}" for rule in section.pop("layers", ())]
+    return "; ".join([*rules, *(f"{name} {value}" for name, value in section.items())]) or "as the script wrote it"
 
 
 def _is_number(value: object) -> bool:

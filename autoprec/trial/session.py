@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoprec.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -21,17 +23,44 @@ def _agent() -> Agent | None:
     return module.current() if module is not None else None
 
 
-def register(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+def register(
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    policy: nn.Module | None = None,
+    rollout: nn.Module | None = None,
+) -> nn.Module:
     """Name the model (and optimizer) that is trained, where AutoPrec would find another; returns the model.
 
-    Outside a trial of AutoPrec nothing happens.
+    In reinforcement learning also the copy of it that generates, into which the script writes its weights: a precision
+    policy may have a section for that side. Outside a trial of AutoPrec nothing else happens.
 
     >>> import autoprec, torch
     >>> teacher, student = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
     >>> optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     >>> autoprec.register(student, optimizer) is student
     True
+
+    Args:
+        model: what is trained.
+        optimizer: what updates it; None where there is one, or the script updates the weights itself.
+        policy: the model, by the name that it has in reinforcement learning.
+        rollout: the copy that generates: parameters of the same names and shapes.
+
+    Raises:
+        UsageError: not one model is named, or ``rollout`` is not a copy of it.
     """
+    named = [one for one in (model, policy) if one is not None]
+    if len(named) != 1:
+        raise UsageError(
+            f"register takes one model, not {len(named) or 'none'}",
+            fix="autoprec.register(model), or autoprec.register(policy=model, rollout=rollout)",
+        )
+    (model,) = named
+    if rollout is not None:
+        from autoprec.applying.generating.pairs import pair
+
+        pair(model, rollout)
     agent = _agent()
     if agent is not None:
         agent.register(model, [optimizer] if optimizer is not None else agent.hooks.optimizers)

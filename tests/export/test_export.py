@@ -9,7 +9,7 @@ from torch import nn
 
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export import EXPORTERS, Request, exact_target, export, exporter
-from autoprec.policy import Phase, policy_from_dict
+from autoprec.policy import Phase, RolloutPolicy, policy_from_dict
 from autoprec.support.optional import is_available
 from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
@@ -65,6 +65,12 @@ def test_the_target_that_is_recommended_loses_nothing() -> None:
     assert chosen["rowwise but the ends"] == "torchao"
     assert chosen["blocks"] == "transformer-engine", "torchao has no blocks"
     assert chosen["state"] == "python", "no target carries optimizer state: the last resort, which lists what it loses"
+
+
+@pytest.mark.parametrize("target", EXPORTERS)
+def test_the_copy_that_generates_is_listed_as_lost(target: str) -> None:
+    lost = POLICIES["bf16"].model_copy(update={"rollout": RolloutPolicy(weights="fp16")})
+    assert "rollout" in [loss.what for loss in export(lost, target, layers=MODELS["gpt"], allow_lossy=True).losses]
 
 
 @pytest.mark.parametrize("target", EXPORTERS)

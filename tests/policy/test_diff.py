@@ -1,6 +1,6 @@
 """What changed between two policies."""
 
-from autoprec.policy import LayerRule, OptimizerPolicy, Policy, diff_policies
+from autoprec.policy import LayerRule, OptimizerPolicy, Policy, RolloutPolicy, diff_policies
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 RECIPES = {name: BUILTIN_RECIPES[name] for name in ("bf16", "fp8_rowwise")}
@@ -44,3 +44,15 @@ def test_of_two_rules_with_one_glob_the_first_counts() -> None:
     rows = diff_policies(Policy(recipes=RECIPES, layers=(A, behind)), Policy(recipes=RECIPES, layers=(behind,)))
     assert rows == [("layers['a']", {"recipe": "bf16"}, {"recipe": "fp8_rowwise"})]
     assert diff_policies(Policy(recipes=RECIPES, layers=(A, behind)), Policy(recipes=RECIPES, layers=(A,))) == []
+
+
+def test_rules_of_the_copy_that_generates_are_compared_as_those_of_training_are() -> None:
+    left = Policy(recipes=RECIPES, layers=(A,), rollout=RolloutPolicy(layers=(A, B)))
+    right = Policy(recipes=RECIPES, layers=(A,), rollout=RolloutPolicy(layers=(A,), weights="fp16"))
+    assert diff_policies(left, right) == [
+        ("rollout.layers['b']", {"recipe": "bf16"}, None),
+        ("rollout.weights", None, "fp16"),
+    ]
+    assert diff_policies(Policy(), Policy(rollout=RolloutPolicy(activations="bf16"))) == [
+        ("rollout.activations", None, "bf16")
+    ]

@@ -163,3 +163,38 @@ def test_a_phase_may_change_the_embeddings_gradient() -> None:
     assert policy.with_stages(policy.stages).stages == policy.stages
     with pytest.raises(PolicyError, match="embedding_gradient"):
         policy_from_dict(changed(phases=[{"from": 0.5, "embedding_gradient": 2.0}]))
+
+
+def test_a_rollout_section_says_what_the_copy_that_generates_runs() -> None:
+    section = {
+        "layers": [{"match": "head", "recipe": "bf16"}],
+        "default": "fp8",
+        "activations": "fp16",
+        "weights": "fp16",
+    }
+    policy = policy_from_dict(changed(rollout=section, operators={"norm": "keep"}, optimizer={"exp_avg": "bf16"}))
+    assert policy_from_dict(policy.to_dict()) == policy
+    assert policy.to_dict()["rollout"] == lean(policy)["rollout"] == section
+    assert "rollout" not in policy_from_dict(SMALL).to_dict()
+    side = policy.rollout_side
+    assert side is not None
+    assert [rule.match for rule in side.layers] == ["head"]
+    assert (side.default, side.activations, side.operators.norm) == ("fp8", "fp16", "keep")
+    assert (side.rollout, side.optimizer, side.phases) == (None, Policy().optimizer, ())
+    assert policy_from_dict(SMALL).rollout_side is None
+
+
+@pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        ({"default": "fp16"}, "rollout.default: recipe 'fp16' is not defined"),
+        ({"layers": [{"match": "*", "recipe": "bf16", "gemms": {"wgrad": "fp8"}}]}, "runs fprop alone"),
+        ({"default": "later"}, "delayed scales"),
+        ({"weights": "int8"}, "weights"),
+        ({"optimizer": {}}, "optimizer"),
+    ],
+)
+def test_what_means_nothing_to_a_copy_that_generates_is_refused(section: dict[str, Any], why: str) -> None:
+    later = {"format": "fp8", "scaling": {"granularity": "tensor", "scale": "delayed"}}
+    with pytest.raises(PolicyError, match=why):
+        policy_from_dict(changed(recipes={**SMALL["recipes"], "later": later}, rollout=section))

@@ -59,3 +59,10 @@ def test_a_policy_prints_as_its_table_and_represents_itself_in_a_line() -> None:
     assert str(policy) == policy_table(policy).text()
     assert repr(policy).count("\n") == 0
     assert policy._repr_html_().count("<tr>") == 3
+
+
+def test_the_copy_that_generates_is_not_left_out() -> None:
+    section = {"layers": [{"match": "head", "recipe": "bf16"}], "activations": "fp16"}
+    notes = policy_table(policy_from_dict(DOCUMENT | {"rollout": section})).notes
+    assert "rollout: head bf16; activations fp16" in notes
+    assert "rollout: as the script wrote it" in policy_table(policy_from_dict(DOCUMENT | {"rollout": {}})).notes

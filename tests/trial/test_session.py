@@ -74,3 +74,13 @@ def test_in_a_trial_it_reaches_what_collects_reports(mode: str, monkeypatch: pyt
     assert list(agent.reports._names) == ["eval_loss", "val/f1"]
     with pytest.raises(UsageError, match="takes a number, not a str"):
         report(eval_loss="1.0")
+
+
+def test_a_model_is_named_once_and_a_copy_that_generates_only_where_it_is_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert register(policy=model) is model
+    for none_or_two in ({}, {"model": model, "policy": model}):
+        with pytest.raises(UsageError, match="takes one model"):
+            register(**none_or_two)
+    with pytest.raises(UsageError, match="one side only"):
+        register(policy=model, rollout=model)

@@ -125,11 +125,14 @@ def _by_place(facts: Facts, code: str, names: Sequence[str], **data: Any) -> Ite
 def _unmatched(facts: Facts) -> Iterator[Finding]:
     if facts.policy is None or facts.report is None:
         return
-    rules = list(facts.policy.layers)
-    for rule in unmatched_rules(facts.policy, facts.layers):
+    rules, side = list(facts.policy.layers), facts.policy.rollout_side
+    missing = [(rule, facts.rule_places[rules.index(rule)]) for rule in unmatched_rules(facts.policy, facts.layers)]
+    # the copy that generates has the same layers
+    missing += [(rule, facts.path) for rule in (unmatched_rules(side, facts.layers) if side is not None else ())]
+    for rule, place in missing:
         close = nearest(rule.match.replace("*", ""), list(facts.layers), limit=1)
         near = f"; the nearest layer is {close[0]}" if close else ""
-        yield Finding("rule-unmatched", facts.rule_places[rules.index(rule)], (), {"what": rule.match, "near": near})
+        yield Finding("rule-unmatched", place, (), {"what": rule.match, "near": near})
 
 
 def _shadowed(facts: Facts) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from autoprec.cost import CostModel, StepEstimate
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
+from autoprec.errors import UnsupportedError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.roles import places
 from autoprec.policy import LayerPlan, ModelInfo, Policy
@@ -105,7 +106,14 @@ def transfer(
 
     Raises:
         PolicyMismatchError: too many layers have no known role, or none has a counterpart.
+        UnsupportedError: it has a section for the copy that generates.
     """
+    if policy.rollout is not None:
+        raise UnsupportedError(
+            "the policy has a section for the copy of the model that generates, which is not carried over",
+            where="rollout",
+            fix="take the section out of the file, and write it for the big model by hand",
+        )
     if policy.phases:
         first, *later = (
             transfer(stage, Proxy.of(stage, proxy.report), report, cost, hints=hints) for stage in policy.stages
@@ -129,12 +137,19 @@ def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], r
     used = recipes_in(choices.values())
     document = policy.model_dump(by_alias=True) | {
         "layers": tuple(layer_rules(glob_table(tuple(names)), choices, names)),
-        "recipes": {name: recipes[name] for name in recipes if name in used},
+        "recipes": {name: recipes[name] for name in recipes if name in used} | _of_rollout(policy),
         "default": KEEP,
         "phases": (),
         "evidence": {},
     }
     return Policy.model_validate(document)
+
+
+def _of_rollout(policy: Policy) -> dict[str, Recipe]:
+    """Return the recipes that a policy's copy that generates runs, which stays as it is."""
+    side = policy.rollout
+    used = {side.default, *(rule.recipe for rule in side.layers)} if side is not None else set[str]()
+    return {name: recipe for name, recipe in policy.recipes.items() if name in used}
 
 
 def with_evidence(

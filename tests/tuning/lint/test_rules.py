@@ -89,6 +89,7 @@ SEEDED: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [
     ("rule-unmatched", "output", (_IN8, "match: output, recipe: bf16"), {}),
     ("rule-unmatched", "blocks.12", ("match: 'blocks.12.*', recipe: bf16",), {}),
     ("rule-unmatched", "transformer.h", ("match: 'transformer.h.*', recipe: bf16",), {}),
+    ("rule-unmatched", "blocks.9", ("/rollout: {layers: [{match: 'blocks.9.*', recipe: bf16}]}",), {}),
     ("rule-shadowed", "lm_head", ("match: '*', recipe: bf16", "match: lm_head, recipe: keep"), {}),
     ("rule-shadowed", "blocks.0.mlp", (_IN8, "match: 'blocks.0.mlp.*', recipe: bf16"), {}),
     ("layer-out-of-reach", "head", ("match: head, recipe: bf16",), {"report": HEADLESS}),

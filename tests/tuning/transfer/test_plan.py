@@ -3,9 +3,9 @@
 import pytest
 
 from autoprec.cost import CostModel
-from autoprec.errors import PolicyMismatchError
+from autoprec.errors import PolicyMismatchError, UnsupportedError
 from autoprec.graph.report import GraphReport
-from autoprec.policy import resolve
+from autoprec.policy import RolloutPolicy, resolve
 from autoprec.precision.hardware import target
 from autoprec.tuning.transfer.plan import Transfer, transfer, with_evidence
 from autoprec.tuning.transfer.proxy import Proxy
@@ -129,3 +129,9 @@ def test_a_transfer_by_names_alone_claims_no_figures() -> None:
     assert "study" not in evidence["transferred_from"]
     assert not {"speedup_over_16bit", "memory_bytes"} & set(evidence)
     assert "nothing was measured" in evidence["limit"]
+
+
+def test_a_section_for_the_copy_that_generates_is_refused_and_not_dropped() -> None:
+    found = policy(*ROWWISE).model_copy(update={"rollout": RolloutPolicy(activations="fp16")})
+    with pytest.raises(UnsupportedError, match="not carried over"):
+        transfer(found, Proxy.of(found, gpt()), llama())
