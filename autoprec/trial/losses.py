@@ -19,6 +19,8 @@ from autoprec.support.plain import Document, or_null, rebuild, shallow
 
 #: Which values of a metric are better.
 LOWER, HIGHER = "lower", "higher"
+#: What a trial measures itself between the two sides of reinforcement learning; less of either is no fault.
+MISMATCH = ("rollout_kl", "rollout_flips")
 #: Share of the initial (or usual, whichever is larger) loss below which gaps are absolute.
 _LEAST_SHARE = 0.1
 

@@ -21,7 +21,7 @@ from typing import Any
 from autoprec.policy import compiles
 from autoprec.precision.hardware import cores, free_bytes
 from autoprec.support.plain import Document
-from autoprec.trial.losses import LOWER
+from autoprec.trial.losses import LOWER, MISMATCH
 from autoprec.trial.protocol import (
     OUT_OF_TIME,
     DuelRounds,
@@ -395,10 +395,12 @@ def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[Tri
         perturbed: runs with every weight rounded once.
     """
     gaps = tuple(divergence(result.curve, first.curve) for result in perturbed)
+    name = "" if first.metric is None else first.metric.name
     return Baseline(
         floor=max(divergence(second.curve, first.curve), statistics.fmean(gaps)),
         rounding_gaps=gaps,
         rounding_excess=tuple(signed_gap(result.curve, first.curve) for result in perturbed),
-        learnt=has_learnt(first.curve, few=first.metric is None),
-        metric="" if first.metric is None else first.metric.name,
+        # what lies between the two sides is there whether training moves it or not
+        learnt=name in MISMATCH or has_learnt(first.curve, few=first.metric is None),
+        metric=name,
     )

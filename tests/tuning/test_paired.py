@@ -11,10 +11,18 @@ import pytest
 
 from autoprec.precision.hardware import target
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.losses import Series
 from autoprec.trial.protocol import HostInfo, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.paired import BEFORE_REFERENCE_S, COMPILER_BYTES, COMPILING_S, LEAST_TIMEOUT_S, PairedRunner
+from autoprec.tuning.paired import (
+    BEFORE_REFERENCE_S,
+    COMPILER_BYTES,
+    COMPILING_S,
+    LEAST_TIMEOUT_S,
+    PairedRunner,
+    baseline_of,
+)
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import DUEL
@@ -276,3 +284,13 @@ def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Pat
     doubtful = [record for record in made.records if "unreliable" in record.tags]
     assert doubtful
     assert all("throttled" in record.reason for record in doubtful)
+
+
+def test_what_lies_between_the_two_sides_judges_although_training_does_not_move_it() -> None:
+    flat = (1e-4,) * 20
+
+    def ran(name: str) -> TrialResult:
+        return TrialResult("ok", losses=flat, metric=Series(name, steps=tuple(range(20)), values=flat))
+
+    assert baseline_of(ran("rollout_kl"), ran("rollout_kl"), [ran("rollout_kl")]).learnt
+    assert not baseline_of(ran("eval"), ran("eval"), [ran("eval")]).learnt

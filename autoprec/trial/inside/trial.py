@@ -52,6 +52,7 @@ from autoprec.trial.inside.observe.operator_times import OperatorTimer
 from autoprec.trial.inside.observe.turns import Turn
 from autoprec.trial.inside.perturbing import perturb_run
 from autoprec.trial.inside.reporting.ending import note_warnings, status_of, wait_and_exit, write_result
+from autoprec.trial.inside.reporting.mismatch import measure_mismatch
 from autoprec.trial.inside.reporting.reports import Reports
 from autoprec.trial.inside.sensitivity.staying import serve_scans
 from autoprec.trial.losses import HIGHER, Series
@@ -188,6 +189,7 @@ class Trial:
                 loop, asked = self.loop, Series(train.metric, train.better == HIGHER)
                 end = partial(self.finish, "ok") if self._writer else lambda: None  # the first rank ends the trial
                 self._reports.ask(asked, train.total, lambda: loop.steps, end)
+                measure_mismatch(train.metric, self.found, self.hooks, loop, self._reports)
         self.hooks.events = self.loop
         self._begun = time.monotonic()
         if spec.total:
@@ -317,7 +319,8 @@ class Trial:
         self.finish("unreported" if missing else "ok", missing)
 
     def _peak(self, loop: Loop) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else loop.peak_bytes
+        allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return max(allocated, loop.peak_bytes)
 
     def _at_forward(self, module: nn.Module, *_: Any) -> None:
         """The step that answers the question of a :class:`RecordSpec` or a :class:`ScanSpec` starts here."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoprec.support.arrays import np
+from autoprec.trial.losses import MISMATCH
 from autoprec.tuning.decide.metrics import signed_gap
 from autoprec.tuning.decide.noise import (
     UNINFORMATIVE_GRADIENT_ERROR,
@@ -360,7 +361,8 @@ def choose(
     # where few rounds leave intervals wide, what is slower by more than duels are off by is not taken for its safety
     near = (1.0 - _TIED) * max((merit[i] for i in tied if timed and ranking[i].timed), default=0.0)
     tied = [i for i in tied if merit[i] >= near or not ranking[i].timed]
-    chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i]))
+    apart = rules.baseline.metric in MISMATCH
+    chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i], apart=apart))
     best = ranking[chosen]
     reason = Reason(
         "adopted",
@@ -419,10 +421,13 @@ def _no_gain(one: Standing, merit: float, timing_noise: float) -> Reason:
     return Reason("no_gain", data | ({"low": one.low, "high": one.high} if one.timed else {}))
 
 
-def _safety(one: Standing, merit: float) -> tuple[float, float, bool, float]:
-    """Order tied policies: gradient error (or divergence where it is unknown), memory, presets first, then merit."""
+def _safety(one: Standing, merit: float, *, apart: bool) -> tuple[float, float, float, bool, float]:
+    """Order tied policies: how far the sides are ``apart``, where runs are compared by that; gradient error (or
+    divergence where it is unknown), memory, presets first, then merit.
+    """
     error = one.gradient_error if one.gradient_error is not None else float(np.mean(one.divergences))
-    return (error, one.memory_bytes, not one.preset, -merit)
+    mismatch = float(np.mean(one.excess)) if apart and one.excess else 0.0
+    return (mismatch, error, one.memory_bytes, not one.preset, -merit)
 
 
 def faster_ones(

@@ -16,7 +16,7 @@ from autoprec.cost import StepEstimate
 from autoprec.cost.estimate import ratio_bounds
 from autoprec.support.arrays import np
 from autoprec.support.plain import Document
-from autoprec.trial.losses import Series, loss_units
+from autoprec.trial.losses import MISMATCH, Series, loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline, Vector
 from autoprec.tuning.study.run import MEASURED, MODELLED, Metric, Run, metrics_of
@@ -180,6 +180,8 @@ def score(plan: Run, result: TrialResult, reference: Reference, *, estimate: Ste
     if not_run:
         return replace(seen, status="mismatch", reason=not_run)
     gap = divergence(result.curve, reference.curve)
+    if seen.metric in MISMATCH and math.isfinite(gap):  # closer sides are what is wanted, and no change of training
+        gap = max(0.0, signed_gap(result.curve, reference.curve))
     if not math.isfinite(gap):
         return replace(seen, status="diverged", reason=f"{seen.metric or 'the loss'} became non-finite")
     # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.

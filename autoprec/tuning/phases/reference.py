@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 from autoprec.errors import NothingAcceptableError, ScriptError, UnknownNameError, UsageError
+from autoprec.trial.losses import MISMATCH
 from autoprec.trial.protocol import OUT_OF_TIME, STILL, HostInfo, TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time, with_curves
 from autoprec.tuning.decide.noise import tells_training, uninformative
@@ -201,6 +202,9 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
 
 def _unreported(options: SearchOptions, result: TrialResult, where: str) -> UsageError:
     """Return the error of a search by a metric that the script does not report in its steps."""
+    if options.metric in MISMATCH:  # which trials measure, and no script has to report
+        fix = "more --steps, of which one follows each copy of the weights; docs/trials.md has what is compared"
+        return UsageError(result.reason, where=where, fix=fix, code="unreported")
     names = result.metric.names if result.metric is not None else ()
     if options.metric in names:
         fix = "more --steps, so that it is reported among them: a run goes on for twice as many"

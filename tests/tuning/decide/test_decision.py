@@ -329,3 +329,12 @@ def test_reasons_name_the_metric_that_policies_were_compared_by() -> None:
         why = chaotic.judge(replace(one, divergences=one.divergences * 8, gradient_error=0.01)).rejection
         assert "f1" in str(why)
         assert "loss" not in str(why)
+
+
+def test_of_policies_that_are_tied_the_one_whose_sides_are_closest_is_taken() -> None:
+    near = replace(candidate("near", 1.5, excess=(-0.9,)), gradient_error=0.02)
+    far = replace(candidate("far", 1.5, excess=(0.1,)), gradient_error=0.01)
+    rules = Rules(0.5, Baseline(0.0001, (0.0001,), metric="rollout_kl"))
+    by_loss = Rules(0.5, Baseline(0.0001, (0.0001,)))
+    assert choose_by([near, far], rules).chosen.name == "near"  # type: ignore[union-attr]
+    assert choose_by([near, far], by_loss).chosen.name == "far"  # type: ignore[union-attr]

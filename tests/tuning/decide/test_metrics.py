@@ -215,3 +215,15 @@ def test_a_metric_that_is_not_finite_is_named() -> None:
     reference = replace(REFERENCE, metric=reported(0.5, 0.6))
     scored = score(PLAN, result(metric=reported(0.5, math.nan)), reference, estimate=None, error=0.0)
     assert (scored.status, scored.reason) == ("diverged", "eval_loss became non-finite")
+
+
+def test_sides_that_come_closer_are_no_change_and_sides_that_part_are() -> None:
+    def kl(*values: float) -> Series:
+        return Series("rollout_kl", False, tuple(range(len(values))), values, ("rollout_kl", "rollout_flips"))
+
+    reference = replace(REFERENCE, metric=kl(1e-4, 1e-4))
+    closer, apart = (score(PLAN, result(metric=kl(1e-4, x)), reference, estimate=None, error=0.0) for x in (1e-6, 3e-4))
+    assert closer["divergence"] == 0.0
+    assert apart["divergence"] == pytest.approx(2.0)
+    lost = score(PLAN, result(metric=kl(1e-4, math.nan)), reference, estimate=None, error=0.0)
+    assert (lost.status, lost.reason) == ("diverged", "rollout_kl became non-finite")

@@ -320,3 +320,11 @@ def test_a_metric_that_is_not_reported_is_told_with_those_that_are(
         searching(asked, metric="eval_loss").run()
     told = error is not UnknownNameError and asked["status"] == "unreported"
     assert (reason in str(caught.value)) is told
+
+
+@pytest.mark.usefixtures("here")
+def test_what_trials_measure_themselves_no_script_is_told_to_report() -> None:
+    reason = "the script did not report rollout_kl within 22 steps: it names no copy that generates"
+    with pytest.raises(UsageError, match="no copy that generates\n  fix: more --steps") as caught:
+        searching({"status": "unreported", "reason": reason, "metric": series("eval")}, metric="rollout_kl").run()
+    assert "autoprec.report" not in str(caught.value)

@@ -106,6 +106,7 @@ class Loop(Events):
         self._rates: list[tuple[dict[str, Any], Any]] = []
         self._memory = StepPeak() if count_memory else None
         self.at_ready: Callable[[], None] | None = None  # called once, when the gradients of a step are complete
+        self.at_boundary: Callable[[], None] | None = None  # called after each step, off the clock
         self.peak_bytes = 0  # of the second step; 0 where it was not counted
         self.skipped = 0
         self.backwards = 0
@@ -228,6 +229,8 @@ class Loop(Events):
             self.peak_bytes, self._memory = self._memory.end(), None
         if self.steps >= self.total + min(self.skipped, self._patience):
             self._then(self)
+        if self.at_boundary is not None:
+            self.at_boundary()
         self.clock.resume()
 
 

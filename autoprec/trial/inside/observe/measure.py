@@ -7,7 +7,7 @@ import ctypes
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class StepClock(ABC):
         """
 
     @abstractmethod
+    def left_out(self) -> contextlib.AbstractContextManager[None]:
+        """Take what the body does, in this process or on the device, off the running interval."""
+
+    @abstractmethod
     def milliseconds(self) -> list[float]:
         """The intervals so far, in order, in ms."""
 
@@ -65,6 +69,14 @@ class CpuClock(StepClock):
     def credit(self, seconds: float) -> None:
         self._start += seconds
 
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._start += self._now() - began
+
     def milliseconds(self) -> list[float]:
         return [span * 1e3 for span in self._spans]
 
@@ -78,6 +90,7 @@ class CudaClock(StepClock):
         self._device = device
         self._pairs: list[tuple[Any, Any]] = []
         self._begin: Any = None
+        self._left_out: list[tuple[int, Any, Any]] = []  # of which interval
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -90,10 +103,22 @@ class CudaClock(StepClock):
     def pause(self) -> None:
         self._pairs.append((self._begin, self._event()))
 
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        began = self._event()
+        try:
+            yield
+        finally:
+            self._left_out.append((len(self._pairs), began, self._event()))
+
     def milliseconds(self) -> list[float]:
         if self._pairs:
             self._pairs[-1][1].synchronize()
-        return [float(begin.elapsed_time(end)) for begin, end in self._pairs]
+        found = [float(begin.elapsed_time(end)) for begin, end in self._pairs]
+        for index, begin, end in self._left_out:
+            if index < len(found):
+                found[index] -= float(begin.elapsed_time(end))
+        return found
 
 
 def clock_for(device: torch.device, *, duel: bool = False) -> StepClock:

@@ -45,6 +45,7 @@ class Reports:
         self._source = ""
         self._rows: dict[int, float] = {}  # by steps done: of several reports between two steps the last counts
         self._total, self._pid = 0, 0
+        self.why = ""  # why what a trial measures itself could not be, where that is known
         self._steps: Callable[[], int] = lambda: 0
         self._end: Callable[[], object] = lambda: None
 
@@ -105,7 +106,8 @@ class Reports:
         """Why a trial that is to end has nothing to be compared by; empty where it has, or needs nothing."""
         if self._asked is None or self._rows:
             return ""
-        return f"the script did not report {self._asked.name} within {self._steps()} steps"
+        because = f": {self.why}" if self.why else ""
+        return f"the script did not report {self._asked.name} within {self._steps()} steps{because}"
 
     @property
     def series(self) -> Series | None:

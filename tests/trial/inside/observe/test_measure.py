@@ -35,6 +35,17 @@ def test_cpu_time_does_not_count_sleeping_and_credit_is_taken_off() -> None:
     assert 5 <= worked < 25
 
 
+def test_what_is_left_out_is_not_of_the_step_it_happens_in() -> None:
+    clock = clock_for(torch.device("cpu"))
+    clock.resume()
+    busy(0.01)
+    with clock.left_out():
+        busy(0.05)
+    clock.pause()
+    (worked,) = clock.milliseconds()
+    assert 5 <= worked < 30
+
+
 @pytest.mark.parametrize(("duel", "name"), [(False, "thread_time"), (True, "wall_time")])
 def test_with_several_threads_a_step_takes_what_its_own_thread_does_and_in_a_duel_what_a_watch_says(
     duel: bool, name: str, monkeypatch: pytest.MonkeyPatch
@@ -80,8 +91,12 @@ def test_cuda_events_are_read_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -
         clock.resume()
         clock.pause()
         clock.credit(1.0)
+    clock.resume()
+    with clock.left_out():
+        pass
+    clock.pause()
     assert log == []
-    assert clock.milliseconds() == [1.0, 1.0, 1.0]
+    assert clock.milliseconds() == [1.0, 1.0, 1.0, 2.0]  # of three between four events
     assert log == ["synchronize"]
 
 
