@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from autoprec.export.base import Losses, Request
 from autoprec.export.naming import TORCH_DTYPES
+from autoprec.policy.schema import STEPPING
 
 OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
 #: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
@@ -104,7 +105,10 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
     if policy.optimizer.update != "keep":
         what = f"optimizer.update: {policy.optimizer.update}"
         yield "update", what, "the step as the script has it: pass fused=True to the optimizer", ""
-    for name, value in policy.optimizer.model_dump(exclude={"update"}).items():
+    if policy.optimizer.products != "keep":
+        what, dtype = f"optimizer.products: {policy.optimizer.products}", TORCH_DTYPES[policy.optimizer.products]
+        yield "products", what, f"as the script has them: X = X.to({dtype}) before the step's products", ""
+    for name, value in policy.optimizer.model_dump(exclude={*STEPPING}).items():
         if value != "fp32":
             yield "optimizer", f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)", ""
     if policy.communication.gradients != "fp32":

@@ -32,6 +32,7 @@ from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.saved import SavedTensors, StorageTable, address_of
 from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, bare_name, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
+from autoprec.optim.stepping.modes import never_compiled
 from autoprec.support.living import uncollected
 
 _SKIPPED = frozenset({"prim", "profiler"})
@@ -42,19 +43,6 @@ _NAMED_FUNCTIONS: dict[Any, str] = {
 _graph_task = torch._C._current_graph_task_id
 _autograd_node = torch._C._current_autograd_node
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-
-def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo out of a dispatch method and what it calls; unlike torch's own way it does not import Dynamo.
-
-    Under a dispatch mode Dynamo leaves the script's frames to Python; inside the mode's method, where the mode is off,
-    it would begin again, and compile each forward operator by itself: its outputs then have other dtypes than the
-    backward pass expects of it (the statistics of a norm under autocast), and every operator takes seconds.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
 
 
 @functools.cache
@@ -261,7 +249,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- operators ------------------------------------------------------------------------------------------------
 
-    @_never_compiled
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

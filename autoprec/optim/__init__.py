@@ -11,4 +11,5 @@ or down at random so that the mean is right (stochastic), keeping what rounding 
 optimizer's state; ``optimizer`` patches the optimizer a script already has, ``update`` is its arithmetic, ``weights``
 exchanges the parameters. ``guard`` leaves out steps that are not finite, ``loss_scaling`` is FP16's, ``communication``
 is DDP's all-reduce with few bits on the wire, and ``monitors`` watch for what a short loss curve does not show.
+``stepping`` changes no format, only how the step is taken.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.optim.communication import GradientHook, find_distributed
-from autoprec.optim.fused import is_fused, why_not_fused
 from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
+from autoprec.optim.stepping.fused import is_fused, why_not_fused
+from autoprec.optim.stepping.products import multiplies, products_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
 from autoprec.precision.recipes import KEEP
@@ -66,6 +67,28 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
     return _stored(requested, held)
 
 
+def _products(requested: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Audit the dtype of what the step multiplies: by the products that were seen."""
+    held, name = products_of(optimizer), type(optimizer).__name__
+    if held is None or held.mode is None:
+        return _entry(requested, KEEP, f"this {name} is not wrapped")
+    if not held.steps:
+        return _entry(requested, _NOTHING, "a step that was compiled before the optimizer was wrapped stays as it was")
+    if not held.mode.count:
+        return _entry(requested, KEEP, f"{name} multiplies no matrices of another dtype that are large enough to gain")
+    return _entry(requested, requested, f"{held.mode.count / held.steps:.3g} products a step")
+
+
+def joined(rows: dict[str, dict[str, Any]], further: Mapping[str, dict[str, Any]]) -> None:
+    """Add the rows of one more optimizer: of several, the first that is not as asked counts.
+
+    Of products it is the first that is as asked: an optimizer beside Muon multiplies nothing.
+    """
+    for part, row in further.items():
+        if part not in rows or row["ok"] is (part == "products"):
+            rows[part] = row
+
+
 def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return what a policy makes worth a look at an optimizer, but does not ask of it."""
     narrow = policy.activations == "fp16" or any(r.scaled or r.format == "fp16" for r in policy.recipes.values())
@@ -78,6 +101,7 @@ def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[st
 
 
 _NOT_WRAPPED = "no living optimizer of this model was wrapped: optimizer = policy.wrap_optimizer(optimizer)"
+_ELEMENTWISE = "the step of no optimizer here multiplies matrices"
 _ALONE = "one process, or no DistributedDataParallel around the model: nothing goes over a wire that we hook"
 
 
@@ -93,6 +117,7 @@ def audit_optimizers(
         optimizers: of the model, after at least one step.
         model: whose parameters they train.
     """
+    optimizers = list(optimizers)
     asked: dict[str, Any] = policy.optimizer.model_dump(exclude_defaults=True)
     asked |= {"loss_scaling": policy.loss_scaling} if policy.loss_scaling != "none" else {}
     asked |= {"communication": wire} if (wire := policy.communication.gradients) != "fp32" else {}
@@ -100,13 +125,11 @@ def audit_optimizers(
         return {}
     rows: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
-        for part, row in audit_optimizer(policy, optimizer, model).items():
-            if part in asked and (part not in rows or not row["ok"]):
-                rows[part] = row
+        joined(rows, audit_optimizer(policy, optimizer, model))
     alone = find_distributed(model) is None
     for part in asked.keys() - rows.keys():
         idle = alone and part == "communication"
-        why = _ALONE if idle else _NOT_WRAPPED
+        why = _ALONE if idle else _ELEMENTWISE if part == "products" and optimizers else _NOT_WRAPPED
         rows[part] = {"requested": asked[part], "executed": "-", "ok": idle, "reason": why}
     return {f"optimizer.{part}": rows[part] for part in asked}
 
@@ -150,6 +173,8 @@ def audit_optimizer(
         out[part] = row
     if choice.update == "fused":
         out["update"] = _entry("fused", "fused" if is_fused(optimizer) else KEEP, why_not_fused(optimizer))
+    if choice.products != KEEP and multiplies(optimizer):
+        out["products"] = _products(choice.products, optimizer)
     scaler = loss_scaler_of(optimizer)
     if scaler is None or scaler.active:
         out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")

@@ -23,10 +23,11 @@ from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.checkpoint import Checkpoint, attach, hook_checkpoints, narrow_moments, parameters_of
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
-from autoprec.optim.fused import check_fused, set_fused
 from autoprec.optim.guard import StepGuard, only_makes_state
 from autoprec.optim.holders import models_holding
 from autoprec.optim.loss_scaling import LossScaler
+from autoprec.optim.stepping.fused import check_fused, set_fused
+from autoprec.optim.stepping.products import set_products
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, muon_update, sgd_update
 from autoprec.optim.weights import StoredWeights, storable
@@ -325,10 +326,10 @@ def wrap_optimizer(
     wrapped, exact = runtime_of(optimizer) is not None, _take_off(optimizer)
     choice = policy.optimizer if isinstance(policy, Policy) else policy
     if choice.stores and _has_nothing(optimizer, model):
-        choice = OptimizerPolicy(update=choice.update)
+        choice = OptimizerPolicy(update=choice.update, products=choice.products)
     if choice.stores:  # before anything is changed
         _check(optimizer, choice, _kind(optimizer), model)
-    set_fused(optimizer, wanted=choice.update == "fused")
+    step_as(optimizer, choice)
     if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
         if model is None:
             raise UsageError(
@@ -391,8 +392,35 @@ def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.
     """
     if policy.optimizer.stores and not _has_nothing(optimizer, model):
         _check(optimizer, policy.optimizer, _kind(optimizer), model)
-    if policy.optimizer.update == "fused":
+    check_step(optimizer, policy.optimizer)
+
+
+def check_step(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy) -> None:
+    """Refuse now what :func:`step_as` would refuse; changes nothing.
+
+    Args:
+        optimizer: before or after its first step.
+        choice: how it is to step.
+
+    Raises:
+        UnsupportedError: it cannot update in one kernel.
+    """
+    if choice.update == "fused":
         check_fused(optimizer)
+
+
+def step_as(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy) -> None:
+    """Let an optimizer step as a policy says, or as the script has it; storage is left alone.
+
+    Args:
+        optimizer: before or after its first step.
+        choice: how it is to step.
+
+    Raises:
+        UnsupportedError: it cannot update in one kernel.
+    """
+    set_fused(optimizer, wanted=choice.update == "fused")
+    set_products(optimizer, choice.products)
 
 
 def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module) -> None:
@@ -410,7 +438,7 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
     """
     install_gradient_hook(model, policy.communication.gradients)
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
-    set_fused(optimizer, wanted=policy.optimizer.update == "fused")
+    step_as(optimizer, policy.optimizer)
     stored = OptimizerPolicy() if runtime is None else runtime.choice
     if stored.stores_as(policy.optimizer) and (scaler is not None) == (policy.loss_scaling == "dynamic"):
         return

@@ -20,6 +20,8 @@ from autoprec.support.validation import Frozen
 
 SCHEMA = "autoprec.policy/1"
 OperatorPrecision = Literal["keep", "fp32"]
+#: Fields of an optimizer's policy that say how it steps; the others say what is stored.
+STEPPING = ("update", "products")
 #: What is left of the gradient of a look-up; 0 would freeze the table.
 EmbeddingGradient = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -72,7 +74,7 @@ class OperatorPolicy(Frozen):
 
 
 class OptimizerPolicy(Frozen):
-    """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md), and the update.
+    """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md), and the step.
 
     ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; the ``_tensor`` formats are MS-AMP's as well:
     one power-of-two scale per tensor. ``gradients`` is what a weight gradient is held in between backward and step.
@@ -87,6 +89,9 @@ class OptimizerPolicy(Frozen):
     update: Literal["keep", "fused"] = Field(
         "keep", description="the step as the script has it, or in one kernel (torch's fused=True)"
     )
+    products: Literal["keep", "bf16", "fp32"] = Field(
+        "keep", description="dtype in which the step multiplies large matrices (Newton-Schulz, preconditioners)"
+    )
 
     @property
     def stores(self) -> bool:
@@ -94,8 +99,8 @@ class OptimizerPolicy(Frozen):
         return not self.stores_as(OptimizerPolicy())
 
     def stores_as(self, other: OptimizerPolicy) -> bool:
-        """Say whether both store alike, however they update."""
-        return self.model_copy(update={"update": other.update}) == other
+        """Say whether both store alike, however they step."""
+        return self.model_copy(update={name: getattr(other, name) for name in STEPPING}) == other
 
     @model_validator(mode="before")
     @classmethod
@@ -405,8 +410,9 @@ class Policy(Frozen):
         out |= {"default": self.default, "activations": self.activations}
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
-        if self.optimizer.update == "keep":
-            del out["optimizer"]["update"]
+        for name in STEPPING:
+            if out["optimizer"][name] == KEEP:
+                del out["optimizer"][name]
         out["loss_scaling"] = self.loss_scaling
         if self.embedding_gradient != 1.0:
             out["embedding_gradient"] = self.embedding_gradient

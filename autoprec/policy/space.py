@@ -98,13 +98,14 @@ class ChoiceRule(Frozen):
 
 
 class OptimizerSpace(Frozen):
-    """Storage formats of weights and optimizer state, and updates, that may be tried; the first is the default."""
+    """Storage formats of weights and optimizer state, and ways to step, that may be tried; the first is the default."""
 
     weights: tuple[str, ...] = ("fp32",)
     exp_avg: tuple[str, ...] = ("fp32",)
     exp_avg_sq: tuple[str, ...] = ("fp32",)
     gradients: tuple[str, ...] = ("fp32",)
     update: tuple[str, ...] = ("keep",)
+    products: tuple[str, ...] = ("keep",)
 
 
 class CommunicationSpace(Frozen):

@@ -32,6 +32,7 @@ from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Exporter, Request
 from autoprec.export.settings import OPERATORS
 from autoprec.policy import OptimizerPolicy, Policy, glob_matches, policy_from_dict
+from autoprec.policy.schema import STEPPING
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 #: layer -> GEMM -> label of :func:`gemm_label`; ``high`` stands for "the dtype of the activations".
@@ -213,7 +214,7 @@ def _marked(name: str, marks: Mapping[str, bool]) -> str:
 
 def wanted_settings(policy: Policy) -> dict[str, str]:
     """Return what a policy says beside layers and operators, flat: ``optimizer.exp_avg`` -> ``bf16``."""
-    state = {f"optimizer.{name}": value for name, value in policy.optimizer.model_dump(exclude={"update"}).items()}
+    state = {f"optimizer.{name}": value for name, value in policy.optimizer.model_dump(exclude={*STEPPING}).items()}
     plain = ("activations", "loss_scaling", "execution")
     return {
         **{name: getattr(policy, name) for name in plain},
@@ -245,15 +246,17 @@ def check_files(done: Export) -> list[str]:
 def check_operators(request: Request, done: Export) -> list[str]:
     """Return what the policy says beside layers and state and the export says nothing about, or two things.
 
-    That is: every operator that it wants in FP32, the dtype of attention, whether the model is compiled, and whether
-    the optimizer's step is fused.
+    That is: every operator that it wants in FP32, the dtype of attention, whether the model is compiled, and how the
+    optimizer steps.
     """
     problems = []
     policy = request.policy
     wanted = {f"operators.{name}: fp32": getattr(policy.operators, name) == "fp32" for name in OPERATORS}
     wanted[f"operators.attention: {policy.operators.attention}"] = policy.operators.attention != "keep"
     wanted[f"execution: {policy.execution}"] = policy.execution != "keep"
-    wanted[f"optimizer.update: {policy.optimizer.update}"] = policy.optimizer.update != "keep"
+    for name in STEPPING:
+        value = getattr(policy.optimizer, name)
+        wanted[f"optimizer.{name}: {value}"] = value != "keep"
     for what, speak in wanted.items():
         said = (what in done.kept) + sum(loss.what == what for loss in done.losses)
         if said != speak:

@@ -16,6 +16,7 @@ from autoprec.export.summary import fast_forward, lose
 from autoprec.export.words import Words
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.library import published
+from autoprec.policy.schema import STEPPING
 
 
 def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPolicy]:
@@ -37,7 +38,7 @@ def write(request: Request, losses: Losses) -> Written:
     """Return ``precision_msamp.py`` and ``ds_msamp.json``."""
     policy = request.policy
     name, optimizer, communication = nearest_level(policy)
-    for part, value in policy.optimizer.model_dump(exclude={"update"}).items():
+    for part, value in policy.optimizer.model_dump(exclude={*STEPPING}).items():
         runs = getattr(optimizer, part)
         if value != runs:
             losses.add(f"optimizer.{part}: {value}", f"{runs} (MS-AMP {name})")

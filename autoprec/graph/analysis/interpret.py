@@ -16,7 +16,7 @@ from autoprec.graph.analysis.patterns import Pattern, find_patterns
 from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
 from autoprec.graph.trace import SCRIPT, Call, Trace
-from autoprec.optim.fused import is_fused, why_not_fused
+from autoprec.optim.stepping.fused import is_fused, why_not_fused
 
 
 def _bytes(trace: Trace, call: Call, cls: str) -> int:

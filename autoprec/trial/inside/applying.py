@@ -126,15 +126,13 @@ def state_seen(policy: Any, found: Found, monitors: list[Any]) -> StateSeen:
         found: models and optimizers of the script.
         monitors: what :func:`watch_state` returned.
     """
-    from autoprec.optim.audit import audit_optimizer, optimizer_hints
+    from autoprec.optim.audit import audit_optimizer, joined, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps
 
     reports = [monitor.report() for monitor in monitors]
     audit: dict[str, Document] = {}
     for optimizer in found.optimizers:
-        for part, row in audit_optimizer(policy, optimizer, found.root).items():
-            if part not in audit or not row["ok"]:
-                audit[part] = row
+        joined(audit, audit_optimizer(policy, optimizer, found.root))
     return StateSeen(
         penalty=max((report.penalty() for report in reports), default=0.0),
         problems=tuple(problem for report in reports for problem in report.problems()),

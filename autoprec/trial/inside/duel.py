@@ -26,8 +26,8 @@ from autoprec.applying.policy import apply_policy
 from autoprec.applying.prepared import Prepared
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.sharded import any_rank, rank, world_size
-from autoprec.optim.fused import check_fused, set_fused
-from autoprec.policy import compiles, policy_from_dict
+from autoprec.optim.optimizer import check_step, step_as
+from autoprec.policy import OptimizerPolicy, Policy, compiles, policy_from_dict
 from autoprec.trial.inside.applying import by_block, by_its_backend
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.loop import Loop
@@ -63,7 +63,7 @@ class Duel:
         self._ranked = world_size() > 1
         self._lanes: dict[str, Prepared] = {}
         self._refused: dict[str, str] = {}
-        self._fused: set[str] = set()
+        self._steps: dict[str, OptimizerPolicy] = {}
         self._rounds: list[dict[str, float]] = []
         self._round: dict[str, float] = {}
         self._order: list[str] = []
@@ -146,14 +146,13 @@ class Duel:
         for name, document in asked.items():
             try:
                 wanted = by_block(document, root) if self._spec.by_block else document
-                if (wanted or {}).get("optimizer", {}).get("update") == "fused":
-                    for optimizer in self._found.optimizers:
-                        check_fused(optimizer)
-                    self._fused.add(name)
                 if wanted is not None:
-                    named = wanted if self._spec.by_backend else None
-                    with by_its_backend(named, root):
-                        apply_policy(policy_from_dict(wanted), root, backend=self._spec.backend)
+                    policy: Policy = policy_from_dict(wanted)
+                    for optimizer in self._found.optimizers:
+                        check_step(optimizer, policy.optimizer)
+                    self._steps[name] = policy.optimizer
+                    with by_its_backend(wanted if self._spec.by_backend else None, root):
+                        apply_policy(policy, root, backend=self._spec.backend)
                 self._lanes[name] = Prepared(root)
             except AutoPrecError as error:
                 self._refused[name] = str(error)
@@ -185,7 +184,7 @@ class Duel:
         """Exchange the policy, and let so many steps go by."""
         self._lanes[lane].put()
         for optimizer in self._found.optimizers:
-            set_fused(optimizer, wanted=lane in self._fused)
+            step_as(optimizer, self._steps.get(lane, OptimizerPolicy()))
         self._lane, self._settle, self._since = lane, steps, loop.steps
 
     def _is_known(self, loop: Loop) -> bool:

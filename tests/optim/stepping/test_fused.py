@@ -7,8 +7,8 @@ import torch
 
 from autoprec.errors import UnsupportedError
 from autoprec.optim.audit import audit_optimizer
-from autoprec.optim.fused import fuse, is_fused, unfuse, why_not_fused
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
+from autoprec.optim.stepping.fused import fuse, is_fused, unfuse, why_not_fused
 from autoprec.policy import OptimizerPolicy, Policy
 
 FUSED = Policy(optimizer=OptimizerPolicy(update="fused"))
