@@ -383,6 +383,8 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
             else:
                 by_hand = found is not None and found.low_precision and found.activations is None
                 ok, reason = True, _BY_HAND if by_hand else "nothing of low precision reached it"
+        elif name == "activations" and ok and found is not None and found.emulates_activations:
+            reason = f"emulated: products in fp32, of operands rounded to {requested}"
         elif name == "output" and found is not None and found.unwidened:
             ran = policy.activations
             reason = f"the tensors of the {found.unwidened} that the model returns stay as they are: no container"

@@ -183,6 +183,9 @@ class SearchSpace(Frozen):
         min_length=1,
         description="torch.compile of blocks or the whole model; tried where trials are timed",
     )
+    rollout: tuple[Literal["keep", "same", "bf16", "fp16"], ...] = Field(
+        ("keep",), min_length=1, description="the copy that generates: as written, as training, or all in a dtype"
+    )
     parameters: dict[str, tuple[bool | int | float | str, ...]] = Field(
         default_factory=dict, description="recipe parameters: <recipe>.<field>[.<field>] to values, the default first"
     )
@@ -246,6 +249,7 @@ class SearchSpace(Frozen):
         out |= {name: values for name in WIDE_OPERATORS if (values := getattr(self, name))}
         out |= {f"{section}.{name}": values for section in _SECTIONS for name, values in getattr(self, section)}
         out["embedding_gradient"], out["execution"] = self.embedding_gradient, self.execution
+        out["rollout"] = self.rollout
         return out | {path: tuple(values) for path, values in self.parameters.items()}
 
     def warnings(self) -> list[str]:
@@ -289,6 +293,25 @@ class SearchSpace(Frozen):
         same = {"compile", "compile_whole"} if compiled else {"eager"}
         values = tuple(v for v in self.execution if v not in same) if measured else ("keep",)
         return self.model_copy(update={"execution": values or ("keep",)})
+
+    def with_rollout(self) -> SearchSpace:
+        """Return the space for a search by how far training and the copy that generates are apart.
+
+        The copy may run what training does, or be in one dtype; and wherever bf16 is offered fp16 is as well, whose
+        three bits more are what brings the sides together (arXiv 2510.26788).
+        """
+
+        def both(rule: ChoiceRule) -> ChoiceRule:
+            names = [choice.name for choice in rule.choices]
+            at = names.index("bf16") + 1 if "bf16" in names and "fp16" not in names else 0
+            more = (Choice(recipe="fp16"),) if at else ()
+            return rule.model_copy(update={"choices": (*rule.choices[:at], *more, *rule.choices[at:])})
+
+        wide = ("fp16",) if "bf16" in self.activations and "fp16" not in self.activations else ()
+        changes: dict[str, Any] = {"choices": tuple(map(both, self.choices)), "loss_scaling": "dynamic"}
+        if "rollout" not in self.model_fields_set:
+            changes["rollout"] = ("same", "keep", "bf16", "fp16")
+        return self.model_copy(update=changes | {"activations": (*self.activations, *wide)})
 
     def without_surroundings(self) -> SearchSpace:
         """Return the space without what surrounds the model's forward, for a script that calls the model's parts."""

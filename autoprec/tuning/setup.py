@@ -23,6 +23,7 @@ from autoprec.support.files import canonical_json
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.environment import thread_count
+from autoprec.trial.losses import MISMATCH
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import VARIANT, Params, Problem
 from autoprec.tuning.options import SearchOptions
@@ -125,6 +126,8 @@ class Setup:
             space = space.model_copy(update={"execution": (KEEP,)})  # compiling all of a model takes too long to try
         if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
             space = space.without_bf16_activations()
+        if options.metric in MISMATCH:
+            space = space.with_rollout()
         if not graph.root_called:
             space = space.without_surroundings()
         compiled = host.compiled or not measured

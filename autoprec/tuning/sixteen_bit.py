@@ -20,7 +20,7 @@ from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
-from autoprec.tuning.decide.presets import COMPILED, widest
+from autoprec.tuning.decide.presets import COMPILED, ONE_SIDE, widest
 from autoprec.tuning.decide.published import LIBRARIES
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.soundness import MENDED, Soundness, soundness_of
@@ -140,7 +140,13 @@ def by_hand(known: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
     """
     names = [name for name, _ in known]
     public = {short: name for name in names for short in _PUBLISHED.findall(name)}
-    order = [MENDED, *NAMES, *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public)]
+    both = ("fp16 autocast", f"bf16 autocast, {ONE_SIDE}")  # of two sides; beside the first name, which changes both
+    order = [
+        MENDED,
+        *NAMES,
+        *(both if both[1] in names else ()),
+        *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public),
+    ]
     order += [public[short] for short in LIBRARIES if short in public]
     order += [name for short, name in public.items() if published(short).families]
     order += [COMPILED, *(f"{name}, compiled" for name in NAMES)]

@@ -316,3 +316,21 @@ def test_a_space_that_lists_it_offers_it_and_a_preset_may_name_it() -> None:
     assert found.parameter_values()["embedding_gradient"] == (1.0, 0.1)
     with pytest.raises(SpaceError, match=r"embedding_gradient = 0\.1 is not in this space"):
         space_from_dict(space(presets=[preset]))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_space_for_both_sides_offers_fp16_wherever_it_offers_bf16(name: str) -> None:
+    space = load_space(name)
+    wider = space.with_rollout()
+    for before, after in zip(space.choices, wider.choices, strict=True):
+        names = [choice.name for choice in after.choices]
+        assert [one for one in names if one != "fp16"] == [one.name for one in before.choices if one.name != "fp16"]
+        assert ("fp16" in names) == ("bf16" in names or "fp16" in [one.name for one in before.choices])
+    assert ("fp16" in wider.activations) == bool({"bf16", "fp16"} & set(space.activations))
+    assert wider.loss_scaling == "dynamic"
+    assert wider.rollout == ("same", "keep", "bf16", "fp16")
+
+
+def test_what_a_space_says_of_the_copy_that_generates_stays() -> None:
+    document = {"schema": "autoprec.space/1", "name": "own", "rollout": ["fp16"]}
+    assert space_from_dict(document).with_rollout().rollout == ("fp16",)

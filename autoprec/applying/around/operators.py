@@ -359,6 +359,11 @@ class RootExecution:
             self.idle[autocast] = mode.does_nothing()
 
     @property
+    def emulates_activations(self) -> bool:
+        """Whether products under autocast are computed in float32, of operands that are rounded to its dtype."""
+        return self.modes[True].emulated is not None
+
+    @property
     def low_precision(self) -> bool:
         """Whether the model holds bfloat16 or float16 parameters now."""
         return any(p is not None and p.dtype in SIXTEEN_BIT for held in self.held for p in held.values())

@@ -381,7 +381,8 @@ def choose(
             "over_16bit": _bounds_over_16bit(best),
             "untimed": best.low is None and not best.modelled,
         }
-        | rules.baseline.named,
+        | rules.baseline.named
+        | ({"excess": float(np.mean(best.excess))} if apart and best.excess else {}),
     )
     return Decision("adopt", (reason,), ranking, chosen, rests_on=(chosen, *tied), run=best.run)
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from autoprec.graph.roles import Place, places
+from autoprec.policy.rollout import ROLLOUT
 from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
@@ -23,6 +24,8 @@ _ATTENTION, _MLP = {"attention", "cross_attention"}, {"mlp", "expert", "shared_e
 #: The preset that changes no precision, and compiles the blocks of a script that compiles nothing.
 COMPILED = "script, blocks compiled"
 #: How a policy's ``execution`` is called in a preset's name.
+#: Ends the name of a preset that changes training alone, where others change the copy that generates as well.
+ONE_SIDE = "rollout as written"
 _EXECUTED = {"compile": "compiled", "compile_whole": "compiled as a whole", "eager": "not compiled"}
 
 
@@ -61,6 +64,8 @@ def _candidates(problem: Problem, execution: str) -> Iterator[tuple[str, Params]
         yield "script", script
     for name in (name for name in ("bf16", "fp16") if name in offered.get("activations", ())):
         yield f"{name} autocast", problem.params_of(name, activations=name)
+        if KEEP in offered.get(ROLLOUT, ()):
+            yield f"{name} autocast, {ONE_SIDE}", problem.params_of(name, activations=name, rollout=KEEP)
         wide = {kind: "fp32" for kind in WIDE_OPERATORS if "fp32" in offered.get(kind, ())}
         if wide:
             yield f"{name} autocast, {' and '.join(wide)} fp32", problem.params_of(name, activations=name, **wide)

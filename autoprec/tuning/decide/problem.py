@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, ModelInfo, Policy, glob_matches
+from autoprec.policy.rollout import ROLLOUT, SAME, section
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
@@ -34,11 +35,12 @@ Point = tuple[Any, ...]
 VARIANT = "variant"
 
 #: The parameter that says how the optimizer steps.
-UPDATE = "optimizer.update"
+UPDATE, PRODUCTS = "optimizer.update", "optimizer.products"
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 #: What leaves everything around the layers as the script wrote it.
-_AS_WRITTEN: dict[str, Any] = dict.fromkeys(("activations", "attention", "execution", UPDATE), KEEP)
+_AS_WRITTEN: dict[str, Any] = dict.fromkeys(("activations", "attention", "execution", UPDATE, PRODUCTS), KEEP)
+_AS_WRITTEN[ROLLOUT] = KEEP
 _AS_WRITTEN["embedding_gradient"] = 1.0
 
 
@@ -269,6 +271,7 @@ class Problem:
         if "attention" in values:
             values["attention"] = self._attention(params)
         values |= {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
+        values |= {ROLLOUT: self._rollout(params)} if ROLLOUT in values else {}
         return (index.tobytes(), *values.values(), *self._canonical(used, params))
 
     def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
@@ -291,6 +294,16 @@ class Problem:
         """Return what is asked of a class of operators: ``keep`` where nothing reaches it in 16 bits."""
         return str(self.value(params, name)) if self._narrowed or self.value(params, "activations") != KEEP else KEEP
 
+    def _rollout(self, params: Params) -> str:
+        """Return what the copy that generates runs: ``same`` only where that has no shorter name."""
+        value = str(self.value(params, ROLLOUT))
+        if value != SAME:
+            return value
+        if self.is_autocast(params):
+            return str(self.value(params, "activations"))
+        quiet = self.value(params, "activations") == KEEP
+        return KEEP if quiet and all(self.effective(params, group) == KEEP for group in self.groups) else SAME
+
     @cached_property
     def _narrowed(self) -> bool:
         """Say whether the script as written computes anything in 16 bits."""
@@ -312,6 +325,7 @@ class Problem:
         plain = dict(_AS_WRITTEN)
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)
+        values[ROLLOUT] = self._rollout(params)
         wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         values, plain = values | wide, plain | dict.fromkeys(wide, KEEP)
         plain |= {name: options[0] for name, options in self.parameters.items() if name == VARIANT}
@@ -358,7 +372,8 @@ class Problem:
         used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
         activations = params["activations"]
         fp16 = activations == "fp16" or any(recipes[name].format == "fp16" for name in used)
-        policy_recipes = {name: recipe for name, recipe in recipes.items() if name in used}
+        rollout, own = section(params[ROLLOUT], rules, recipes, activations)
+        policy_recipes = {name: recipe for name, recipe in recipes.items() if name in used} | own
         return Policy.model_validate(
             {
                 "recipes": policy_recipes,
@@ -372,6 +387,7 @@ class Problem:
                 "communication": {n.split(".")[1]: v for n, v in params.items() if n.startswith("communication.")},
                 "embedding_gradient": params["embedding_gradient"],
                 "execution": params["execution"],
+                "rollout": rollout,
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": ModelInfo.model_validate(dict(self.report.model)),
                 "evidence": dict(evidence or {}),

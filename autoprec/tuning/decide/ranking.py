@@ -8,12 +8,14 @@ and is not surely acceptable (or surely not) itself. The first accepted policy i
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoprec.trial.losses import MISMATCH
 from autoprec.tuning.decide.decision import Rules, Standing
 from autoprec.tuning.decide.problem import Params
-from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS, Expectation
+from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, LAST_VALUE, MOST_SEEDS, Expectation
 
 #: What is worth so much of the most is worth about the same.
 _TIED = 0.9
@@ -94,6 +96,11 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     if shown is not None:
         ahead, gain = shown
     breaking = frozenset(one.name for one in standings if rules.breaks(one))
+    if gain <= 0 and best is not None and rules.baseline.metric in MISMATCH:
+        as_fast = outlook.cost <= best * (1.0 + expectation.goals.resolution)
+        rivals = [i for i in open_ones if as_fast[i] and standings[i].name not in breaking]
+        ahead = _closer(standings, rivals, [i for i in accepted if as_fast[i]])
+        gain = LAST_VALUE if ahead is not None else 0.0
     return Ranking(standings, accepted, ahead if gain > 0 else None, gain, best, breaking)
 
 
@@ -108,6 +115,19 @@ def _first_of(level: Sequence[int], standings: Sequence[Standing], *, apart: flo
     if first is None or fastest is None or standings[fastest].speedup <= apart * standings[first].speedup:
         return first
     return fastest
+
+
+def _closer(standings: Sequence[Standing], open_ones: Sequence[int], accepted: Sequence[int]) -> int | None:
+    """Return which of policies that are as fast brings training and rollout closest; None where an accepted one does.
+
+    No seed of it gains any time, but of those that are tied the closest is taken.
+    """
+
+    def apart(i: int) -> float:
+        return statistics.fmean(standings[i].excess or (math.inf,))
+
+    found = min(open_ones, key=apart, default=None)
+    return None if found is None or apart(found) >= min(map(apart, accepted), default=math.inf) else found
 
 
 def _shown_faster(

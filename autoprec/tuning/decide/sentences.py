@@ -181,6 +181,7 @@ def _adopted(
     unproved: bool = False,
     reference: str = "script",
     metric: str = "",
+    excess: float | None = None,
 ) -> str:
     gain, base = speed_text(speedup, low, high), over_what(reference, AS_WRITTEN)
     if sixteen_bit:
@@ -192,11 +193,12 @@ def _adopted(
         gain += f" over {base}"
     gain += f" by its own trials, not timed beside {over_what(reference)}" if untimed else ""
     text = f"{name} {'would be' if unproved else 'is'} the {_BEST[objective]}{' so far' if so_far else ''}: {gain}, "
-    text += gap_text(divergence, metric) + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
+    fell = excess is not None and excess < 0
+    text += f"{metric} fell by {-excess:.1%}" if fell and excess else gap_text(divergence, metric)
+    text += f"; {caveat}" if caveat is not None else "" if fell else f" within {budget:.3%}"
     text += f", merit {merit:.2f}" if objective != "throughput" else ""
-    return text + (
-        f"; of {tied} that cannot be told apart in speed it has the smallest gradient error" if tied > 1 else ""
-    )
+    least = "gradient error" if excess is None else metric
+    return text + (f"; of {tied} that cannot be told apart in speed it has the smallest {least}" if tied > 1 else "")
 
 
 def _no_gain(

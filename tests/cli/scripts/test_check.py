@@ -247,3 +247,14 @@ def test_a_script_that_failed_under_the_policy_is_not_a_script_that_fails_by_its
     assert under.exit_code == 1
     assert "the script failed under it, after 1 training step: boom" in str(under)
     assert _refusal(TrialResult("too_short", "ended", losses=(1.0,) * 5), "train.py").exit_code == 3
+
+
+@pytest.mark.slow
+def test_fp16_autocast_on_a_cpu_is_as_asked_although_its_products_are_emulated(script: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "fp16.yaml"
+    policy.write_text("schema: autoprec.policy/1\nactivations: fp16\nloss_scaling: dynamic\n", encoding="utf-8")
+    found = autoprec("check", "--policy", policy, "--json", script)
+    assert found.code == 0, found.err
+    row = found.json()["operators"]["activations"]
+    assert (row["ok"], row["executed"]) == (True, "fp16")
+    assert row["reason"] == "emulated: products in fp32, of operands rounded to fp16"

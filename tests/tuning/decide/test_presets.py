@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.problem import Problem, layer_key
+from autoprec.tuning.sixteen_bit import by_hand
 from tests.tuning.models import gpt
 
 
@@ -123,3 +126,20 @@ def test_a_head_with_fp32_sums_of_its_weight_gradient_is_a_preset() -> None:
 def test_a_preset_that_would_keep_every_block_is_left_out() -> None:
     names = [name for name, _ in presets(Problem.build(gpt(3), load_space("blackwell-nvfp4")))]
     assert not any("last 4 blocks" in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["cpu", "hopper-fp8", "te-delayed"])
+def test_every_preset_of_a_search_for_both_sides_is_a_policy_of_both(name: str) -> None:
+    problem = Problem.build(gpt(), load_space(name).with_rollout())
+    assert problem.parameters["rollout"] == ("same", "keep", "bf16", "fp16")
+    found = dict(presets(problem))
+    sides = {preset: problem.policy(params).rollout for preset, params in found.items()}
+    assert sides["fp16 autocast"] is not None
+    assert sides["fp16 autocast"].to_dict() == {"activations": "fp16", "weights": "fp16"}
+    assert sides["bf16 autocast, rollout as written"] is None
+    assert problem.policy(found["fp16 autocast"]).loss_scaling == "dynamic"
+    assert all(side is not None for preset, side in sides.items() if preset.startswith("all "))
+    assert sides.get("script") is None
+    first = [preset for preset, _ in by_hand(list(found.items()))]
+    plain = [preset for preset in ("bf16 autocast", "all bf16") if preset in found]
+    assert first[: len(plain) + 2] == [*plain, "fp16 autocast", "bf16 autocast, rollout as written"]

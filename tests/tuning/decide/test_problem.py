@@ -286,3 +286,22 @@ def test_a_model_that_looks_nothing_up_has_no_gradient_to_shrink(values: list[fl
         replace(gpt(), operators=(EMBEDDING,)), space_from_dict(document).without_surroundings()
     )  # the script calls the model's parts: what surrounds its forward would not run
     assert outside.policy(outside.params_of("bf16")).embedding_gradient == 1.0
+
+
+def test_what_runs_the_same_on_both_sides_is_one_point() -> None:
+    problem = Problem.build(gpt(), load_space("cpu").with_rollout())
+    autocast = {
+        value: problem.params_of("bf16", activations="bf16", rollout=value) for value in ("same", "bf16", "fp16")
+    }
+    assert problem.key(autocast["same"]) == problem.key(autocast["bf16"]) != problem.key(autocast["fp16"])
+    script = {value: problem.params_of("keep", rollout=value) for value in ("same", "keep", "bf16")}
+    assert problem.key(script["same"]) == problem.key(script["keep"]) != problem.key(script["bf16"])
+    assert problem.is_script(script["same"])
+    assert not problem.is_script(script["bf16"])
+    assert problem.render(problem.quiet()).rollout is None
+
+
+def test_other_searches_leave_the_copy_as_written() -> None:
+    problem = Problem.build(gpt(), load_space("hopper-fp8"))
+    assert "rollout" not in problem.parameters
+    assert problem.policy(problem.params_of("fp8_rowwise")).rollout is None

@@ -118,3 +118,20 @@ def test_a_run_that_failed_under_a_seed_ends_it() -> None:
 
 def test_nothing_tried_is_nothing_to_say() -> None:
     assert stand({}).next is None
+
+
+def test_of_policies_that_cost_the_same_the_one_whose_sides_are_closest_gets_its_seed() -> None:
+    params = {"bf16": FOUND.problem.params_of("bf16"), "fp8": FOUND.problem.params_of("fp8_tensorwise")}
+    rows = {"fp8": (0.0001, 0.00012), "bf16": (0.0001,)}
+    expectation = Expectation(FOUND.problem, FOUND.prior, Goals(BUDGET, reference=(60.0, 1.0)))
+    step = FOUND.step(params["fp8"])[0]
+    expectation.fit([run_of(params[n], s, gap, step) for n in rows for s, gap in enumerate(rows[n])])
+
+    def next_of(metric: str, excess: float) -> int | None:
+        apart = {"fp8": (-0.5, -0.5), "bf16": (excess,)}
+        entrants = [(params["fp8"], Standing(n, 1.8, rows[n], gradient_error=0.01, excess=apart[n])) for n in rows]
+        return rank(expectation, entrants, Rules(BUDGET, Baseline(1e-6, metric=metric)), seeds=4).next
+
+    assert next_of("rollout_kl", -0.9) == 1
+    assert next_of("rollout_kl", -0.1) is None
+    assert next_of("eval_loss", -0.9) is None

@@ -99,6 +99,8 @@ REASONS = [
     Reason("beyond_rounding", {"mean": 0.4, "ratio": 21.0, "metric": "f1"}),
     Reason("worse_loss", {"excess": 0.05, "limit": 0.0025, "metric": "f1"}),
     Reason("adopted", ADOPTED | {"metric": "eval_loss"}),
+    Reason("adopted", ADOPTED | {"metric": "rollout_kl", "excess": -0.98, "tied": 2}),
+    Reason("adopted", ADOPTED | {"metric": "rollout_kl", "excess": 0.01}),
     Reason("holds", {"divergence": 0.001, "limit": 0.0025, "caveat": None, "speedup": 1.5, "metric": "eval_loss"}),
     Reason("mended", MENDED | {"divergence": 0.01, "metric": "f1"}),
 ]
