@@ -22,6 +22,7 @@ from autoprec.cost.rest import (
     rest_cost,
     rest_operators,
     scaled_newton_schulz,
+    scaled_products,
     second_moments,
 )
 from autoprec.cost.saved import KEPT, NOT_LISTED, Setting, Walk, walked
@@ -32,6 +33,8 @@ from autoprec.policy.space import WIDE_OPERATORS
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
 
+#: Bytes that a cast between 16 and 32 bits moves of each value.
+_CAST_BYTES = 6.0
 #: How often an update reads and writes its bytes that is not fused: on a GPU, one operation for all parameters; on a
 #: CPU, parameter by parameter (2.8 to 4.8 times a fused update on four scripts of benchmarks/search/by_hand.py).
 _UNFUSED, _UNFUSED_CPU = 1.6, 3.2
@@ -121,7 +124,7 @@ class CostModel:
         self._rest_operators = rest_operators(report)
         self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
-        self._muon = scaled_newton_schulz(report, self.scale)
+        self._muon, self._multiplied = scaled_newton_schulz(report, self.scale), scaled_products(report, self.scale)
         self._costs: dict[tuple[str, LayerPlan, str], LayerCost] = {}
         self._memory: dict[tuple[Any, ...], int] = {}
         self._rests: dict[tuple[str, str], RestCost] = {}
@@ -149,7 +152,7 @@ class CostModel:
         out = copy.copy(self)
         out.scale, out.parameters, out._other = scale, scaled_parameters(self.report, scale), None
         out._works = {name: layer_works(layer, scale) for name, layer in self._layers.items()}
-        out._muon = scaled_newton_schulz(self.report, scale)
+        out._muon, out._multiplied = scaled_newton_schulz(self.report, scale), scaled_products(self.report, scale)
         out._costs, out._memory, out._rests = {}, {}, {}
         return out
 
@@ -386,13 +389,19 @@ class CostModel:
         fused = self.compiled or self.report.fused_update or state.update == "fused"
         passes = 1.0 if fused else _UNFUSED_CPU if self.target.is_cpu else _UNFUSED
         moved = self.parameters / self.shards * optimizer_bytes(state, second)[1] * passes
-        return moved / (self.target.bandwidth * self.rates.bandwidth) + self._newton_schulz_seconds()
+        return moved / (self.target.bandwidth * self.rates.bandwidth) + self._products_seconds(state.products)
 
-    def _newton_schulz_seconds(self) -> float:
-        """Return the time of what Muon multiplies: in bf16, as it is written, and on one of the shards each."""
-        product = partial(gemm_seconds, self.target, self.rates, "bf16")
-        each = (one.matrices * one.iterations * product(*sizes) for one in self._muon for sizes in one.products)
-        return sum(each) / self.shards
+    def _products_seconds(self, dtype: str) -> float:
+        """Return the time of what optimizers' steps multiply, as written or in another dtype, on one of the shards."""
+        total, speed = 0.0, self.target.bandwidth * self.rates.bandwidth
+        for one in self._multiplied:
+            moves = one.moves_to(dtype)
+            written = one.dtype if self.target.peak(one.dtype) else "fp32"
+            family = dtype if moves else written
+            each = gemm_seconds(self.target, self.rates, family, one.m, one.k, one.n, one.batch)
+            values = one.batch * (one.m * one.k + one.k * one.n + one.m * one.n)
+            total += one.calls * (each + (_CAST_BYTES * values / speed if moves else 0.0))
+        return total / self.shards
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:
         """Return the CPU time that launching a step takes: what small models are bound by."""

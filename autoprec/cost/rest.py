@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autoprec.cost.rates import Rates
 from autoprec.cost.saved import FLOAT_BYTES
 from autoprec.cost.scale import CostScale, in_block, short_dtype
-from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
+from autoprec.graph.report import GraphReport, NewtonSchulz, Operator, StepProduct
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import Target
 
@@ -203,6 +203,18 @@ def scaled_newton_schulz(report: GraphReport, scale: CostScale) -> list[NewtonSc
             matrices=max(1, round(one.matrices * scale.depth)),
         )
         for one in report.newton_schulz
+    ]
+
+
+def scaled_products(report: GraphReport, scale: CostScale) -> list[StepProduct]:
+    """Return what optimizers' steps multiply at scaled shapes: all sides grow, and blocks repeat."""
+
+    def grown(size: int) -> int:
+        return max(1, round(size * scale.width))
+
+    return [
+        replace(one, m=grown(one.m), k=grown(one.k), n=grown(one.n), calls=max(1, round(one.calls * scale.depth)))
+        for one in report.step_products()
     ]
 
 

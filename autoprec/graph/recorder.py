@@ -24,11 +24,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoprec.graph.analysis.memory import muon_matrices, stand_in, step_of_twin
+from autoprec.graph.analysis.memory import multiplied_matrices, stand_in, step_of_twin
 from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.places import caller
-from autoprec.graph.report import GraphReport, Operator
+from autoprec.graph.report import MULTIPLYING, GraphReport, Operator
 from autoprec.graph.saved import SavedTensors, StorageTable, address_of
 from autoprec.graph.trace import BETWEEN, SCRIPT, Call, Ref, Trace, Value, bare_name, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
@@ -185,7 +185,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         from autoprec.graph.analysis.interpret import interpret
 
         made = interpret(self.trace, self.names, builtin_rules(), self.optimizers)
-        return replace(made, updating=muon_operators(self.optimizers, self.names, len(made.operators)))
+        return replace(made, updating=updating_operators(self.optimizers, self.names, len(made.operators)))
 
     def graph(self) -> torch.fx.Graph:
         """Return the step as a ``torch.fx.Graph`` (see :mod:`autoprec.graph.fxgraph`)."""
@@ -403,36 +403,32 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.saved, self.trace.saved_bytes = saved, sum(saved.values())
 
 
-_MUON = (
-    "of Muon's step: it iterates in bf16 of its own, and no policy changes more than its momentum (optimizer.exp_avg)"
-)
+#: The largest matrix on whose zeros a step is tried out that cannot run without data.
+_MOST_VALUES = 1 << 20
 
 
-def muon_operators(
+def updating_operators(
     optimizers: Sequence[torch.optim.Optimizer], names: ModelNames, before: int = 0
 ) -> tuple[Operator, ...]:
-    """Return the operators of Muon's step, matrix by matrix, numbered from ``before`` on.
+    """Return the operators of optimizers' steps that multiply matrices, matrix by matrix, numbered from ``before`` on.
 
-    A twin of the optimizer is recorded on stand-ins without data, once for each shape. Of another Muon than torch's
-    whose step cannot run on one there are none.
+    A twin of the optimizer is recorded on stand-ins without data, once for each shape. Of an optimizer whose step
+    cannot run on one, and of one that multiplies nothing, there are none.
 
     Args:
-        optimizers: of the script; others than Muon have no matrices.
+        optimizers: of the script.
         names: of the parameters.
         before: how many operators the report has already.
     """
     rules, rows, recorded = builtin_rules(), list[Operator](), dict[tuple[Any, ...], tuple[Operator, ...]]()
-    for optimizer, group, matrix in muon_matrices(optimizers):
+    for optimizer, group, matrix in multiplied_matrices(optimizers):
         key = (id(group), matrix.shape, matrix.dtype)
         if key not in recorded:
-            shadow = stand_in(matrix.shape, matrix.dtype)
-            holder = nn.ParameterList([shadow])
-            try:
-                with StepRecorder(holder) as recorder:
-                    step_of_twin(optimizer, [(group, [shadow])])
-            except Exception:  # someone else's optimizer may need anything at all
-                return ()
-            recorded[key] = recorder.report().operators
+            recorded[key] = _of_twin(optimizer, group, matrix)
+        reason = (
+            f"of {type(optimizer).__name__}'s step: optimizer.products says in which dtype matrices are multiplied, "
+            "optimizer.exp_avg how a momentum is stored"
+        )
         name, first = names.name_of_parameter(matrix), before + len(rows)
         rows += (
             replace(
@@ -442,7 +438,7 @@ def muon_operators(
                 phase="optimizer",
                 cls=rules.class_of(row.op) or row.cls,  # a product of two activations it is not
                 precision="keep",
-                reason=_MUON,
+                reason=reason,
                 weight=name,
                 role="",
                 inputs=tuple(first + maker for maker in row.inputs),
@@ -451,6 +447,22 @@ def muon_operators(
             for index, row in enumerate(recorded[key])
         )
     return tuple(rows)
+
+
+def _of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], matrix: nn.Parameter) -> tuple[Operator, ...]:
+    """Return the operators of a step on a stand-in for a matrix, the second: the first may only make state (SOAP's)."""
+    for device in ("meta", "cpu") if matrix.numel() <= _MOST_VALUES else ("meta",):
+        shadow = stand_in(matrix.shape, matrix.dtype, device)
+        holder, state = nn.ParameterList([shadow]), {shadow: dict[str, Any]()}
+        try:
+            for _ in range(2):
+                with StepRecorder(holder) as recorder:
+                    step_of_twin(optimizer, [(group, [shadow])], state)
+        except Exception:  # someone else's optimizer may need anything at all
+            continue
+        found = recorder.report().operators
+        return found if any(bare_name(row.op) in MULTIPLYING for row in found) else ()
+    return ()
 
 
 def record_step(

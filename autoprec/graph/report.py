@@ -6,12 +6,14 @@ The recorder (which needs torch) writes it in the process that trains; the drive
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from autoprec.errors import FileError
 from autoprec.graph.census import Judged
+from autoprec.policy.schema import PRODUCTS
 from autoprec.support.files import read_text
 from autoprec.support.living import uncollected
 from autoprec.support.plain import rebuild, shallow
@@ -20,6 +22,8 @@ from autoprec.support.plain import rebuild, shallow
 MAX_GRAPH_BYTES = 256 * 1024 * 1024
 #: Fields of an operator that are lists in JSON.
 _TUPLES = ("dtypes", "out_dtypes", "inputs", "out_saved", "sources")
+#: Operators that multiply matrices, by their bare names: one or a batch, and those that add the product to a tensor.
+MULTIPLYING = ("mm", "bmm", "addmm", "baddbmm")
 #: Parts of a step that are told apart from the model's: inside an optimizer's step, and inside a loader's.
 OPTIMIZER, DATA = "optimizer", "data"
 
@@ -67,6 +71,28 @@ class NewtonSchulz:
     def flops(self) -> int:
         """Floating-point operations of all iterations over all matrices: 2 M K N of each product."""
         return self.matrices * self.iterations * sum(2 * m * k * n for m, k, n in self.products)
+
+
+@dataclass(frozen=True, slots=True)
+class StepProduct:
+    """``calls`` products ``[batch, M, K] x [batch, K, N]`` in an optimizer's step, of operands of one dtype."""
+
+    m: int
+    k: int
+    n: int
+    dtype: str
+    batch: int = 1
+    calls: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all calls: 2 M K N of each matrix."""
+        return 2 * self.m * self.k * self.n * self.batch * self.calls
+
+    def moves_to(self, dtype: str) -> bool:
+        """Say whether ``optimizer.products`` computes these in another dtype: large ones of those that it is for."""
+        least, operands = PRODUCTS.get(dtype, (0, ()))
+        return self.dtype in operands and self.m * self.k * self.n >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +192,8 @@ class GraphReport:
     its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
     is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``,
     ``can_fuse`` that all could, and one does not.
-    ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, matrix by matrix.
+    ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, and of other
+    optimizers' that multiply, matrix by matrix.
     ``judged`` is what the step says of the script's own precision; None where it had no data, or was modelled.
     """
 
@@ -198,6 +225,27 @@ class GraphReport:
         """Whether ranks share layers (tensor parallelism), and this is the step of one of them."""
         # those after backward are of gradients: FSDP2's norm of all ranks, where the script clips
         return any(operator.exchanges and operator.phase != "update" for operator in self.operators)
+
+    def step_products(self) -> list[StepProduct]:
+        """Return what the optimizers' steps multiply: as recorded, or Muon's products by its shapes, in bf16."""
+        found: Counter[StepProduct] = Counter()
+        for row in self.updating:
+            name = row.op.rpartition("::")[2].rstrip("_")
+            if name in MULTIPLYING:
+                at = int("add" in name)
+                first, second = row.shapes[at : at + 2]
+                batch = first[0] if len(first) == 3 else 1
+                found[StepProduct(first[-2], first[-1], second[-1], row.dtypes[at], batch)] += 1
+        for one in () if found else self.newton_schulz:
+            for m, k, n in one.products:
+                found[StepProduct(m, k, n, "bf16")] += one.matrices * one.iterations
+        return [replace(one, calls=calls) for one, calls in found.items()]
+
+    def movable(self, dtype: str) -> float:
+        """Return the share of a step's FLOPs that ``optimizer.products`` computes in ``dtype`` instead of another."""
+        products = self.step_products()
+        total = self.total_flops + sum(one.flops for one in products)
+        return sum(one.flops for one in products if one.moves_to(dtype)) / total if total else 0.0
 
     def layer(self, name: str) -> Layer:
         """Return a layer by name; KeyError if there is none."""

@@ -11,18 +11,19 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autoprec.graph.analysis.rules import builtin_rules
-from autoprec.graph.report import DATA, OPTIMIZER, GraphReport, OperatorTime, OperatorTimes
+from autoprec.graph.report import DATA, MULTIPLYING, OPTIMIZER, GraphReport, OperatorTime, OperatorTimes
 from autoprec.graph.summary import attending, class_name
 from autoprec.graph.trace import bare_name
+from autoprec.policy.schema import PRODUCTS
 
 #: What torch.compile makes of operators, by the beginnings of the profiler's names.
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_", "mkldnn::", "mkl::")
 _BETWEEN = "between operators"
-_ORTHOGONAL = "optimizer: Newton-Schulz"
+_PRODUCTS = "optimizer: matrix products"
 _CHOICES = {
     "data loading": "none: the script's own",
     OPTIMIZER: "optimizer: the dtypes of its state",
-    _ORTHOGONAL: "none: Muon multiplies in bf16 by itself",
+    _PRODUCTS: "none: they are too small to gain in another dtype",
     "compiled code": "activations, and a recipe for each layer",
     _BETWEEN: "execution: compile takes part of it away",
 }
@@ -69,6 +70,8 @@ def choice_of(name: str, report: GraphReport) -> str:
     """
     if name == OPTIMIZER and report.can_fuse:
         return f"{_CHOICES[name]}; update: fused"
+    if name == _PRODUCTS and (to := [dtype for dtype in PRODUCTS if report.movable(dtype)]):
+        return f"optimizer.products: {', '.join(to)}"
     if name in _CHOICES:
         return _CHOICES[name]
     return builtin_rules().classes["attention" if name == "product" else name].choice
@@ -90,7 +93,7 @@ def _classes(row: OperatorTime, served: dict[str, Counter[str]]) -> dict[str, fl
         return {"data loading": 1.0}
     cls = builtin_rules().class_of(row.op)
     if row.part == OPTIMIZER:
-        return {_ORTHOGONAL if cls == "gemm" else OPTIMIZER: 1.0}
+        return {_PRODUCTS if bare_name(row.op) in MULTIPLYING else OPTIMIZER: 1.0}
     known = served.get(bare_name(row.op))
     if known:
         total = sum(known.values())

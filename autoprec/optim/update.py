@@ -71,8 +71,8 @@ def sgd_update(weight: Tensor, gradient: Tensor, momentum: Tensor | None, group:
 def muon_update(weight: Tensor, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
     """Update ``weight`` and ``momentum`` in place, by torch's own function.
 
-    Its Newton-Schulz iterations multiply in bf16 by themselves, which is left as it is: a policy says how the momentum
-    is stored between steps, not how it is made orthogonal (Jordan, kellerjordan.github.io/posts/muon).
+    Its Newton-Schulz iterations multiply in bf16 by themselves (Jordan, kellerjordan.github.io/posts/muon), or in the
+    dtype that ``optimizer.products`` says.
 
     Args:
         weight, gradient, momentum: one matrix each, FP32 ``[rows, columns]``.

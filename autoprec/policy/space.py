@@ -319,10 +319,17 @@ class SearchSpace(Frozen):
         plain = {"activations": ("keep",), "attention": ("keep",), "embedding_gradient": (1.0,)}
         return self.model_copy(update=plain | narrow)
 
-    def without_bf16_activations(self) -> SearchSpace:
-        """Return the space for a CPU without bf16 instructions, whose autocast is many times slower than fp32."""
-        values = tuple(value for value in self.activations if value != "bf16")
-        return self.model_copy(update={"activations": values or ("keep",)})
+    def with_bf16(self, *, multiplied: bool) -> SearchSpace:
+        """Return the space for a device that multiplies bf16, or for a CPU that has no instructions for it.
+
+        There autocast, and an optimizer's products, are many times slower in bf16 than in fp32; elsewhere in fp32.
+        """
+        slow, found = "fp32" if multiplied else "bf16", dict[str, Any]()
+        products = tuple(value for value in self.optimizer.products if value != slow) or ("keep",)
+        found["optimizer"] = self.optimizer.model_copy(update={"products": products})
+        if not multiplied:
+            found["activations"] = tuple(value for value in self.activations if value != "bf16") or ("keep",)
+        return self.model_copy(update=found)
 
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
         """Return every recipe by name, with the values that a trial chose for the space's ``parameters``.

@@ -124,8 +124,8 @@ class Setup:
         space = space.executed(compiled=host.compiled, measured=measured)
         if target.is_cpu and space.name in space_names() and host.blocks < FEWEST_BLOCKS:
             space = space.model_copy(update={"execution": (KEEP,)})  # compiling all of a model takes too long to try
-        if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
-            space = space.without_bf16_activations()
+        if not options.space:
+            space = space.with_bf16(multiplied=target.can_run(BUILTIN_RECIPES["bf16"]).ok)
         if options.metric in MISMATCH:
             space = space.with_rollout()
         if not graph.root_called:

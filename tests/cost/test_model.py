@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,6 +59,10 @@ def test_muons_iterations_are_priced_and_its_momentum_alone_is_stored(large: Gra
     assert CostModel(muon, H100, shards=8).estimate({}).breakdown["optimizer"] == pytest.approx(
         gpu.estimate({}).breakdown["optimizer"] / 8
     )
+    wide = gpu.estimate({}, optimizer=OptimizerPolicy(products="fp32")).breakdown["optimizer"]
+    assert 5 * gpu.estimate({}).breakdown["optimizer"] < wide < math.inf
+    same = gpu.estimate({}, optimizer=OptimizerPolicy(products="bf16"))
+    assert same.time_ms == gpu.estimate({}).time_ms
     sizes = [gpu.memory({}, optimizer=OptimizerPolicy(exp_avg=how)) for how in ("fp32", "bf16")]
     assert sizes[0] is not None
     assert sizes[1] is not None

@@ -19,10 +19,11 @@ from autoprec.cost.rest import (
     rest_cost,
     rest_operators,
     scaled_newton_schulz,
+    scaled_products,
     second_moments,
 )
 from autoprec.cost.scale import CostScale
-from autoprec.graph.report import GraphReport, NewtonSchulz, Operator
+from autoprec.graph.report import GraphReport, NewtonSchulz, Operator, StepProduct
 from autoprec.optim.codecs import CODECS
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
@@ -125,6 +126,12 @@ def test_every_optimizer_policy_has_a_size() -> None:
         stored, moved = optimizer_bytes(OptimizerPolicy(**dict(zip(names, values, strict=True))))
         assert 2 < stored <= 12
         assert 2 * stored < moved <= 2 * stored + 4
+
+
+def test_products_of_a_step_grow_on_all_sides() -> None:
+    report = GraphReport({}, (), (), {}, 0, 0.0, newton_schulz=(NewtonSchulz(512, 1024, 5, 4),))
+    scale = CostScale(width=2.0, depth=3.0)
+    assert scaled_products(report, scale)[0] == StepProduct(1024, 2048, 1024, "bf16", calls=60)
 
 
 def test_what_muon_trains_has_no_second_moment() -> None:

@@ -1,12 +1,13 @@
 """A recorded step as data: JSON in and out, FLOPs that add up."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoprec.errors import FileError
-from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator, load_report
+from autoprec.graph.report import GemmCall, GraphReport, Layer, NewtonSchulz, Operator, StepProduct, load_report
 
 GEMMS = (
     GemmCall("fprop", 64, 32, 128),
@@ -44,6 +45,36 @@ def test_the_normative_keys_are_there() -> None:
 def test_flops_count_both_factors_and_every_call() -> None:
     assert GemmCall("fprop", 2, 3, 5).flops == 2 * 2 * 3 * 5
     assert GemmCall("fprop", 2, 3, 5, calls=4, batch=2).flops == 8 * 60
+
+
+def test_what_a_step_multiplies_by_its_operators_or_by_muons_shapes() -> None:
+    def ran(op: str, *shapes: tuple[int, ...], dtype: str = "fp32") -> Operator:
+        return Operator(op, "up", f"aten::{op}", "optimizer", "gemm", "keep", "", shapes, (dtype,) * len(shapes), 0, 0)
+
+    large = (256, 256)
+    rows = (
+        ran("mm", large, large),
+        ran("mm", large, large),
+        ran("addmm_", (1,), large, large),
+        ran("baddbmm", (1,), (3, 256, 64), (3, 64, 256), dtype="bf16"),
+        ran("mul", large, large),
+    )
+    found = replace(report(), total_flops=10 * 256**3, updating=rows)
+    assert found.step_products() == [
+        StepProduct(256, 256, 256, "fp32", calls=3),
+        StepProduct(256, 64, 256, "bf16", batch=3),
+    ]
+    assert [one.flops for one in found.step_products()] == [6 * 256**3, 6 * 256 * 64 * 256]
+    whole = 10 + 6 + 1.5
+    assert found.movable("bf16") == pytest.approx(6 / whole)
+    assert found.movable("fp32") == pytest.approx(1.5 / whole)
+    assert not StepProduct(64, 64, 64, "fp32").moves_to("bf16")
+    assert not StepProduct(256, 256, 256, "fp64").moves_to("fp32")
+    muon = replace(report(), newton_schulz=(NewtonSchulz(256, 512, 5, 2),))
+    assert sum(one.flops for one in muon.step_products()) == muon.newton_schulz[0].flops
+    assert {one.dtype for one in muon.step_products()} == {"bf16"}
+    assert (report().step_products(), report().movable("bf16")) == ([], 0.0)
+    assert GraphReport({}, (), (), {}, 0, 0.0).movable("bf16") == 0.0
 
 
 def test_layers_are_found_by_name_and_a_first_layer_has_no_dgrad() -> None:

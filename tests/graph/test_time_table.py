@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.recorder import record_step
-from autoprec.graph.report import DATA, OPTIMIZER, OperatorTime, OperatorTimes
+from autoprec.graph.report import DATA, OPTIMIZER, NewtonSchulz, OperatorTime, OperatorTimes
 from autoprec.graph.time_table import choice_of, time_shares
 from tests.graph.models import Decoder, decoder_step
 
@@ -40,6 +40,10 @@ def test_every_class_says_what_can_be_chosen(report):
     assert choice_of("view", report).startswith("none: ")
     assert "fused" not in choice_of(OPTIMIZER, report)
     assert choice_of(OPTIMIZER, replace(report, can_fuse=True)).endswith("; update: fused")
+    products = "optimizer: matrix products"
+    assert choice_of(products, report).startswith("none: ")
+    muon = replace(report, newton_schulz=(NewtonSchulz(512, 512, 5),))
+    assert choice_of(products, muon) == "optimizer.products: fp32"
 
 
 def named(report, *operators):
@@ -62,7 +66,7 @@ def test_parts_of_a_step_are_told_apart(report):
         ("Torch-Compiled Region: 0/0", "", 3.0),
     )
     assert rows == {
-        "optimizer: Newton-Schulz": pytest.approx(1.0),
+        "optimizer: matrix products": pytest.approx(1.0),
         "optimizer": pytest.approx(3.0),
         "data loading": pytest.approx(3.0),
         "compiled code": pytest.approx(3.0),

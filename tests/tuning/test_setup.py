@@ -93,7 +93,9 @@ def test_a_cpu_without_bf16_instructions_is_not_asked_for_them(monkeypatch: pyte
     having, offered = setup(target="cpu", space=""), {"bf16", "int8", "int8_tensor/wgrad=keep"}
     if having.target.can_run(BUILTIN_RECIPES["bf16"]):
         assert offered <= set(having.problem.choice_names)
+        assert having.space.optimizer.products == ("keep", "bf16")
     monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", tuple)
     without = setup(target="cpu", space="")
     assert without.space.activations == ("keep",)
+    assert without.space.optimizer.products == ("keep", "fp32")
     assert offered & set(without.problem.choice_names) == {"int8", "int8_tensor/wgrad=keep"}

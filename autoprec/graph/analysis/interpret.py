@@ -136,7 +136,7 @@ def _of_muon(found: tuple[NewtonSchulz, ...]) -> list[str]:
     flops, matrices = sum(one.flops for one in found), sum(one.matrices for one in found)
     said = (
         f"Muon makes the updates of {matrices} matrices orthogonal: {flops / 1e9:.3g} GFLOP a step of Newton-Schulz "
-        "iterations beside the step's own, in bf16 of Muon's, which no policy changes; its momentum is stored as "
+        "iterations beside the step's own, in the dtype that optimizer.products says; its momentum is stored as "
         "optimizer.exp_avg says"
     )
     return [said] if found else []

@@ -13,6 +13,8 @@ import torch
 from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.report import NewtonSchulz
 from autoprec.graph.trace import Trace
+from autoprec.optim.optimizer import inner_optimizer
+from autoprec.optim.stepping.products import multiplies
 
 #: The largest parameter for which an optimizer may be tried out on real zeros.
 _MOST_VALUES = 1 << 26
@@ -133,6 +135,19 @@ def muon_matrices(
     for optimizer in optimizers:
         groups = optimizer.param_groups if "muon" in type(optimizer).__name__.lower() else []
         for group in (one for one in groups if one.get("use_muon", True)):
+            yield from ((optimizer, group, p) for p in group["params"] if p.requires_grad and p.dim() >= 2)
+
+
+def multiplied_matrices(
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.nn.Parameter]]:
+    """Yield the matrices that a step may multiply: those of Muon, and of optimizers that are not torch's.
+
+    One that steps with another optimizer has none: a twin of it would step with the real one.
+    """
+    for optimizer in optimizers:
+        meant = multiplies(optimizer) and not inner_optimizer(optimizer)
+        for group in (one for one in optimizer.param_groups if meant and one.get("use_muon", True)):
             yield from ((optimizer, group, p) for p in group["params"] if p.requires_grad and p.dim() >= 2)
 
 

@@ -20,7 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoprec.numerics.plan import NATIVE
 from autoprec.optim.stepping.modes import never_compiled, not_compiled_itself
+from autoprec.policy.schema import PRODUCTS
 from autoprec.precision.recipes import KEEP
 
 _ATTRIBUTE = "_autoprec_products"
@@ -43,32 +45,13 @@ _WRITING: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A dtype that products are computed in, the dtypes of operands that it is for, and the smallest product.
-
-    ``least`` counts the multiplications of one matrix by another.
-    """
-
-    dtype: torch.dtype
-    of: tuple[torch.dtype, ...]
-    least: int
-
-
-#: By the name in a policy. Newton-Schulz of a square of 160 gains nothing by bf16 on a CPU that has it, the casts and
-#: the mode included, of 192 a fifth, of 512 two thirds. Without it, bf16 loses at any size (8 to 40 times slower).
-WANTED = {
-    "bf16": Wanted(torch.bfloat16, (torch.float32,), 1 << 22),
-    "fp32": Wanted(torch.float32, (torch.bfloat16, torch.float16), 1 << 15),
-}
-
-
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes products of large matrices in the wanted dtype; counts them."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wanted = wanted
+        self._least, operands = PRODUCTS[wanted]
+        self._dtype, self._operands = NATIVE[wanted], {NATIVE[name] for name in operands}
         self.count = 0
 
     @classmethod
@@ -95,7 +78,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         own = args[_FACTORS[plain]].dtype
         into = kwargs.pop("out", args[0]) if plain is not func else None
-        cast = [one.to(self._wanted.dtype) if isinstance(one, torch.Tensor) else one for one in args]
+        cast = [one.to(self._dtype) if isinstance(one, torch.Tensor) else one for one in args]
         result = plain(*cast, **kwargs)
         self.count += 1
         if into is None:
@@ -103,12 +86,11 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return into.resize_(result.shape).copy_(result)
 
     def _is_meant(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        wanted = self._wanted
         if isinstance(first, FakeTensor) or first.is_meta:  # a graph is being traced
             return False
-        if first.dtype not in wanted.of or second.dtype != first.dtype or first.layout != torch.strided:
+        if first.dtype not in self._operands or second.dtype != first.dtype or first.layout != torch.strided:
             return False
-        if first.shape[-2] * first.shape[-1] * second.shape[-1] < wanted.least:
+        if first.shape[-2] * first.shape[-1] * second.shape[-1] < self._least:
             return False
         trained = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
         return not trained and torch._C._current_graph_task_id() == -1
@@ -145,14 +127,14 @@ def set_products(optimizer: torch.optim.Optimizer, wanted: str) -> None:
 
     Args:
         optimizer: before or after its first step; one whose step multiplies nothing is left alone.
-        wanted: a name of :data:`WANTED`, or ``keep``.
+        wanted: a name of :data:`autoprec.policy.schema.PRODUCTS`, or ``keep``.
     """
     held = products_of(optimizer)
     if held is None:
         if wanted == KEEP or not multiplies(optimizer):
             return
         held = _put_around(optimizer)
-    held.mode, held.steps = (None if wanted == KEEP else _Products(WANTED[wanted])), 0
+    held.mode, held.steps = (None if wanted == KEEP else _Products(wanted)), 0
     if wanted == KEEP and optimizer.__dict__.get("step") == held.step:  # else a scheduler has wrapped it since
         del optimizer.step, optimizer.__dict__[_ATTRIBUTE]
         optimizer.__dict__.update(held.before)

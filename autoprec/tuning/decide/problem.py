@@ -34,8 +34,11 @@ Point = tuple[Any, ...]
 #: The parameter that says under which variant of the script's arguments a run is.
 VARIANT = "variant"
 
-#: The parameter that says how the optimizer steps.
+#: The parameters that say how the optimizer steps.
 UPDATE, PRODUCTS = "optimizer.update", "optimizer.products"
+#: Share of a step's FLOPs from which on an optimizer's products may be computed in another dtype: up to four times
+#: faster in bf16, 40 times in fp32 on a CPU without bf16.
+_LEAST_SHARE = {"bf16": 0.01, "fp32": 0.001}
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 #: What leaves everything around the layers as the script wrote it.
@@ -119,6 +122,8 @@ class Problem:
             values["embedding_gradient"] = (1.0,)
         if not report.can_fuse:
             values[UPDATE] = values[UPDATE][:1]
+        gains = {dtype for dtype, least in _LEAST_SHARE.items() if report.movable(dtype) >= least}
+        values[PRODUCTS] = tuple(value for value in values[PRODUCTS] if value in {KEEP, *gains}) or (KEEP,)
         if all(layer.dtype == "fp64" for layer in report.tunable):  # which autocast leaves alone
             values["activations"] = (KEEP,)
             refused.append(("all layers", "autocast", "it leaves float64 alone, which the script computes in"))

@@ -73,7 +73,7 @@ def test_operators_of_muons_step_are_listed_matrix_by_matrix_and_are_those_that_
     rows = report.updating
     assert {(row.weight, row.module) for row in rows} == {("0.weight", "0"), ("1.weight", "1")}
     assert {(row.phase, row.precision) for row in rows} == {("optimizer", "keep")}
-    assert all("bf16 of its own" in row.reason for row in rows)
+    assert all("of Muon's step: optimizer.products says" in row.reason for row in rows)
     products = [row for row in rows if row.cls == "gemm"]
     assert len(products) == 2 * 3 * 3
     assert {dtype for row in products for dtype in row.dtypes} == {"bf16"}
@@ -82,6 +82,7 @@ def test_operators_of_muons_step_are_listed_matrix_by_matrix_and_are_those_that_
     listed = report.to_json()["operators"]
     assert [listed[maker]["op"] for maker in products[0].inputs] == ["aten::div_", "aten::permute"]
     assert GraphReport.from_json(report.to_json()) == report
+    muon.step()  # which makes the momentum
     with Ran() as ran:
         muon.step()
     assert Counter(row.op for row in rows) == Counter(op for op in ran.ops if not op.startswith("profiler::"))
@@ -97,6 +98,44 @@ class Ran(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """As SOAP: the first step makes state alone, and a number of its data is read."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "left" in state and p.grad.abs().max().item() >= 0:
+                p.sub_(state["left"] @ p.grad)
+            state["left"] = torch.eye(p.shape[0])
+
+
+def test_other_optimizers_that_multiply_are_tried_on_zeros_and_none_that_steps_with_another():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    base = torch.optim.SGD(model[1].parameters(), lr=1.0)
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self):
+            self.base = base
+            super().__init__(model[1].parameters(), {})
+
+        def step(self):
+            self.base.step()
+
+    optimizers = [Preconditioned(model[0].parameters()), Lookahead(), torch.optim.AdamW([model[0].bias])]
+    before = [p.detach().clone() for p in model.parameters()]
+    report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward(), optimizers=optimizers[:1])
+    (product,) = report.step_products()
+    assert (product.m, product.k, product.n, product.dtype) == (32, 32, 16, "fp32")
+    assert {row.weight for row in report.updating} == {"0.weight"}
+    again = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward(), optimizers=optimizers[1:])
+    assert again.updating == ()
+    assert all(map(torch.equal, before[:2], model.parameters()))
 
 
 def test_another_muon_whose_step_needs_data_has_no_operators_and_its_products_are_counted():

@@ -267,6 +267,25 @@ def test_a_fused_update_is_offered_where_the_optimizer_has_one() -> None:
     assert found.policy(plain).optimizer == found.render(found.quiet()).optimizer == OptimizerPolicy()
 
 
+def test_products_of_a_step_are_offered_in_a_dtype_that_enough_of_them_are_not_in() -> None:
+    name = "optimizer.products"
+    space = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"optimizer": {"products": ["keep", "bf16", "fp32"]}})
+    assert name not in Problem.build(gpt(), space).parameters
+    steps = {"in_fp32": ("fp32", 1024), "in_bf16": ("bf16", 1024), "small": ("fp32", 32)}
+    offered = {}
+    for label, (dtype, size) in steps.items():
+        shapes, dtypes = ((size, size),) * 2, (dtype,) * 2
+        row = Operator("mm_0", "h", "aten::mm", "optimizer", "gemm", "keep", "", shapes, dtypes, 0, 0)
+        found = Problem.build(replace(gpt(), updating=(row,) * 100, total_flops=10**12), space)
+        offered[label] = found.parameters.get(name, ())
+    assert offered == {"in_fp32": ("keep", "bf16"), "in_bf16": ("keep", "fp32"), "small": ()}
+    large = replace(row, shapes=((1024,) * 2,) * 2)
+    found = Problem.build(replace(gpt(), updating=(large,), total_flops=10**12), space)
+    assert name not in found.parameters  # one product in a step of many
+    only = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"optimizer": {"products": ["bf16"]}})
+    assert Problem.build(gpt(), only).fixed[name] == "keep"
+
+
 def test_its_gradient_is_meant_and_no_probe_takes_it_for_an_error() -> None:
     only = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"embedding_gradient": [0.1], "presets": []})
     found = Problem.build(replace(gpt(), operators=(EMBEDDING,)), only)
