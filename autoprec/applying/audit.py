@@ -21,6 +21,7 @@ from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.optim.audit import audit_optimizers
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
+from autoprec.policy.sections import FEWEST_CLASSES
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
@@ -319,6 +320,13 @@ def _runs(found: Any) -> str:
     return "native" if plain and found.backend == "emulated" else str(found.backend)
 
 
+#: Why a way to compute was not taken.
+_NOT_TAKEN = {
+    "loss": f"no F.cross_entropy over {FEWEST_CLASSES:,} classes or more was computed of its output, or in its forward",
+    "layout": "the model was given no images or volumes that lie with their channels first",
+}
+
+
 def _is_emulated(found: Any) -> bool:
     if not isinstance(found, LinearExecution) or found.backend != "emulated":
         return False
@@ -354,6 +362,15 @@ def _embedding_row(policy: Policy, root: nn.Module) -> dict[str, Any]:
     else:
         reason = "no embedding with a table that trains was looked up in a training step (F.embedding, F.embedding_bag)"
     return {"requested": asked, "executed": ran or "-", "ok": ran == asked, "reason": reason}
+
+
+def _implementation_row(name: str, asked: str, found: Any) -> dict[str, Any]:
+    """Audit one way to compute: that it was taken in the model's forward, or of its output."""
+    ran = "" if found is None else found.executed.get(f"implementation.{name}", "")
+    reason = "" if ran else _NOT_TAKEN[name] if found is not None else "the policy is not applied"
+    if not ran and found is not None and found.traced:
+        reason = "inside a compiled graph: it is computed as torch.compile makes it"
+    return {"requested": asked, "executed": ran or KEEP, "ok": ran == asked, "reason": reason}
 
 
 def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> dict[str, dict[str, Any]]:
@@ -398,6 +415,8 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
         rows["activations"] = {"requested": policy.activations, "executed": ran, "ok": False, "reason": why}
     if policy.embedding_gradient != 1.0:
         rows["embedding_gradient"] = _embedding_row(policy, root)
+    for name, value in policy.implementation.model_dump(exclude_defaults=True).items():
+        rows[f"implementation.{name}"] = _implementation_row(name, value, found)
     if policy.execution != KEEP:
         rows["execution"] = executed_as(root, policy.execution)
     return rows

@@ -32,7 +32,7 @@ from autoprec.numerics.delayed.steps import DelayedReduction
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.plan import NATIVE
 from autoprec.numerics.sharded import is_dtensor, is_sharded
-from autoprec.policy import LayerPlan, Policy, first_match, resolve
+from autoprec.policy import ImplementationPolicy, LayerPlan, Policy, first_match, resolve
 from autoprec.precision.recipes import KEEP
 
 
@@ -137,13 +137,21 @@ def _install_root(
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
     around = policy.activations != "keep" or policy.operators.attention != "keep" or policy.embedding_gradient != 1.0
+    around = around or policy.implementation != ImplementationPolicy()
     if executions or around:
         kind = device.split(":")[0]
         activations = NATIVE.get(policy.activations)
         emulates = backends[0].emulates_casts
         held = [module._parameters for module in root.modules() if module._parameters]
         root_execution = RootExecution(
-            activations, policy.operators, kind, held, emulates, policy.embedding_gradient, backends=backends
+            activations,
+            policy.operators,
+            kind,
+            held,
+            emulates,
+            policy.embedding_gradient,
+            backends=backends,
+            implementation=policy.implementation,
         )
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()

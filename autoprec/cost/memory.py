@@ -18,7 +18,7 @@ from autoprec.cost.rest import (
 from autoprec.cost.saved import Setting, Walk, saved_bytes
 from autoprec.cost.scale import CostScale, block_of, in_block
 from autoprec.graph.report import GraphReport, Operator
-from autoprec.policy.schema import OptimizerPolicy
+from autoprec.policy.sections import OptimizerPolicy
 
 #: Bytes of a parameter, on average, below which a model is in 16 bits.
 _NARROW = 3.0

@@ -28,7 +28,8 @@ from autoprec.cost.rest import (
 from autoprec.cost.saved import KEPT, NOT_LISTED, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy.schema import LayerPlan, OptimizerPolicy, Policy
+from autoprec.policy.schema import LayerPlan, Policy
+from autoprec.policy.sections import FEWEST_CLASSES, ImplementationPolicy, OptimizerPolicy
 from autoprec.policy.space import WIDE_OPERATORS
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
@@ -38,6 +39,8 @@ _CAST_BYTES = 6.0
 #: How often an update reads and writes its bytes that is not fused: on a GPU, one operation for all parameters; on a
 #: CPU, parameter by parameter (2.8 to 4.8 times a fused update on four scripts of benchmarks/search/by_hand.py).
 _UNFUSED, _UNFUSED_CPU = 1.6, 3.2
+#: What convolutions take whose channels lie last, and what log-probabilities save of their time in slices.
+_TURNED, _IN_SLICES = 0.8, 0.5
 #: What the cost of a rank that shares layers with others leaves out.
 EXCHANGES = (
     "; of what ranks exchange only the least is charged (two ranks at a link's full speed, no amaxes): gains are upper "
@@ -266,6 +269,7 @@ class CostModel:
             norm=policy.operators.norm,
             softmax=policy.operators.softmax,
             optimizer=policy.optimizer,
+            implementation=policy.implementation,
         )
 
     def estimate(
@@ -277,6 +281,7 @@ class CostModel:
         norm: str = "fp32",
         softmax: str = "fp32",
         optimizer: OptimizerPolicy | None = None,
+        implementation: ImplementationPolicy | None = None,
     ) -> StepEstimate:
         """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype.
 
@@ -285,13 +290,15 @@ class CostModel:
             activations: dtype of autocast around the model; ``keep`` is the script's.
             attention, norm, softmax: dtype that a policy gives these operators: ``keep``, ``bf16`` or ``fp32``.
             optimizer: how its state is stored; None keeps the script's.
+            implementation: which of several ways of torch's is taken; None keeps the script's.
         """
         gemm = cast = kernels = error = 0.0
         kept = {"attention": attention, "norm": norm, "softmax": softmax}
         fp32_operators = tuple(name for name, dtype in kept.items() if dtype == "fp32")
-        for name in self._layers:
+        turned = implementation is not None and implementation.layout == "channels_last"
+        for name, layer in self._layers.items():
             cost = self.layer_cost(name, plans.get(name, KEPT), activations)
-            gemm += cost.gemm
+            gemm += cost.gemm * (_TURNED if turned and layer.kind == "conv" else 1.0)
             cast += cost.cast
             kernels += cost.kernels
             error += cost.error * cost.seconds
@@ -300,6 +307,8 @@ class CostModel:
         update = self._update_seconds(state)
         gaps = rest.kernels * self.rates.launch_us * 1e-6
         others = sum(rest.seconds.values()) + gaps + update
+        if implementation is not None and implementation.loss == "chunked":
+            others -= self._loss_seconds() * _IN_SLICES
         device = gemm + cast + others
         launch = max(0.0, self._host_seconds(kernels, rest) - device)
         total = device + launch
@@ -402,6 +411,12 @@ class CostModel:
             values = one.batch * (one.m * one.k + one.k * one.n + one.m * one.n)
             total += one.calls * (each + (_CAST_BYTES * values / speed if moves else 0.0))
         return total / self.shards
+
+    def _loss_seconds(self) -> float:
+        """Return the time of reading and writing log-probabilities over a large vocabulary."""
+        rows = (o for o in self.report.operators if "_log_softmax" in o.op and o.shapes and len(o.shapes[0]) == 2)
+        moved = sum(row.bytes for row in rows if row.shapes[0][1] >= FEWEST_CLASSES)
+        return moved * self.scale.tokens / (self.target.bandwidth * self.rates.bandwidth)
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:
         """Return the CPU time that launching a step takes: what small models are bound by."""

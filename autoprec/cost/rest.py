@@ -15,7 +15,7 @@ from autoprec.cost.rates import Rates
 from autoprec.cost.saved import FLOAT_BYTES
 from autoprec.cost.scale import CostScale, in_block, short_dtype
 from autoprec.graph.report import GraphReport, NewtonSchulz, Operator, StepProduct
-from autoprec.policy.schema import OptimizerPolicy
+from autoprec.policy.sections import OptimizerPolicy
 from autoprec.precision.hardware import Target
 
 #: Categories of the breakdown, beside gemm, quantise, optimizer, communication and launch.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from autoprec.export.base import Losses, Request
 from autoprec.export.naming import TORCH_DTYPES
-from autoprec.policy.schema import STEPPING
+from autoprec.policy.sections import STEPPING
 
 OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
 #: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
@@ -32,6 +32,11 @@ _IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (no autocast)
 LOST_IN_BF16 = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
 _UNTOUCHED = "nothing is run in less than the script's own precision"
 _NONE: Mapping[str, str] = {}
+#: How a script has what is computed in another way of torch's.
+_BY_HAND = {
+    "loss": "the loss of all logits at once: nn.LinearCrossEntropyLoss with options computes it in chunks",
+    "layout": "as the script gives it: model.to(memory_format=torch.channels_last), and its images",
+}
 
 
 def report_settings(
@@ -108,6 +113,8 @@ def _said(request: Request) -> Iterator[tuple[str, str, str, str]]:
     if policy.optimizer.products != "keep":
         what, dtype = f"optimizer.products: {policy.optimizer.products}", TORCH_DTYPES[policy.optimizer.products]
         yield "products", what, f"as the script has them: X = X.to({dtype}) before the step's products", ""
+    for name, value in policy.implementation.model_dump(exclude_defaults=True).items():
+        yield "implementation", f"implementation.{name}: {value}", _BY_HAND[name], ""
     for name, value in policy.optimizer.model_dump(exclude={*STEPPING}).items():
         if value != "fp32":
             yield "optimizer", f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)", ""

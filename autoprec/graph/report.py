@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from autoprec.errors import FileError
 from autoprec.graph.census import Judged
-from autoprec.policy.schema import PRODUCTS
+from autoprec.policy.sections import PRODUCTS
 from autoprec.support.files import read_text
 from autoprec.support.living import uncollected
 from autoprec.support.plain import rebuild, shallow

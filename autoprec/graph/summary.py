@@ -8,6 +8,7 @@ from collections.abc import Collection
 from autoprec.graph.analysis.flops import FOURIER
 from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.graph.trace import OTHER_MODEL
+from autoprec.policy.sections import FEWEST_CLASSES
 
 #: Multiples that kernels ask of M, K and N. 8: fp16 and bf16 Tensor Cores at full speed; 16: ``torch._scaled_mm``,
 #: cuBLASLt FP8 and Transformer Engine; 32: MXFP8 blocks (OCP Microscaling 1.0); 128: DeepSeek-style 1x128 and 128x128
@@ -53,6 +54,21 @@ def class_name(operator: Operator, attends: Collection[str]) -> str:
     """
     name = "product" if operator.cls == "attention" and operator.module not in attends else operator.cls
     return f"optimizer: {name}" if operator.phase == "optimizer" else name
+
+
+def has_large_vocabulary(report: GraphReport) -> bool:
+    """Say whether a step computes log-probabilities over so many classes that its loss may be computed in slices."""
+    return any(
+        operator.op.endswith("::_log_softmax") and len(shape) == 2 and shape[1] >= FEWEST_CLASSES
+        for operator in report.operators
+        for shape in operator.shapes[:1]
+    )
+
+
+def has_images(report: GraphReport) -> bool:
+    """Say whether a step convolves images ``[N, C, H, W]`` or volumes ``[N, C, D, H, W]``."""
+    images = (operator for operator in report.operators if operator.cls == "conv" and operator.phase == "forward")
+    return any(len(shape) in (4, 5) for operator in images for shape in operator.shapes[:1])
 
 
 def remainders(report: GraphReport) -> dict[str, int]:

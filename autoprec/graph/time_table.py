@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.report import DATA, MULTIPLYING, OPTIMIZER, GraphReport, OperatorTime, OperatorTimes
-from autoprec.graph.summary import attending, class_name
+from autoprec.graph.summary import attending, class_name, has_images, has_large_vocabulary
 from autoprec.graph.trace import bare_name
-from autoprec.policy.schema import PRODUCTS
+from autoprec.policy.sections import PRODUCTS
 
 #: What torch.compile makes of operators, by the beginnings of the profiler's names.
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_", "mkldnn::", "mkl::")
@@ -74,7 +74,10 @@ def choice_of(name: str, report: GraphReport) -> str:
         return f"optimizer.products: {', '.join(to)}"
     if name in _CHOICES:
         return _CHOICES[name]
-    return builtin_rules().classes["attention" if name == "product" else name].choice
+    choice = builtin_rules().classes["attention" if name == "product" else name].choice
+    if name == "conv" and has_images(report):
+        return f"{choice}; implementation.layout"
+    return f"{choice}; implementation.loss" if name == "loss" and has_large_vocabulary(report) else choice
 
 
 def _served(report: GraphReport) -> dict[str, Counter[str]]:

@@ -23,24 +23,23 @@ from autoprec.policy.matching import first_match, resolve, unmatched_rules
 from autoprec.policy.phases import boundaries
 from autoprec.policy.schema import (
     GUARD_METRICS,
-    CommunicationPolicy,
     Guard,
     LayerPlan,
     LayerRule,
     ModelInfo,
-    OperatorPolicy,
-    OptimizerPolicy,
     Phase,
     Policy,
     RolloutPolicy,
     compiles,
 )
+from autoprec.policy.sections import CommunicationPolicy, ImplementationPolicy, OperatorPolicy, OptimizerPolicy
 
 __all__ = [
     "GUARD_METRICS",
     "CommunicationPolicy",
     "Glob",
     "Guard",
+    "ImplementationPolicy",
     "LayerPlan",
     "LayerRule",
     "ModelInfo",

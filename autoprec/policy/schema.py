@@ -15,44 +15,19 @@ from pydantic_core import PydanticCustomError
 
 from autoprec.errors import nearest
 from autoprec.policy.globs import MOST_RULES, Glob, glob_matches
+from autoprec.policy.sections import (
+    STEPPING,
+    CommunicationPolicy,
+    ImplementationPolicy,
+    OperatorPolicy,
+    OptimizerPolicy,
+)
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 from autoprec.support.validation import Frozen
 
 SCHEMA = "autoprec.policy/1"
-OperatorPrecision = Literal["keep", "fp32"]
-#: Fields of an optimizer's policy that say how it steps; the others say what is stored.
-STEPPING = ("update", "products")
-#: Multiplications in the smallest product that ``products`` is for, and the dtypes of its operands. Newton-Schulz of a
-#: square of 160 gains nothing by bf16 on a CPU that has it, the casts included, of 192 a fifth, of 512 two thirds.
-#: Without it, bf16 loses at any size (8 to 40 times slower).
-PRODUCTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "bf16": (1 << 22, ("fp32",)),
-    "fp32": (1 << 15, ("bf16", "fp16")),
-}
 #: What is left of the gradient of a look-up; 0 would freeze the table.
 EmbeddingGradient = Annotated[float, Field(gt=0.0, le=1.0)]
-
-#: Storage that is known to break training, with the reason a person reads (measured:
-#: benchmarks/results/2026-11-22_state.json).
-REFUSED_STATE: dict[tuple[str, str], str] = {
-    ("weights", "bf16"): (
-        "plain bf16 weights lose every update below half a unit in the last place (worst weight option measured); "
-        "use bf16_kahan or bf16_stochastic"
-    ),
-    ("weights", "fp16"): "unscaled fp16 weights underflow; use fp16_scaled",
-    ("weights", "e4m3"): "e4m3 weights without a master lose nearly every update; use e4m3_master",
-    ("exp_avg", "int8_block"): "no published level stores it so; use e4m3, of about the same size",
-    ("exp_avg", "fp16"): "unscaled fp16 flushes small moments to zero; use bf16 or e4m3 (scaled)",
-    ("exp_avg_sq", "fp16"): "unscaled fp16 flushes most second moments to zero (71 % measured); use fp16_scaled",
-    ("exp_avg_sq", "bf16"): (
-        "round-to-nearest bf16 second moments stall from beta2 = 0.99 on (20x too large after a drop of the "
-        "gradient); use fp16_scaled"
-    ),
-    ("exp_avg_sq", "e4m3"): (
-        "one e4m3 scale per tensor, or a power-of-two scale, stalls the second moment and divides by epsilon; "
-        "use int8_block or fp16_scaled (exact scales)"
-    ),
-}
 
 
 class LayerRule(Frozen):
@@ -65,65 +40,6 @@ class LayerRule(Frozen):
     recipe: str = Field(description="a name in recipes, or keep")
     gemms: dict[Gemm, str] = Field(default_factory=dict, description="recipe of single GEMMs: fprop, dgrad, wgrad")
     optional: bool = Field(False, description="the rule may match nothing")
-
-
-class OperatorPolicy(Frozen):
-    """Precision of operators beside the tunable layers; ``keep`` leaves it to the script and to ``activations``."""
-
-    softmax: OperatorPrecision = "fp32"
-    norm: OperatorPrecision = "fp32"
-    embedding: OperatorPrecision = "fp32"
-    loss: OperatorPrecision = "fp32"
-    output: OperatorPrecision = "fp32"
-    attention: Literal["keep", "fp32", "bf16", "fp16"] = Field(
-        "keep", description="scaled dot-product attention (SDPA)"
-    )
-
-
-class OptimizerPolicy(Frozen):
-    """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md), and the step.
-
-    ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; the ``_tensor`` formats are MS-AMP's as well:
-    one power-of-two scale per tensor. ``gradients`` is what a weight gradient is held in between backward and step.
-    """
-
-    weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan", "e4m3_master"] = "fp32"
-    exp_avg: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = "fp32"
-    exp_avg_sq: Literal["fp32", "fp16_scaled", "fp16_tensor", "int8_block"] = "fp32"
-    gradients: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = Field(
-        "fp32", description="weight gradients between backward and step"
-    )
-    update: Literal["keep", "fused"] = Field(
-        "keep", description="the step as the script has it, or in one kernel (torch's fused=True)"
-    )
-    products: Literal["keep", "bf16", "fp32"] = Field(
-        "keep", description="dtype in which the step multiplies large matrices (Newton-Schulz, preconditioners)"
-    )
-
-    @property
-    def stores(self) -> bool:
-        """Whether anything is stored otherwise than the script does."""
-        return not self.stores_as(OptimizerPolicy())
-
-    def stores_as(self, other: OptimizerPolicy) -> bool:
-        """Say whether both store alike, however they step."""
-        return self.model_copy(update={name: getattr(other, name) for name in STEPPING}) == other
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_to_break(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for field, value in data.items():
-                reason = REFUSED_STATE.get((field, str(value)))
-                if reason:
-                    raise ValueError(f"{field}: {value} is refused: {reason}")
-        return data
-
-
-class CommunicationPolicy(Frozen):
-    """What travels between ranks; reductions of low-precision gradients accumulate in FP32."""
-
-    gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
 
 
 class Silenced(Frozen):
@@ -309,6 +225,7 @@ class Policy(Frozen):
     operators: OperatorPolicy = OperatorPolicy()
     optimizer: OptimizerPolicy = OptimizerPolicy()
     communication: CommunicationPolicy = CommunicationPolicy()
+    implementation: ImplementationPolicy = ImplementationPolicy()
     loss_scaling: Literal["none", "dynamic"] = "none"
     embedding_gradient: EmbeddingGradient = Field(
         1.0, description="share of their gradient that the tables of embeddings get; GLM-130B's is 0.1, 1 is off"
@@ -420,6 +337,8 @@ class Policy(Frozen):
         for name in STEPPING:
             if out["optimizer"][name] == KEEP:
                 del out["optimizer"][name]
+        if self.implementation != ImplementationPolicy():
+            out["implementation"] = self.implementation.model_dump(exclude_defaults=True)
         out["loss_scaling"] = self.loss_scaling
         if self.embedding_gradient != 1.0:
             out["embedding_gradient"] = self.embedding_gradient

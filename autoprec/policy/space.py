@@ -17,6 +17,7 @@ from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
 from autoprec.policy import (
     CommunicationPolicy,
     Glob,
+    ImplementationPolicy,
     LayerPlan,
     OperatorPolicy,
     OptimizerPolicy,
@@ -114,10 +115,18 @@ class CommunicationSpace(Frozen):
     gradients: tuple[str, ...] = ("fp32",)
 
 
+class ImplementationSpace(Frozen):
+    """Ways to compute a thing in that may be tried; the first is the default."""
+
+    loss: tuple[str, ...] = ("keep",)
+    layout: tuple[str, ...] = ("keep",)
+
+
 #: Sections of a space whose fields are values of the same section of a policy.
 _SECTIONS: dict[str, type[BaseModel]] = {
     "optimizer": OptimizerPolicy,
     "communication": CommunicationPolicy,
+    "implementation": ImplementationPolicy,
 }
 
 
@@ -174,6 +183,7 @@ class SearchSpace(Frozen):
     softmax: tuple[Literal["keep", "fp32"], ...] = Field((), description="instead of operators.softmax")
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
+    implementation: ImplementationSpace = ImplementationSpace()
     loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
     embedding_gradient: tuple[EmbeddingGradient, ...] = Field(
         (1.0,), min_length=1, description="share of their gradient that the tables of embeddings get"
@@ -283,16 +293,20 @@ class SearchSpace(Frozen):
             "zero; add 'loss_scaling: dynamic', or leave it out where the script has a GradScaler of its own"
         ]
 
-    def executed(self, *, compiled: bool, measured: bool) -> SearchSpace:
-        """Return the space with only those values of ``execution`` that differ on this script.
+    def executed(self, *, compiled: bool, measured: bool, ranks: int = 1) -> SearchSpace:
+        """Return the space with only those values of ``execution`` and ``implementation`` that differ on this script.
 
         Args:
-            compiled: the script compiles its model itself.
+            compiled: the script compiles its model itself, and torch then chooses how a thing is computed.
             measured: trials are timed; a rehearsal's time is modelled and its numerics are the same either way.
+            ranks: processes of the script; what a model returns is its own only in one.
         """
         same = {"compile", "compile_whole"} if compiled else {"eager"}
         values = tuple(v for v in self.execution if v not in same) if measured else ("keep",)
-        return self.model_copy(update={"execution": values or ("keep",)})
+        ways = self.implementation if measured and not compiled else ImplementationSpace()
+        if ranks > 1:
+            ways = ways.model_copy(update={"loss": ways.loss[:1]})
+        return self.model_copy(update={"execution": values or ("keep",), "implementation": ways})
 
     def with_rollout(self) -> SearchSpace:
         """Return the space for a search by how far training and the copy that generates are apart.
@@ -316,7 +330,8 @@ class SearchSpace(Frozen):
     def without_surroundings(self) -> SearchSpace:
         """Return the space without what surrounds the model's forward, for a script that calls the model's parts."""
         narrow = {name: getattr(self, name)[:1] for name in WIDE_OPERATORS}
-        plain = {"activations": ("keep",), "attention": ("keep",), "embedding_gradient": (1.0,)}
+        plain: dict[str, Any] = {"activations": ("keep",), "attention": ("keep",), "embedding_gradient": (1.0,)}
+        plain["implementation"] = ImplementationSpace()
         return self.model_copy(update=plain | narrow)
 
     def with_bf16(self, *, multiplied: bool) -> SearchSpace:

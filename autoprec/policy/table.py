@@ -29,7 +29,7 @@ def _around(policy: Policy) -> list[str]:
         value = getattr(policy, name)
         if value != type(policy).model_fields[name].default:
             out.append(f"{name.replace('_', ' ')}: {value}")
-    for name in ("operators", "optimizer", "communication"):
+    for name in ("operators", "optimizer", "communication", "implementation"):
         changed = getattr(policy, name).model_dump(exclude_defaults=True)
         if changed:
             out.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in changed.items()))

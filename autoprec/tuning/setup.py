@@ -121,7 +121,7 @@ class Setup:
         space = load_space(options.space) if options.space else default_space(target)
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
-        space = space.executed(compiled=host.compiled, measured=measured)
+        space = space.executed(compiled=host.compiled, measured=measured, ranks=host.world_size)
         if target.is_cpu and space.name in space_names() and host.blocks < FEWEST_BLOCKS:
             space = space.model_copy(update={"execution": (KEEP,)})  # compiling all of a model takes too long to try
         if not options.space:

@@ -31,8 +31,8 @@ import yaml
 from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Exporter, Request
 from autoprec.export.settings import OPERATORS
-from autoprec.policy import OptimizerPolicy, Policy, glob_matches, policy_from_dict
-from autoprec.policy.schema import STEPPING
+from autoprec.policy import ImplementationPolicy, OptimizerPolicy, Policy, glob_matches, policy_from_dict
+from autoprec.policy.sections import STEPPING
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 #: layer -> GEMM -> label of :func:`gemm_label`; ``high`` stands for "the dtype of the activations".
@@ -153,6 +153,10 @@ def random_policy(seed: int) -> Policy:
             "activations": activations,
             "operators": operators | {"attention": draw.choice(["keep", "keep", "fp32", "bf16"])},
             "optimizer": state,
+            "implementation": {
+                name: draw.choice(get_args(field.annotation))
+                for name, field in ImplementationPolicy.model_fields.items()
+            },
             "communication": {"gradients": draw.choice(["fp32", "fp32", "bf16", "fp8"])},
             "loss_scaling": draw.choice(["none", "dynamic"]) if activations == "fp16" else "none",
             "execution": draw.choice(["keep", "keep", "compile", "eager"]),
@@ -246,14 +250,16 @@ def check_files(done: Export) -> list[str]:
 def check_operators(request: Request, done: Export) -> list[str]:
     """Return what the policy says beside layers and state and the export says nothing about, or two things.
 
-    That is: every operator that it wants in FP32, the dtype of attention, whether the model is compiled, and how the
-    optimizer steps.
+    That is: every operator that it wants in FP32, the dtype of attention, whether the model is compiled, which of
+    torch's ways a thing is computed in, and how the optimizer steps.
     """
     problems = []
     policy = request.policy
     wanted = {f"operators.{name}: fp32": getattr(policy.operators, name) == "fp32" for name in OPERATORS}
     wanted[f"operators.attention: {policy.operators.attention}"] = policy.operators.attention != "keep"
     wanted[f"execution: {policy.execution}"] = policy.execution != "keep"
+    for name, value in policy.implementation.model_dump().items():
+        wanted[f"implementation.{name}: {value}"] = value != "keep"
     for name in STEPPING:
         value = getattr(policy.optimizer, name)
         wanted[f"optimizer.{name}: {value}"] = value != "keep"

@@ -13,7 +13,7 @@ from autoprec.cost.memory import MemoryEstimate, step_memory
 from autoprec.cost.saved import Setting
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
-from autoprec.policy.schema import OptimizerPolicy
+from autoprec.policy.sections import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 from benchmarks.cost.decoder import DecoderConfig, decoder_report
 

@@ -12,7 +12,8 @@ from autoprec.cost import CostModel, CostScale
 from autoprec.cost.device.cpu import UNMEASURED
 from autoprec.cost.rates import default_rates
 from autoprec.graph.report import GemmCall, GraphReport, Layer, NewtonSchulz
-from autoprec.policy.schema import LayerPlan, OptimizerPolicy
+from autoprec.policy.schema import LayerPlan
+from autoprec.policy.sections import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
 

@@ -25,7 +25,7 @@ from autoprec.cost.rest import (
 from autoprec.cost.scale import CostScale
 from autoprec.graph.report import GraphReport, NewtonSchulz, Operator, StepProduct
 from autoprec.optim.codecs import CODECS
-from autoprec.policy.schema import OptimizerPolicy
+from autoprec.policy.sections import OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 
 H100 = TARGETS["h100"]

@@ -38,6 +38,7 @@ def test_every_class_says_what_can_be_chosen(report):
     assert all(choice_of(name, report) for name in builtin_rules().classes)
     assert choice_of("gemm", report).startswith("a recipe for each layer")
     assert choice_of("view", report).startswith("none: ")
+    assert "implementation" not in choice_of("loss", report) + choice_of("conv", report)
     assert "fused" not in choice_of(OPTIMIZER, report)
     assert choice_of(OPTIMIZER, replace(report, can_fuse=True)).endswith("; update: fused")
     products = "optimizer: matrix products"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autoprec.optim.codecs import CODECS, PairCodec, _dynamic_map, _look_up, codec
 from autoprec.policy import OptimizerPolicy
-from autoprec.policy.schema import STEPPING
+from autoprec.policy.sections import STEPPING
 
 LOSSY = {
     "bf16": 2**-8,

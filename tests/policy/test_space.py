@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,6 +236,20 @@ def test_the_documented_example_is_valid() -> None:
     assert found.parameter_values()["optimizer.exp_avg"] == ("fp32", "bf16")
     keys = ("choices", "baseline", "groups", "parameters", "presets", "loss_scaling", "embedding_gradient")
     assert all(key in example or f"`{key}`" in page for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("where", "loss", "layout"),
+    [
+        ({"compiled": False, "measured": True}, 2, 2),
+        ({"compiled": True, "measured": True}, 1, 1),  # torch.compile chooses
+        ({"compiled": False, "measured": False}, 1, 1),  # the numerics are the same, and the time is modelled
+        ({"compiled": False, "measured": True, "ranks": 2}, 1, 2),
+    ],
+)
+def test_ways_to_compute_are_offered_where_they_are_carried_out(where: dict[str, Any], loss: int, layout: int) -> None:
+    ways = load_space("cpu").executed(**where).implementation
+    assert (len(ways.loss), len(ways.layout)) == (loss, layout)
 
 
 def test_execution_is_offered_where_it_differs() -> None:

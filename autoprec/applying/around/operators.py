@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.around.layout import as_written, channels_last, viewed
+from autoprec.applying.around.logits import Logits, chunked_cross_entropy, is_chunkable, is_widening
 from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
-from autoprec.applying.around.outputs import holds_low, unwidened, widen, widest
+from autoprec.applying.around.outputs import each_tensor, holds_low, unwidened, widened, widest
 from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.applying.compiling import only_in_graphs
 from autoprec.backends import Backend
@@ -27,7 +29,7 @@ from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed.steps import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES, NATIVE
 from autoprec.numerics.rounding import SIXTEEN_BIT, cast_values, fast_bf16_gemm
-from autoprec.policy import OperatorPolicy
+from autoprec.policy import ImplementationPolicy, OperatorPolicy
 
 #: Names of the functions of torch, Tensor, torch.nn.functional and torch.linalg, by operator class: the float32 list of
 #: CUDA autocast (ATen/autocast_mode.h), and losses composed of it.
@@ -157,8 +159,10 @@ class OperatorMode(TorchFunctionMode):
         autocast: bool,
         *,
         share: float = 1.0,
+        implementation: ImplementationPolicy,
     ) -> None:
         super().__init__()
+        self.chunked, self.turned = implementation.loss == "chunked", implementation.layout == "channels_last"
         self.share, self.looked_up = share, set[int]()
         self.in_float32 = {
             function: entry
@@ -173,7 +177,8 @@ class OperatorMode(TorchFunctionMode):
 
     def does_nothing(self) -> bool:
         """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
-        return not (self.in_float32 or self.attention or self.emulated or self.lstm or self.share != 1.0)
+        asked = self.in_float32 or self.attention or self.emulated or self.lstm or self.chunked or self.turned
+        return not asked and self.share == 1.0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,6 +191,10 @@ class OperatorMode(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function in the precision that the policy asks of its class."""
+        if self.chunked and (found := self._in_slices(func, args, kwargs)) is not None:
+            return found
+        if self.turned and func is Tensor.view and not torch.compiler.is_compiling():
+            return viewed(*args, **kwargs)
         entry = self.in_float32.get(_WRAPPED.get(getattr(func, "__name__", ""), func))
         if kwargs.get("out") is not None:  # writes into a tensor whose dtype is what it is
             if entry is not None and (low := _low_dtype((*args, *kwargs.values()))) is not None:
@@ -201,6 +210,25 @@ class OperatorMode(TorchFunctionMode):
         if func is Tensor.unflatten:  # its body calls super(), which Dynamo traces in a method's call alone
             return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
+
+    def _in_slices(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a loss that is computed in slices, or logits that are widened for one; None of any other call."""
+        if func is F.cross_entropy:
+            given: Any = args[0] if args else kwargs.get("input")
+            if isinstance(given, Logits) or not is_chunkable(given):
+                return None
+            found = chunked_cross_entropy(*args, **{"logits" if k == "input" else k: v for k, v in kwargs.items()})
+            if found is not None:
+                self.note_slices()
+            return found
+        if args and is_widening(func, args[1:], kwargs) and args[0].dtype in SIXTEEN_BIT and is_chunkable(args[0]):
+            return Logits.of(args[0], self.note_slices)
+        return None
+
+    def note_slices(self) -> None:
+        """Write down that a loss was computed in slices."""
+        self.executed["implementation.loss"] = "chunked"
+        self._note("loss", "fp32")
 
     def _emulate(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
@@ -319,6 +347,7 @@ class RootExecution:
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
         unwidened: the class of an output whose tensors stay in 16 bits.
         scales: a layer runs below 16 bits, which TorchScript and ONNX have no words for.
+        implementation: whether losses are computed in slices, and images lie with their channels last.
     """
 
     activations: torch.dtype | None
@@ -341,6 +370,7 @@ class RootExecution:
     after_step: Callable[[], None] | None = None
     backends: tuple[Backend, ...] = ()
     scales: bool = False
+    implementation: ImplementationPolicy = field(default_factory=ImplementationPolicy)
 
     def __post_init__(self) -> None:
         carry_into_recomputation(OperatorMode)
@@ -350,7 +380,12 @@ class RootExecution:
         # all from the start: one made during a traced call would make Dynamo compile that call twice
         for autocast in (False, True):
             mode = self.modes[autocast] = OperatorMode(
-                self.operators, self.device, self.executed, autocast, share=self.embedding_gradient
+                self.operators,
+                self.device,
+                self.executed,
+                autocast,
+                share=self.embedding_gradient,
+                implementation=self.implementation,
             )
             mode.slow = slow
             mode.emulated = self.activations if self.activations in slow else None
@@ -375,6 +410,8 @@ class RootExecution:
             or self.low_precision
             or self.operators.attention != "keep"
             or self.embedding_gradient != 1.0
+            or self.implementation.loss != "keep"
+            or self.implementation.layout != "keep"
             or torch.is_autocast_enabled(device)
             or self.replaced
             or holds_low(given)
@@ -409,12 +446,18 @@ class RootExecution:
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
         if not self.needed(device, (args, kwargs)):
             return forward(*args, **kwargs)
+        turned: list[int] = []
+        if self.implementation.layout == "channels_last":
+            args, kwargs = channels_last((args, kwargs), turned)
+            if turned:
+                self._note("implementation.layout", "channels_last")
         if self.activations is None:
-            return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
-        self._note("activations", DTYPE_NAMES[self.activations])
-        with torch.autocast(device, self.activations):
-            output = self._guarded(forward, args, kwargs, True)
-        return self.finish(output)
+            output = self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
+        else:
+            self._note("activations", DTYPE_NAMES[self.activations])
+            with torch.autocast(device, self.activations):
+                output = self._guarded(forward, args, kwargs, True)
+        return self.finish(each_tensor(output, as_written) if turned else output)
 
     def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
         if self.idle[autocast]:
@@ -444,9 +487,18 @@ class RootExecution:
 
     def finish(self, output: Any) -> Any:
         """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""
-        if self.activations is None or self.operators.output != "fp32":
-            return output
-        if not torch.compiler.is_compiling():
+        widens = self.activations is not None and self.operators.output == "fp32"
+        if widens and not torch.compiler.is_compiling():
             self._note("output", "fp64" if widest(output) is torch.float64 else "fp32")
             self.narrowed, self.unwidened = holds_low(output), unwidened(output)
-        return widen(output)
+        if self.implementation.loss == "keep":
+            return each_tensor(output, widened) if widens else output
+        said = self.modes[widens].note_slices
+
+        def handed_out(value: Tensor) -> Tensor:
+            wide = widens or value.dtype is torch.float32
+            if wide and is_chunkable(value) and not isinstance(value, Logits):
+                return Logits.of(value, said)
+            return widened(value) if widens else value
+
+        return each_tensor(output, handed_out)

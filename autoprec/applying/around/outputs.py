@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,21 +49,31 @@ def unwidened(value: Any) -> str:
     return type(value).__name__ if own and holds_low(list(getattr(value, "__dict__", {}).values())) else ""
 
 
-def widen(value: Any) -> Any:
-    """Return nested containers with low-precision tensors cast to float32; other objects are returned as they are."""
+def widened(value: Tensor) -> Tensor:
+    """Return a tensor of 16 bits, of any shape, in float32; any other is returned as it is."""
+    return value.float() if value.dtype in SIXTEEN_BIT else value
+
+
+def each_tensor(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested containers with other tensors in the place of theirs; other objects are returned as they are.
+
+    Args:
+        value: what a model returns.
+        put: returns what takes the place of a tensor of any shape.
+    """
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in SIXTEEN_BIT else value
+        return put(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(widen(item) for item in value))
+        return type(value)(*(each_tensor(item, put) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(widen(item) for item in value)
+        return type(value)(each_tensor(item, put) for item in value)
     if isinstance(value, dict):
         for key, item in value.items():
-            changed = widen(item)
+            changed = each_tensor(item, put)
             if changed is not item:
                 value[key] = changed
     if held := _parts(value):
         value = copy.copy(value)
         for name, item in held.items():
-            object.__setattr__(value, name, widen(item))  # a frozen one as well
+            object.__setattr__(value, name, each_tensor(item, put))  # a frozen one as well
     return value

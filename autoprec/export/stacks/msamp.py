@@ -16,7 +16,7 @@ from autoprec.export.summary import fast_forward, lose
 from autoprec.export.words import Words
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.library import published
-from autoprec.policy.schema import STEPPING
+from autoprec.policy.sections import STEPPING
 
 
 def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPolicy]:

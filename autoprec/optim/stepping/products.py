@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.numerics.plan import NATIVE
 from autoprec.optim.stepping.modes import never_compiled, not_compiled_itself
-from autoprec.policy.schema import PRODUCTS
+from autoprec.policy.sections import PRODUCTS
 from autoprec.precision.recipes import KEEP
 
 _ATTRIBUTE = "_autoprec_products"

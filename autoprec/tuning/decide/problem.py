@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.summary import has_images, has_large_vocabulary
 from autoprec.policy import LayerPlan, ModelInfo, Policy, glob_matches
 from autoprec.policy.rollout import ROLLOUT, SAME, section
+from autoprec.policy.sections import STEPPING
 from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
@@ -42,8 +44,9 @@ _LEAST_SHARE = {"bf16": 0.01, "fp32": 0.001}
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 #: What leaves everything around the layers as the script wrote it.
-_AS_WRITTEN: dict[str, Any] = dict.fromkeys(("activations", "attention", "execution", UPDATE, PRODUCTS), KEEP)
-_AS_WRITTEN[ROLLOUT] = KEEP
+_KEPT = ("activations", "attention", "execution", ROLLOUT, *(f"optimizer.{name}" for name in STEPPING))
+_KEPT += ("implementation.loss", "implementation.layout")
+_AS_WRITTEN: dict[str, Any] = dict.fromkeys(_KEPT, KEEP)
 _AS_WRITTEN["embedding_gradient"] = 1.0
 
 
@@ -120,6 +123,10 @@ class Problem:
             values["attention"] = values["attention"][:1]
         if report.operators and not any(operator.cls == "embedding" for operator in report.operators):
             values["embedding_gradient"] = (1.0,)
+        if not has_large_vocabulary(report):
+            values["implementation.loss"] = values["implementation.loss"][:1]
+        if not has_images(report):
+            values["implementation.layout"] = values["implementation.layout"][:1]
         if not report.can_fuse:
             values[UPDATE] = values[UPDATE][:1]
         gains = {dtype for dtype, least in _LEAST_SHARE.items() if report.movable(dtype) >= least}
@@ -388,8 +395,7 @@ class Problem:
                     **self.space.operators.model_dump(),
                     **{name: params[name] for name in ("attention", *WIDE_OPERATORS) if name in params},
                 },
-                "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
-                "communication": {n.split(".")[1]: v for n, v in params.items() if n.startswith("communication.")},
+                **{section: _section(section, params) for section in ("optimizer", "communication", "implementation")},
                 "embedding_gradient": params["embedding_gradient"],
                 "execution": params["execution"],
                 "rollout": rollout,
@@ -398,6 +404,11 @@ class Problem:
                 "evidence": dict(evidence or {}),
             }
         )
+
+
+def _section(name: str, params: Params) -> dict[str, Any]:
+    """Return what params say about a section of the policy, by field."""
+    return {field: value for n, value in params.items() for section, _, field in [n.partition(".")] if section == name}
 
 
 def _grouped(report: GraphReport, space: SearchSpace) -> dict[str, list[Layer]]:

@@ -156,6 +156,11 @@ def _compiled_apart(
     return f"compiling the blocks gives {speed_text(alone or 1.0, least, most)}, the precision {more} over that"
 
 
+def _by_parts(parts: Sequence[tuple[str, float, float, float]]) -> str:
+    told = (f"{speed_text(*speed)} by {name.replace('_', ' ')}" for name, *speed in parts)
+    return f"each part beside the policy without it: {', '.join(told)}"
+
+
 def _only_blocks(
     name: str, speedup: float, low: float | None = None, high: float | None = None, reference: str = "script"
 ) -> str:
@@ -383,6 +388,7 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "no_gain": _no_gain,
     "adopted": _adopted,
     "compiled_apart": _compiled_apart,
+    "by_parts": _by_parts,
     "only_blocks": _only_blocks,
     "faster_not_taken": _faster_not_taken,
     "under_variant": _under_variant,

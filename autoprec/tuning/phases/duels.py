@@ -49,6 +49,8 @@ _FIRST_S, _EACH_S, _RUNS = 12.0, 7.0, 1.5
 #: Policies of a second duel, and seconds of its own that it takes at most: page faults make two processes of one
 #: program differ by 4 to 6 % (standard deviation), so that it takes thirty rounds to know a speed-up within 2 %.
 AGAIN, AGAIN_S = 3, 40.0
+#: Seconds of its own that a policy without one of its parts has.
+_PART_S = 5.0
 #: Half the width from which on there are further ones, up to so many: the fastest of three was once 13 % slower (dlrm).
 _ROUGH, _MOST_AGAIN = 0.04, 3
 #: Standard deviation of a speed-up from process to process of one program on a CPU, by the page faults of its heap:
@@ -266,12 +268,42 @@ class Duels:
             Milliseconds per step by backend, round by round; and why a backend was not timed. Nothing where a time
             budget leaves no time for it.
         """
+        return self._among(run, policies, (f"{run.name} by {name}" for name in policies), by_backend=True)
+
+    def without(self, run: Run, policies: Mapping[str, Document]) -> list[dict[str, float]]:
+        """Time a policy beside itself without one of its parts each, some seconds of each, as they are only told.
+
+        Args:
+            run: of the policy, which is timed as well.
+            policies: part -> the policy without it.
+
+        Returns:
+            Milliseconds per step by part, and of the policy by its name, round by round; empty where a time budget
+            leaves no time, or nothing can be exchanged between two steps.
+        """
+        documents = {run.name: run.policy, **policies}
+        names, usual_s = (f"{run.name} without {name}" for name in policies), _PART_S * len(documents)
+        return self._among(run, documents, names, usual_s=usual_s, precision=_ROUGH)[0]
+
+    def _among(
+        self,
+        run: Run,
+        policies: Mapping[str, Document],
+        names: Iterable[str],
+        *,
+        by_backend: bool = False,
+        usual_s: float = 0.0,
+        precision: float = PRECISE,
+    ) -> tuple[list[dict[str, float]], dict[str, str]]:
+        """Time documents that are no run of the search, and return their rounds, and why one was not timed."""
         by_block = self._by_block(False)
-        within = self._seconds(len(policies), compile_s=self._compile_s(len(policies), by_block))
-        if within <= 0 or self._runner.is_elsewhere(run.params) or not can_be_exchanged(run.policy):
+        compile_s = self._compile_s(len(policies), by_block)
+        within = self._seconds(len(policies), usual_s=usual_s, compile_s=compile_s)
+        if within <= 0 or self._runner.is_elsewhere(run.params) or not all(map(can_be_exchanged, policies.values())):
             return [], {}
-        spec = replace(self._spec(forks=self._can_fork([run]), by_block=by_block), by_backend=True)
-        with self._booked(f"{run.name} by {name}" for name in policies):
+        spec = self._spec(forks=self._can_fork([run]), by_block=by_block)
+        spec = replace(spec, by_backend=by_backend, precision=precision)
+        with self._booked(names):
             timed = timed_together(self._runner.duel, spec, policies, within)
         return timed.rounds, dict.fromkeys(policies, timed.failed) if timed.failed else timed.refused
 

@@ -21,8 +21,8 @@ from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
+from autoprec.tuning.phases.gains import beside_compiled, best_preset, over_compiled, over_preset
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
-from autoprec.tuning.phases.preset_gain import beside_compiled, best_preset, over_compiled, over_preset
 from autoprec.tuning.phases.reasons import why_nothing, with_faster, with_unsure
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
 from autoprec.tuning.phases.sensitivity import measure_errors

@@ -30,6 +30,7 @@ from autoprec.tuning.libraries.choice import BACKENDS, able, fastest, row_of, ru
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import explained
 from autoprec.tuning.phases.finalists import SeedAllocation
+from autoprec.tuning.phases.gains import by_parts
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.phases.variants import NEAR
 from autoprec.tuning.setup import Setup
@@ -314,7 +315,9 @@ def run_study(setup: Setup, runner: PairedRunner, state: SearchState, table: Sen
             break
         state.listener.phase("search")
     loop.conclude()
-    return explained(setup, state, allocation.answer(), table, expectation)
+    answer = allocation.answer()
+    answer = answer.with_reasons(*by_parts(setup, answer, allocation.duels))
+    return explained(setup, state, answer, table, expectation)
 
 
 def _sampler(setup: Setup, prior: Prior, goals: Goals) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, Params]]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 from autoprec import Policy
-from autoprec.applying.around.outputs import holds_low, unwidened, widen
+from autoprec.applying.around.outputs import each_tensor, holds_low, unwidened, widened
 
 
 def test_outputs_of_any_nesting_are_widened() -> None:
@@ -24,8 +24,8 @@ def test_outputs_of_any_nesting_are_widened() -> None:
 
     given = Output(low)
     assert holds_low(given)
-    assert (widen(given).logits.dtype, given.logits.dtype) == (torch.float32, torch.bfloat16)
-    found = widen({"a": [low, (low, 3)], "b": torch.ones(1, dtype=torch.long)})
+    assert (each_tensor(given, widened).logits.dtype, given.logits.dtype) == (torch.float32, torch.bfloat16)
+    found = each_tensor({"a": [low, (low, 3)], "b": torch.ones(1, dtype=torch.long)}, widened)
     assert found["a"][0].dtype is found["a"][1][0].dtype is torch.float32
     assert found["b"].dtype is torch.long
 

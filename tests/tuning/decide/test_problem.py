@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import Operator
-from autoprec.policy import OptimizerPolicy, resolve
+from autoprec.policy import ImplementationPolicy, OptimizerPolicy, resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 from autoprec.tuning.decide.presets import presets
@@ -284,6 +285,28 @@ def test_products_of_a_step_are_offered_in_a_dtype_that_enough_of_them_are_not_i
     assert name not in found.parameters  # one product in a step of many
     only = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"optimizer": {"products": ["bf16"]}})
     assert Problem.build(gpt(), only).fixed[name] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "operator"),
+    [
+        ("loss", "chunked", {"op": "aten::_log_softmax", "cls": "loss", "shapes": ((8, 50304),)}),
+        ("layout", "channels_last", {"op": "aten::convolution", "cls": "conv", "shapes": ((8, 3, 4, 4), (9, 3, 3, 3))}),
+    ],
+)
+def test_another_way_to_compute_is_offered_where_the_step_has_something_to_gain(
+    field: str, value: str, operator: dict[str, Any]
+) -> None:
+    space = space_from_dict(SHRUNK.model_dump(by_alias=True) | {"implementation": {field: ["keep", value]}})
+    name, small = f"implementation.{field}", replace(EMBEDDING, **operator | {"shapes": ((8, 100),)})
+    for without in (gpt(), replace(gpt(), operators=(small,))):
+        assert name not in Problem.build(without, space).parameters
+    found = Problem.build(replace(gpt(), operators=(replace(EMBEDDING, **operator),)), space)
+    assert found.parameters[name] == ("keep", value)
+    plain, other = (found.params_of("keep", **{name: choice}) for choice in ("keep", value))
+    assert (found.is_script(plain), found.is_script(other)) == (True, False)
+    assert found.policy(other).implementation == ImplementationPolicy.model_validate({field: value})
+    assert found.policy(plain).implementation == found.render(found.quiet()).implementation == ImplementationPolicy()
 
 
 def test_its_gradient_is_meant_and_no_probe_takes_it_for_an_error() -> None:

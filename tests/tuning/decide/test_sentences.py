@@ -45,6 +45,7 @@ REASONS = [
     Reason("few_seeds", {"seeds": 1, "needed": 4}),
     Reason("compiled_apart", {"compiled": [1.25], "precision": 1.2, "low": 1.15, "high": 1.25}),
     Reason("compiled_apart", {"compiled": [1.25, 1.2, 1.3], "precision": 1.2}),
+    Reason("by_parts", {"parts": [["layers", 1.5, 1.45, 1.55], ["implementation.loss", 1.2, 1.15, 1.25]]}),
     Reason("only_blocks", {"name": "a", "speedup": 1.5, "low": 1.4, "high": 1.6}),
     Reason("tied", {"noise": 0.05}),
     Reason("tied", {"noise": 0.05, "timed": True}),

@@ -9,10 +9,10 @@ import pytest
 
 from autoprec.policy import load_policy
 from autoprec.trial.protocol import DuelSpec
-from autoprec.tuning.decide.decision import Standing
+from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.presets import COMPILED, presets
 from autoprec.tuning.phases.duels import Duels
-from autoprec.tuning.phases.preset_gain import beside_compiled, best_preset, over_compiled, over_preset
+from autoprec.tuning.phases.gains import beside_compiled, best_preset, by_parts, over_compiled, over_preset, parts_of
 from autoprec.tuning.study.run import Run
 from tests.simulated import SimulatedScript, simulated_graph
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
@@ -128,6 +128,41 @@ def test_an_eager_script_of_many_blocks_is_compiled_by_hand_and_that_gain_is_tol
     kinds = [{probe.policy.get("execution", "keep") for probe in spec.probes} for spec in told]
     assert all(len(kind) == 1 for kind in kinds), "eager contenders have processes of their own"
     assert all((spec.side_by_side > 1) is (kind == {"keep"}) for spec, kind in zip(told, kinds, strict=True))
+
+
+def chosen_params(made: Any, result: Any) -> Any:
+    return next(run.params for run in made.state.store.records if run.name == result.best["name"] and run.params)
+
+
+def test_an_adopted_policy_says_what_each_of_its_parts_gains(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Each is timed beside the policy without it, in one duel."""
+    monkeypatch.setattr("autoprec.precision.hardware.cpu_bf16_units", lambda: ("AVX512-BF16",))
+    simulated = SimulatedScript(graph=replace(simulated_graph(2), can_fuse=True))
+    made, result = search(simulated, options(target="cpu", space="", trials=10, study="parts"))
+    assert result.verdict == "adopt"
+    params = chosen_params(made, result)
+    assert made.setup is not None
+    (told,) = [reason for reason in result.reasons if reason["code"] == "by_parts"]
+    speeds = {name: middle for name, middle, low, high in told["parts"] if low <= middle <= high}
+    assert set(speeds) == set(parts_of(made.setup.problem, params))
+    assert "optimizer.update" in speeds
+    assert len(speeds) > 1
+    assert "each part beside the policy without it: " in result.reason
+    (spec,) = [s for _, s in simulated.calls if isinstance(s, DuelSpec) and {p.id for p in s.probes} >= set(speeds)]
+    alone = {probe.id: probe.policy for probe in spec.probes}
+    assert "update" not in alone["optimizer.update"]["optimizer"]
+    assert alone[result.best["name"]]["optimizer"]["update"] == "fused"
+
+
+def test_a_policy_of_one_part_is_that_part(here: Path) -> None:  # noqa: F811
+    made, _ = search(script(), options(trials=2))
+    assert made.setup is not None
+    problem = made.setup.problem
+    params = problem.params_of(problem.choice_names[-1])
+    assert list(parts_of(problem, params)) == ["layers"]
+    run = Run(1, "search", "a", params, problem.policy(params).to_dict(), "ok")
+    assert by_parts(made.setup, Decision("adopt", (), run=run), duels()) == ()
+    assert by_parts(made.setup, Decision("stay", (), run=run), duels()) == ()
 
 
 def setup_of(*, compiled: bool) -> Any:

@@ -1,4 +1,9 @@
-"""What a policy gains over the best preset: what people would run instead of it."""
+"""What a policy gains over what people would run instead, and by which of its parts.
+
+Instead of it they would run the best preset, or compile the blocks of an eager script and change nothing else. What
+each part of a policy does (its layers' recipes, autocast, the optimizer's update, ...) is what the policy loses
+without it, timed beside it: the parts need not multiply to the whole.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ import math
 from collections.abc import Sequence
 
 from autoprec.policy import compiles
-from autoprec.tuning.decide.decision import Standing
+from autoprec.trial.intervals import ratio_interval
+from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.presets import COMPILED, presets
+from autoprec.tuning.decide.problem import VARIANT, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.phases.duels import Duels
@@ -86,6 +93,49 @@ def over_preset(chosen: Standing, best: Standing | None, duels: Duels, noise: fl
     elif chosen.timed and best.seeds:
         data["by_trials"] = True
     return (Reason("over_preset", data | {"noise": noise}),)
+
+
+#: The part of a policy that is its layers' recipes.
+_LAYERS = "layers"
+
+
+def by_parts(setup: Setup, decision: Decision, duels: Duels) -> tuple[Reason, ...]:
+    """Return how many times as fast an adopted policy is as without each of its parts; nothing where it has one.
+
+    Args:
+        setup: what is searched.
+        decision: the answer.
+        duels: of the search.
+    """
+    run = decision.run
+    if run is None or decision.verdict != "adopt" or not setup.measured:
+        return ()
+    parts = {} if setup.host.compiled or compiles(run.policy) else parts_of(setup.problem, run.params)
+    if len(parts) < 2:
+        return ()
+    problem = setup.problem
+    documents = {name: problem.policy({**run.params, **changed}).to_dict() for name, changed in parts.items()}
+    rounds = duels.without(run, documents)
+    rows = [(name, ratio_interval(rounds, name, run.name)) for name in documents]
+    known = sorted(((name, found) for name, found in rows if found is not None), key=lambda row: -row[1][0])
+    return (Reason("by_parts", {"parts": [[name, *found] for name, found in known]}),) if known else ()
+
+
+def parts_of(problem: Problem, params: Params) -> dict[str, Params]:
+    """Return the parts of a point: name -> the params that take it back to what the script has.
+
+    Args:
+        problem: groups and parameters.
+        params: of the point.
+    """
+    baseline = problem.params_of(problem.baseline)
+    layers = {layer_key(group.name): baseline.get(layer_key(group.name)) for group in problem.free_groups}
+    found = {_LAYERS: {name: value for name, value in layers.items() if value is not None}}
+    for name, values in problem.parameters.items():
+        if name not in problem.space.parameters and name != VARIANT and problem.value(params, name) != values[0]:
+            found[name] = {name: values[0]}
+    key = problem.key(params)
+    return {name: changed for name, changed in found.items() if problem.key({**params, **changed}) != key}
 
 
 #: Presets of an eager script that compile its blocks and do nothing else, or nothing beyond 16 bits.
