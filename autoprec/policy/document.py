@@ -1,17 +1,24 @@
-"""From documents to policies and back: loading, saving, and errors a person can act on."""
+"""From documents to policies and back: loading, saving, and errors a person can act on.
+
+The first line of a file that AutoPrec wrote with evidence tells a damaged file from a chosen one. A policy cut off in
+the middle is often a smaller valid policy, and one flipped bit is often another valid recipe; both would train quietly
+with the evidence of a policy they are not. The line is a comment, so that the schema knows nothing of it, and it comes
+first, so that a file cut anywhere has lost its contents before it has lost the line. It is over what the file says, not
+how: comments and layout may change, values may not.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from autoprec.errors import FileError, PolicyError
-from autoprec.policy.checksum import checksum_line, verify_checksum
 from autoprec.policy.schema import SCHEMA, Policy
-from autoprec.support.files import check_kind, parse_document, read_text, write_atomic
+from autoprec.support.files import check_kind, checksum, parse_document, read_text, write_atomic
 from autoprec.support.validation import cut, validated
 
 P = TypeVar("P", bound=Policy)
@@ -20,6 +27,9 @@ P = TypeVar("P", bound=Policy)
 PUBLISHED = "published:"
 #: A policy with one rule for each of 10,000 layers fits; what does not is not a policy, nor worth a second's time.
 MAX_POLICY_BYTES = 1024 * 1024
+_LINE = re.compile(r"# checksum sha256:([0-9a-f]{16}) \(after an edit by hand, delete this line\)\s*")
+#: A comment that holds two of these was a checksum line, whatever happened to the rest of it.
+_TRACES = ("checksum", "sha256:", "edit by hand", "delete this line")
 
 
 def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: type[P] = Policy) -> P:  # type: ignore[assignment]
@@ -179,3 +189,41 @@ def save_policy(policy: Policy, path: Path | str) -> Path:
     if path.suffix == ".json":
         return write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
     return write_atomic(path, yaml_text(document))
+
+
+def checksum_line(document: dict[str, Any]) -> str:
+    """Return the line to write above the YAML text of a plain-data document (as that text is read back)."""
+    return f"# checksum sha256:{checksum(document)} (after an edit by hand, delete this line)\n"
+
+
+def _lines(text: str) -> list[str]:
+    """Return the checksum lines, whole or damaged, among the comments above the first key."""
+    out = []
+    for line in text.lstrip("\ufeff").split("\n"):
+        if line.strip() and not line.startswith("#"):
+            break
+        if sum(trace in line for trace in _TRACES) >= 2:
+            out.append(line)
+    return out
+
+
+def verify_checksum(text: str, document: dict[str, Any], *, where: str) -> None:
+    """Refuse a document whose text begins with a checksum line that is not its own; a text without one passes.
+
+    Args:
+        text: of the whole file.
+        document: what was parsed from it.
+        where: the file, for the message.
+
+    Raises:
+        PolicyError: the contents, or the line itself, were changed after AutoPrec wrote the file.
+    """
+    for line in _lines(text):
+        found = _LINE.fullmatch(line)
+        if found is None or found.group(1) != checksum(document):
+            raise PolicyError(
+                "the file was changed or damaged after AutoPrec wrote it (its checksum does not match), so its "
+                "evidence no longer describes it",
+                where=where,
+                fix="get the original again; if it was edited on purpose, delete its first line",
+            )

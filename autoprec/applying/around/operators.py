@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.around.functions import FLOAT32_FUNCTIONS, PAIRS, PRODUCTS, RUNNING, WRAPPED
 from autoprec.applying.around.layout import as_written, channels_last, viewed
 from autoprec.applying.around.logits import Logits, chunked_cross_entropy, is_chunkable, is_widening
 from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
@@ -31,69 +32,6 @@ from autoprec.numerics.plan import DTYPE_NAMES, NATIVE
 from autoprec.numerics.rounding import SIXTEEN_BIT, cast_values, fast_bf16_gemm
 from autoprec.policy import ImplementationPolicy, OperatorPolicy
 
-#: Names of the functions of torch, Tensor, torch.nn.functional and torch.linalg, by operator class: the float32 list of
-#: CUDA autocast (ATen/autocast_mode.h), and losses composed of it.
-_NAMES = {
-    "softmax": "softmax log_softmax softmin gumbel_softmax logsumexp",
-    "norm": "layer_norm batch_norm group_norm instance_norm rms_norm local_response_norm normalize cosine_similarity "
-    "norm vector_norm matrix_norm",
-    "loss": "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss binary_cross_entropy "
-    "binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss "
-    "margin_ranking_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss "
-    "soft_margin_loss",
-    "embedding": "embedding embedding_bag",
-}
-#: The parts from which models write such operators by hand.
-_PARTS = {
-    "softmax": "exp expm1",
-    "norm": "pow square rsqrt mean var std var_mean sum cumsum prod log log1p log2 log10 reciprocal acos asin "
-    "cosh sinh tan erfinv cumprod dist pdist cdist renorm softplus interpolate "
-    "__pow__ __rpow__ __rdiv__ __rtruediv__",
-}
-
-
-def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
-    """Return function -> (operator class, written by hand?)."""
-    found: dict[Any, tuple[str, bool]] = {}
-    for by_hand, table in ((False, _NAMES), (True, _PARTS)):
-        for kind, names in table.items():
-            for name in names.split():
-                for owner in (torch, Tensor, F, torch.linalg):
-                    # a trailing underscore (exp_) writes into a tensor whose dtype is what it is
-                    function = getattr(owner, name, None)
-                    if callable(function):
-                        found.setdefault(function, (kind, by_hand))
-    return found
-
-
-#: What is computed in float32, by operator class.
-FLOAT32_FUNCTIONS = _table()
-
-
-#: What ``x ** 2``, ``2 ** x``, ``2 / x`` and ``x.norm()`` are looked up as: Dynamo does not find these methods, which
-#: torch writes in Python, among the keys of a dictionary, and its guards do.
-_WRAPPED: dict[str, Callable[..., Any]] = {
-    "pow": torch.pow,
-    "__rpow__": torch.pow,
-    "__rdiv__": torch.reciprocal,
-    "norm": torch.norm,
-}
-
-#: What updates running statistics, which a model in 16 bits keeps in 16 bits.
-_RUNNING = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
-
-#: Products that attention is written by hand with.
-_PAIRS = frozenset(
-    {torch.matmul, torch.bmm, torch.baddbmm, torch.mm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
-    | {Tensor.baddbmm, Tensor.mm}
-)
-#: What multiplies. On a CPU the FP16 versions are 20 to 100 times slower than float32, and so may be the bfloat16 ones
-#: (3 to 40 times without bfloat16 units): then they are emulated.
-_PRODUCTS = _PAIRS | {
-    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, F.bilinear),
-    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-    *(torch.addmm, torch.mv, Tensor.addmm, Tensor.mv, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-}
 #: Autograd nodes between a weight and what a product multiplies by: casts and views.
 _VIEWS = (
     "ToCopy",
@@ -195,7 +133,7 @@ class OperatorMode(TorchFunctionMode):
             return found
         if self.turned and func is Tensor.view and not torch.compiler.is_compiling():
             return viewed(*args, **kwargs)
-        entry = self.in_float32.get(_WRAPPED.get(getattr(func, "__name__", ""), func))
+        entry = self.in_float32.get(WRAPPED.get(getattr(func, "__name__", ""), func))
         if kwargs.get("out") is not None:  # writes into a tensor whose dtype is what it is
             if entry is not None and (low := _low_dtype((*args, *kwargs.values()))) is not None:
                 self._note(entry[0], DTYPE_NAMES[low])
@@ -205,7 +143,7 @@ class OperatorMode(TorchFunctionMode):
         if self.attention is not None and self._attends(func, args):
             return self._attend(func, args, kwargs)
         emulated = self.lstm if func is torch.lstm else self.emulated
-        if emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
+        if emulated is not None and func in PRODUCTS and torch.is_autocast_enabled(self.device):
             return self._emulate(func, args, kwargs, emulated)
         if func is Tensor.unflatten:  # its body calls super(), which Dynamo traces in a method's call alone
             return args[0].unflatten(*args[1:], **kwargs)
@@ -264,7 +202,7 @@ class OperatorMode(TorchFunctionMode):
             kwargs["dtype"] = torch.float32
         with torch.autocast(self.device, enabled=False):
             out = func(*wide, **kwargs)
-        if func in _RUNNING:  # running statistics are written in place, and what was written is the copy's
+        if func in RUNNING:  # running statistics are written in place, and what was written is the copy's
             for held, used in zip(given, (*wide, *kwargs.values()), strict=True):
                 if isinstance(held, Tensor) and held is not used and held is not given[0] and not held.requires_grad:
                     held.copy_(used)
@@ -292,7 +230,7 @@ class OperatorMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return True
         operands = [value for value in args if isinstance(value, Tensor)][-2:]
-        if func not in _PAIRS or len(operands) < 2 or min(x.ndim for x in operands) < 2:
+        if func not in PAIRS or len(operands) < 2 or min(x.ndim for x in operands) < 2:
             return False
         if not all(x.is_floating_point() for x in operands):  # complex numbers or integers: no dtype of ours fits
             return False

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec import Policy
-from autoprec.applying.around.operators import FLOAT32_FUNCTIONS
+from autoprec.applying.around.functions import FLOAT32_FUNCTIONS
 from autoprec.applying.swap import root_of
 
 
