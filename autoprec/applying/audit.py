@@ -323,6 +323,7 @@ def _runs(found: Any) -> str:
 #: Why a way to compute was not taken.
 _NOT_TAKEN = {
     "loss": f"no F.cross_entropy over {FEWEST_CLASSES:,} classes or more was computed of its output, or in its forward",
+    "gelu": "no module computes by hand what F.gelu is",
     "layout": "the model was given no images or volumes that lie with their channels first",
 }
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.applying.around.gelu import FusedGelu, gelus_by_hand
 from autoprec.applying.around.operators import RootExecution
 from autoprec.applying.attention import AttentionExecutions, EncoderLayerExecutions
 from autoprec.applying.binding import Binder, timed_backends
@@ -100,6 +101,8 @@ def put_stage(
         others = {each.name: each for each in faster.values()} | held
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
         _install_root(root, policy, backends, device, executions)
+        if policy.implementation.gelu == "fused":
+            _fuse_gelus(root)
         set_execution(root, policy.execution)
 
 
@@ -204,6 +207,12 @@ def _run_encoder_layers(root: nn.Module) -> None:
     for module in layers:
         if any(execution_of(part) is not None for part in module.modules()) and execution_of(module) is None:
             install(module, "functional", EncoderLayerExecutions(module))
+
+
+def _fuse_gelus(root: nn.Module) -> None:
+    """Let modules that compute GELU by hand call torch's kernel."""
+    for module, form in gelus_by_hand(root).values():
+        install(module, "functional", FusedGelu(module, form, root_of(root).executed))
 
 
 def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, Unit]) -> None:

@@ -41,6 +41,8 @@ _CAST_BYTES = 6.0
 _UNFUSED, _UNFUSED_CPU = 1.6, 3.2
 #: What convolutions take whose channels lie last, and what log-probabilities save of their time in slices.
 _TURNED, _IN_SLICES = 0.8, 0.5
+#: What GELU by hand saves of its time in one kernel.
+_IN_ONE_KERNEL = 0.8
 #: What the cost of a rank that shares layers with others leaves out.
 EXCHANGES = (
     "; of what ranks exchange only the least is charged (two ranks at a link's full speed, no amaxes): gains are upper "
@@ -307,6 +309,8 @@ class CostModel:
         update = self._update_seconds(state)
         gaps = rest.kernels * self.rates.launch_us * 1e-6
         others = sum(rest.seconds.values()) + gaps + update
+        if implementation is not None and implementation.gelu == "fused":
+            others -= self._gelu_seconds() * _IN_ONE_KERNEL
         if implementation is not None and implementation.loss == "chunked":
             others -= self._loss_seconds() * _IN_SLICES
         device = gemm + cast + others
@@ -411,6 +415,11 @@ class CostModel:
             values = one.batch * (one.m * one.k + one.k * one.n + one.m * one.n)
             total += one.calls * (each + (_CAST_BYTES * values / speed if moves else 0.0))
         return total / self.shards
+
+    def _gelu_seconds(self) -> float:
+        """Return the time of GELU by hand: each of its operations reads and writes an activation."""
+        moved = sum(row.bytes for row in self.report.operators if row.module in self.report.gelus_by_hand)
+        return moved * self.scale.tokens / (self.target.bandwidth * self.rates.bandwidth)
 
     def _loss_seconds(self) -> float:
         """Return the time of reading and writing log-probabilities over a large vocabulary."""

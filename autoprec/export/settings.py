@@ -35,6 +35,7 @@ _NONE: Mapping[str, str] = {}
 #: How a script has what is computed in another way of torch's.
 _BY_HAND = {
     "loss": "the loss of all logits at once: nn.LinearCrossEntropyLoss with options computes it in chunks",
+    "gelu": "as its modules compute it: put nn.GELU(approximate='tanh') in their place",
     "layout": "as the script gives it: model.to(memory_format=torch.channels_last), and its images",
 }
 

@@ -191,7 +191,8 @@ class GraphReport:
     backward. ``root_called`` is False where the script calls the model's parts, and never the model: what surrounds
     its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
     is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``,
-    ``can_fuse`` that all could, and one does not.
+    ``can_fuse`` that all could, and one does not. ``gelus_by_hand`` are modules that compute GELU in
+    several operations.
     ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, and of other
     optimizers' that multiply, matrix by matrix.
     ``judged`` is what the step says of the script's own precision; None where it had no data, or was modelled.
@@ -211,6 +212,7 @@ class GraphReport:
     held: float = 1.0
     fused_update: bool = False
     can_fuse: bool = False
+    gelus_by_hand: tuple[str, ...] = ()
     newton_schulz: tuple[NewtonSchulz, ...] = ()
     updating: tuple[Operator, ...] = ()
     judged: Judged | None = None
@@ -271,6 +273,7 @@ class GraphReport:
             "held": self.held,
             "fused_update": self.fused_update,
             "can_fuse": self.can_fuse,
+            "gelus_by_hand": list(self.gelus_by_hand),
             "newton_schulz": [shallow(row) for row in self.newton_schulz],
             "judged": None if self.judged is None else self.judged.to_json(),
         }
@@ -297,6 +300,7 @@ class GraphReport:
             "operators": [operator for operator in operators if operator.phase != "optimizer"],
             "updating": [operator for operator in operators if operator.phase == "optimizer"],
             "groups": {name: tuple(members) for name, members in document["groups"].items()},
+            "gelus_by_hand": tuple(document.get("gelus_by_hand", ())),
             "newton_schulz": [NewtonSchulz(**row) for row in document.get("newton_schulz", ())],
             "judged": Judged.from_json(document["judged"]) if document.get("judged") else None,
         }

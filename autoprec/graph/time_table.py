@@ -75,6 +75,8 @@ def choice_of(name: str, report: GraphReport) -> str:
     if name in _CHOICES:
         return _CHOICES[name]
     choice = builtin_rules().classes["attention" if name == "product" else name].choice
+    if name == "pointwise" and report.gelus_by_hand:
+        return f"{choice}; implementation.gelu"
     if name == "conv" and has_images(report):
         return f"{choice}; implementation.layout"
     return f"{choice}; implementation.loss" if name == "loss" and has_large_vocabulary(report) else choice

@@ -104,6 +104,9 @@ class ImplementationPolicy(Frozen):
     loss: Literal["keep", "chunked"] = Field(
         "keep", description=f"cross entropy over {FEWEST_CLASSES:,} classes or more, a slice of rows at a time"
     )
+    gelu: Literal["keep", "fused"] = Field(
+        "keep", description="what modules compute by hand that torch has as F.gelu, by it"
+    )
     layout: Literal["keep", "channels_last"] = Field(
         "keep", description="how the images and volumes lie in memory that the model is given"
     )

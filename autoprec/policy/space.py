@@ -119,6 +119,7 @@ class ImplementationSpace(Frozen):
     """Ways to compute a thing in that may be tried; the first is the default."""
 
     loss: tuple[str, ...] = ("keep",)
+    gelu: tuple[str, ...] = ("keep",)
     layout: tuple[str, ...] = ("keep",)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from autoprec.applying.around.gelu import gelus_by_hand
+from autoprec.applying.units import clean_name
 from autoprec.graph.analysis.flops import RECURRENT, call_flops
 from autoprec.graph.analysis.groups import merge, named, sibling_pairs
 from autoprec.graph.analysis.layers import build_layers, collect, mark_output, mark_positions
@@ -182,5 +184,6 @@ def interpret(
         held=names.held(),
         newton_schulz=orthogonal,
         fused_update=any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups),
+        gelus_by_hand=tuple(clean_name(name) for name in gelus_by_hand(names.root)),
         can_fuse=bool(optimizers) and not any(map(why_not_fused, optimizers)) and not all(map(is_fused, optimizers)),
     )

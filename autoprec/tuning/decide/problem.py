@@ -45,7 +45,7 @@ _LEAST_SHARE = {"bf16": 0.01, "fp32": 0.001}
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 #: What leaves everything around the layers as the script wrote it.
 _KEPT = ("activations", "attention", "execution", ROLLOUT, *(f"optimizer.{name}" for name in STEPPING))
-_KEPT += ("implementation.loss", "implementation.layout")
+_KEPT += ("implementation.loss", "implementation.layout", "implementation.gelu")
 _AS_WRITTEN: dict[str, Any] = dict.fromkeys(_KEPT, KEEP)
 _AS_WRITTEN["embedding_gradient"] = 1.0
 
@@ -125,6 +125,8 @@ class Problem:
             values["embedding_gradient"] = (1.0,)
         if not has_large_vocabulary(report):
             values["implementation.loss"] = values["implementation.loss"][:1]
+        if not report.gelus_by_hand:
+            values["implementation.gelu"] = values["implementation.gelu"][:1]
         if not has_images(report):
             values["implementation.layout"] = values["implementation.layout"][:1]
         if not report.can_fuse:
