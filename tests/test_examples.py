@@ -62,3 +62,21 @@ def test_a_policy_is_applied_in_five_lines(tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "use_policy.py"), str(policy))
     assert "executed as asked: True" in output
     assert len(losses(output)) == 5
+
+
+def test_reinforcement_learning_with_both_sides_learns_to_copy_digits(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "train_grpo.py"), "--steps", "51", cwd=tmp_path)
+    rewards, mismatches = (re.findall(rf"{name} (\S+)", output) for name in ("reward", "mismatch"))
+    assert float(rewards[0]) < 0.2, "chance is 0.1"
+    assert float(rewards[-1]) > 0.4
+    assert all(1e-8 < float(value) < 1e-4 for value in mismatches)
+
+
+def test_the_table_of_mismatches_has_fp16_below_bf16_and_a_policy_of_a_file(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("schema: autoprec.policy/1\nrollout: {weights: fp16, activations: fp16}\n", encoding="utf-8")
+    words = ("--seeds", "2", "--steps", "4", "--policy", str(policy))
+    output = run(str(EXAMPLES / "grpo_mismatch.py"), *words, cwd=tmp_path)
+    rows = {cells[1].strip(): cells[3].split()[0] for line in output.splitlines() if (cells := line.split("|"))[1:]}
+    assert float(rows["fp16"]) < 0.1 < 1.0 < float(rows["FP8 tensorwise in the blocks"])
+    assert float(rows[str(policy)]) < 1.0

@@ -317,10 +317,10 @@ class SearchSpace(Frozen):
         """
 
         def both(rule: ChoiceRule) -> ChoiceRule:
-            names = [choice.name for choice in rule.choices]
-            at = names.index("bf16") + 1 if "bf16" in names and "fp16" not in names else 0
-            more = (Choice(recipe="fp16"),) if at else ()
-            return rule.model_copy(update={"choices": (*rule.choices[:at], *more, *rule.choices[at:])})
+            narrow = {name: name.replace("bf16", "fp16") for name in ("bf16", "bf16_fp32_output")}
+            offered = [(choice, narrow.get(choice.name, "")) for choice in rule.choices]
+            found = [one for choice, name in offered for one in (choice, *([Choice(recipe=name)] if name else []))]
+            return rule.model_copy(update={"choices": tuple({one.name: one for one in found}.values())})
 
         wide = ("fp16",) if "bf16" in self.activations and "fp16" not in self.activations else ()
         changes: dict[str, Any] = {"choices": tuple(map(both, self.choices)), "loss_scaling": "dynamic"}

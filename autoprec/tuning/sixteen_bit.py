@@ -20,7 +20,8 @@ from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
-from autoprec.tuning.decide.presets import COMPILED, ONE_SIDE, widest
+from autoprec.trial.losses import MISMATCH
+from autoprec.tuning.decide.presets import COMPILED, ONE_SIDE, WIDE_HEAD, widest
 from autoprec.tuning.decide.published import LIBRARIES
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.soundness import MENDED, Soundness, soundness_of
@@ -118,7 +119,8 @@ def bound_of(whole: Setup, command: ScriptCommand, record: Callable[[Document | 
     soundness = soundness_of(whole, command, record)
     verdict, options = whole.verdict(), whole.options
     beyond, narrow = is_worth_searching(verdict, options), only_sixteen_bit(whole, verdict)
-    ends = verdict.kind == "stay" and not (whole.measured or options.force or narrow)
+    # what brings both sides of reinforcement learning together need not gain any time
+    ends = verdict.kind == "stay" and not (whole.measured or options.force or narrow or options.metric in MISMATCH)
     setup = soundness.mended(narrow or whole)
     return Bound(setup, verdict, soundness, beyond=beyond, narrow=narrow is not None, ends=ends)
 
@@ -140,11 +142,11 @@ def by_hand(known: Sequence[tuple[str, Params]]) -> list[tuple[str, Params]]:
     """
     names = [name for name, _ in known]
     public = {short: name for name in names for short in _PUBLISHED.findall(name)}
-    both = ("fp16 autocast", f"bf16 autocast, {ONE_SIDE}")  # of two sides; beside the first name, which changes both
+    both = ("fp16 autocast", f"fp16 autocast, {WIDE_HEAD}", f"bf16 autocast, {ONE_SIDE}")  # where there are two sides
     order = [
         MENDED,
         *NAMES,
-        *(both if both[1] in names else ()),
+        *(both if both[-1] in names else ()),
         *(widest(recipe, names) for recipe, default in _DEFAULTS.items() if default not in public),
     ]
     order += [public[short] for short in LIBRARIES if short in public]

@@ -44,6 +44,8 @@ _NEGLIGIBLE = 0.02
 _LEAST_GAIN = 0.001
 #: Of policies that duels cannot tell apart, those that seem slower than the fastest by more than this are not tied.
 _TIED = 0.03
+#: Share of the script's mismatch of training and rollout that a policy of its speed has to take away under every seed.
+_CLOSER = 0.1
 
 
 @dataclass(frozen=True)
@@ -356,12 +358,15 @@ def choose(
     # what is surely slower than another acceptable one is never taken
     gaining = [i for i in accepted if spans[i][0] > 1.0 and merit[i] > least]
     tied = [i for i in gaining if not any(spans[i][1] < spans[j][0] for j in accepted)]
+    apart = rules.baseline.metric in MISMATCH
+    if not tied and apart:  # nothing gains time: what brings both sides closer at the script's speed does
+        closer = [i for i in accepted if ranking[i].excess and max(ranking[i].excess) < -_CLOSER]
+        tied = [i for i in closer if spans[i][1] * (1.0 + timing_noise) >= 1.0]
     if not tied:
         return stay(_no_gain(ranking[leader], merit[leader], timing_noise), leader)
     # where few rounds leave intervals wide, what is slower by more than duels are off by is not taken for its safety
     near = (1.0 - _TIED) * max((merit[i] for i in tied if timed and ranking[i].timed), default=0.0)
     tied = [i for i in tied if merit[i] >= near or not ranking[i].timed]
-    apart = rules.baseline.metric in MISMATCH
     chosen = min(tied, key=lambda i: _safety(ranking[i], merit[i], apart=apart))
     best = ranking[chosen]
     reason = Reason(

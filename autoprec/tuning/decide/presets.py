@@ -26,6 +26,8 @@ COMPILED = "script, blocks compiled"
 #: How a policy's ``execution`` is called in a preset's name.
 #: Ends the name of a preset that changes training alone, where others change the copy that generates as well.
 ONE_SIDE = "rollout as written"
+#: Ends the name of one whose head returns its FP32 sums on both sides.
+WIDE_HEAD = "head output fp32"
 _EXECUTED = {"compile": "compiled", "compile_whole": "compiled as a whole", "eager": "not compiled"}
 
 
@@ -64,8 +66,8 @@ def _candidates(problem: Problem, execution: str) -> Iterator[tuple[str, Params]
         yield "script", script
     for name in (name for name in ("bf16", "fp16") if name in offered.get("activations", ())):
         yield f"{name} autocast", problem.params_of(name, activations=name)
-        if KEEP in offered.get(ROLLOUT, ()):
-            yield f"{name} autocast, {ONE_SIDE}", problem.params_of(name, activations=name, rollout=KEEP)
+        if ROLLOUT in offered:
+            yield from _of_two_sides(problem, name)
         wide = {kind: "fp32" for kind in WIDE_OPERATORS if "fp32" in offered.get(kind, ())}
         if wide:
             yield f"{name} autocast, {' and '.join(wide)} fp32", problem.params_of(name, activations=name, **wide)
@@ -87,6 +89,17 @@ def _candidates(problem: Problem, execution: str) -> Iterator[tuple[str, Params]
     found = places(problem.report.layers) if quantised else {}
     for choice in quantised:
         yield from _partial(problem, found, choice, execution)
+
+
+def _of_two_sides(problem: Problem, dtype: str) -> Iterator[tuple[str, Params]]:
+    """Yield presets of a search by what lies between both sides: of that, most is the rounding of the logits."""
+    params = problem.params_of(dtype, activations=dtype)
+    wide = f"{dtype}_fp32_output"
+    heads = {layer_key(g.name): wide for g in problem.free_groups if "head" in g.flags and wide in g.choices}
+    if heads:
+        yield f"{dtype} autocast, {WIDE_HEAD}", params | heads
+    if KEEP in problem.parameters[ROLLOUT]:
+        yield f"{dtype} autocast, {ONE_SIDE}", params | {ROLLOUT: KEEP}
 
 
 def _partial(problem: Problem, found: Mapping[str, Place], choice: str, execution: str) -> Iterator[tuple[str, Params]]:

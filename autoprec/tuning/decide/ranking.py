@@ -96,8 +96,8 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     if shown is not None:
         ahead, gain = shown
     breaking = frozenset(one.name for one in standings if rules.breaks(one))
-    if gain <= 0 and best is not None and rules.baseline.metric in MISMATCH:
-        as_fast = outlook.cost <= best * (1.0 + expectation.goals.resolution)
+    if gain <= 0 and rules.baseline.metric in MISMATCH:
+        as_fast = outlook.cost <= expectation.to_beat() + expectation.goals.resolution  # costs are logarithms
         rivals = [i for i in open_ones if as_fast[i] and standings[i].name not in breaking]
         ahead = _closer(standings, rivals, [i for i in accepted if as_fast[i]])
         gain = LAST_VALUE if ahead is not None else 0.0

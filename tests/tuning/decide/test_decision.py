@@ -338,3 +338,22 @@ def test_of_policies_that_are_tied_the_one_whose_sides_are_closest_is_taken() ->
     by_loss = Rules(0.5, Baseline(0.0001, (0.0001,)))
     assert choose_by([near, far], rules).chosen.name == "near"  # type: ignore[union-attr]
     assert choose_by([near, far], by_loss).chosen.name == "far"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("metric", "excess", "speedup", "verdict"),
+    [
+        ("rollout_kl", (-0.98, -0.97), 1.0, "adopt"),
+        ("rollout_kl", (-0.98, 0.2), 1.0, "stay"),
+        ("rollout_kl", (-0.98, -0.97), 0.8, "stay"),
+        ("eval_loss", (-0.98, -0.97), 1.0, "stay"),
+    ],
+)
+def test_sides_that_come_together_at_the_scripts_speed_are_a_gain(
+    metric: str, excess: tuple[float, ...], speedup: float, verdict: str
+) -> None:
+    one = candidate("fp16 autocast", speedup, gaps=(0.0, 0.0), excess=excess, gradient_error=0.01)
+    found = choose_by([SCRIPT, one], Rules(0.5, Baseline(0.0001, (0.0001,), metric=metric)))
+    assert found.verdict == verdict
+    if verdict == "adopt":
+        assert "rollout_kl fell by 97.5%" in found.reason

@@ -142,4 +142,11 @@ def test_every_preset_of_a_search_for_both_sides_is_a_policy_of_both(name: str) 
     assert sides.get("script") is None
     first = [preset for preset, _ in by_hand(list(found.items()))]
     plain = [preset for preset in ("bf16 autocast", "all bf16") if preset in found]
-    assert first[: len(plain) + 2] == [*plain, "fp16 autocast", "bf16 autocast, rollout as written"]
+    wide = ["fp16 autocast, head output fp32"] if name != "cpu" else []
+    assert first[: len(plain) + 2 + len(wide)] == [*plain, "fp16 autocast", *wide, "bf16 autocast, rollout as written"]
+    for preset in wide:
+        policy = problem.policy(found[preset])
+        assert policy.rollout is not None
+        assert policy.rollout.weights == policy.activations == "fp16"
+        assert [rule.recipe for rule in policy.rollout.layers] == [rule.recipe for rule in policy.layers]
+        assert "fp16_fp32_output" in [rule.recipe for rule in policy.rollout.layers]

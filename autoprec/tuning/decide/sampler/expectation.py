@@ -306,7 +306,7 @@ class Expectation:
             np.ones(len(points)) if goals.uninformative else _normal((math.log(goals.max_divergence) - log_gap) / sd)
         )
         preset = np.array([key in self._presets for key in _keys(points)], dtype=bool)
-        ahead = (self._to_beat() - cost - np.where(preset, stop.preset_tie, stop.tie)) / cost_sd
+        ahead = (self.to_beat() - cost - np.where(preset, stop.preset_tie, stop.tie)) / cost_sd
         least = np.where(preset, stop.preset_tie, stop.least)
         # the expectation of what a normally distributed gain is above zero
         gain = (
@@ -318,7 +318,7 @@ class Expectation:
         explored = np.array(
             [key in self._exploratory and self._seeds[key] < _EXPLORATORY_SEEDS for key in _keys(points)], dtype=bool
         )
-        hoped = explored & (np.expm1(self._to_beat() - cost) * within > _LEAST_EXPLORED)
+        hoped = explored & (np.expm1(self.to_beat() - cost) * within > _LEAST_EXPLORED)
         value = np.where(hoped, np.maximum(value, LAST_VALUE), value)
         return Outlook(cost, upper, possible * within, gain, value)
 
@@ -340,7 +340,7 @@ class Expectation:
         room = (math.log(self.goals.max_divergence) - log_gap) / np.hypot(sd, _UNSHOWN * unshown)
         if self.goals.uninformative:
             room = np.full(len(points), np.inf)
-        gain = np.expm1(self._to_beat() - cost + (_Z95 * cost_sd if self.goals.timed else 0.0))
+        gain = np.expm1(self.to_beat() - cost + (_Z95 * cost_sd if self.goals.timed else 0.0))
         hoped = gain * _normal(room) * self._possible(points)
         return np.asarray(np.where((hoped > _LEAST_HOPE) & (room > -_Z95), hoped, 0.0))
 
@@ -348,7 +348,7 @@ class Expectation:
         """Return what points ``[N]`` gain over the best one if accepted, drawn from what times may turn out to be."""
         cost, sd = self._cost(points)
         noise = np.hypot(sd, self.goals.resolution)
-        return np.asarray(np.expm1(self._to_beat() - cost + noise * rng.standard_normal(len(points))))
+        return np.asarray(np.expm1(self.to_beat() - cost + noise * rng.standard_normal(len(points))))
 
     def _possible(self, points: Points) -> Vector:
         """Return the chance ``[N]`` that points keep the other limits, and run to their end at all."""
@@ -374,7 +374,7 @@ class Expectation:
         each = np.arange(len(points))
         return chance[best, each], runs[best, each].astype(np.float64)
 
-    def _to_beat(self) -> float:
+    def to_beat(self) -> float:
         """Return the cost of the best policy that is surely acceptable; the script's where none is."""
         if self.best_cost is not None:
             return self.best_cost
