@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import io
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ parser.add_argument("--dtype", default="float32", help="of the copy")
 parser.add_argument("--autocast", action="store_true", help="the copy generates under it")
 parser.add_argument("--returns", default="tensor")
 parser.add_argument("--unnamed", action="store_true")
+parser.add_argument("--copies", action="store_true", help="the copy is itself copied, and saved as a whole")
 args = parser.parse_args()
 
 
@@ -53,6 +55,8 @@ for step in range(40):
         answers = logits(rollout(tokens)).float()
     out = logits(model(tokens))
     loss = out if out.dim() == 0 else F.cross_entropy(out.flatten(0, 1), (tokens + 1).flatten() % 32)
+    if args.copies:
+        torch.save(copy.deepcopy(rollout), io.BytesIO())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

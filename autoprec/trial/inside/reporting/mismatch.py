@@ -89,16 +89,32 @@ def measure_mismatch(metric: str, found: Found, hooks: Hooks, loop: Loop, report
     loop.at_boundary = _Mismatch(found, rollout, hooks, loop, reports).wait
 
 
+class _Around:
+    """A hook before a module's forwards that knows what autocast they run under; copies of the module share it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.enabled, self.dtype = kind, False, torch.bfloat16
+
+    def __call__(self, *_: Any) -> None:
+        self.enabled, self.dtype = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind)
+
+    def again(self) -> torch.autocast:
+        """Return the autocast that the last forward ran under."""
+        return torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Around:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Around], tuple[str]]:
+        return _Around, (self.kind,)
+
+
 class _Mismatch:
     def __init__(self, found: Found, rollout: nn.Module, hooks: Hooks, loop: Loop, reports: Reports) -> None:
         self._root, self._rollout, self._device = found.root, rollout, found.parameters[0].device
         self._hooks, self._loop, self._reports = hooks, loop, reports
-        self._autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # what the script runs the copy under
-        self._counted = rollout.register_forward_pre_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
-        kind = self._device.type
-        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._around = _Around(self._device.type)
+        rollout.register_forward_pre_hook(self._around)
 
     def wait(self) -> None:
         """Watch for the model's next training forward."""
@@ -128,8 +144,7 @@ class _Mismatch:
 
     def _both(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
         training = logits_of(self._root(*args, **kwargs))
-        enabled, dtype = self._autocast
-        with torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
+        with self._around.again():
             rollout = logits_of(self._rollout(*args, **kwargs))
         if training is None or rollout is None or training.shape != rollout.shape:
             return None
@@ -149,14 +164,12 @@ class _Mismatch:
         if cuda:
             self._loop.peak_bytes = max(self._loop.peak_bytes, torch.cuda.max_memory_allocated(self._device))
         training = [part for part in self._root.modules() if part.training and not isinstance(part, LAYERS)]
-        noted = self._autocast
         try:
             for part in training:
                 part.training = False
             with torch.random.fork_rng(devices=[self._device] if cuda else []), torch.no_grad():
                 yield
         finally:
-            self._autocast = noted
             for part in training:
                 part.training = True
             if cuda:

@@ -85,6 +85,10 @@ def test_the_copy_runs_under_the_autocast_that_the_script_runs_it_under(host: An
     assert all(value > 1e-8 for value in values(run(host, "--autocast")))
 
 
+def test_the_copy_may_be_copied_and_saved_while_it_is_compared(host: Any) -> None:
+    assert values(run(host, "--autocast", "--copies")) == values(run(host, "--autocast"))
+
+
 def test_only_equal_weights_are_compared(host: Any) -> None:
     found = run(host, "--every", "3")
     assert set(values(found)) == {0.0}
