@@ -17,6 +17,7 @@ parser.add_argument("--every", type=int, default=1, help="steps from one copy of
 parser.add_argument("--dtype", default="float32", help="of the copy")
 parser.add_argument("--autocast", action="store_true", help="the copy generates under it")
 parser.add_argument("--returns", default="tensor")
+parser.add_argument("--wrapped", action="store_true", help="the model is inside another module, as under DDP")
 parser.add_argument("--unnamed", action="store_true")
 parser.add_argument("--copies", action="store_true", help="the copy is itself copied, and saved as a whole")
 args = parser.parse_args()
@@ -44,12 +45,13 @@ torch.manual_seed(0)
 model = Model()
 rollout = copy.deepcopy(model).eval().requires_grad_(False).to(getattr(torch, args.dtype))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model = nn.DataParallel(model) if args.wrapped else model
 if not args.unnamed:
     autoprec.register(policy=model, rollout=rollout)
 around = torch.autocast("cpu", dtype=torch.bfloat16) if args.autocast else contextlib.nullcontext()
 for step in range(40):
     if step % args.every == 0:
-        rollout.load_state_dict(model.state_dict())
+        rollout.load_state_dict((model.module if args.wrapped else model).state_dict())
     tokens = torch.randint(32, (8, 6))
     with torch.no_grad(), around:
         answers = logits(rollout(tokens)).float()

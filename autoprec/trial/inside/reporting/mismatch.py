@@ -111,7 +111,7 @@ class _Around:
 
 class _Mismatch:
     def __init__(self, found: Found, rollout: nn.Module, hooks: Hooks, loop: Loop, reports: Reports) -> None:
-        self._root, self._rollout, self._device = found.root, rollout, found.parameters[0].device
+        self._root, self._rollout, self._device = unwrap(found.root), rollout, found.parameters[0].device
         self._hooks, self._loop, self._reports = hooks, loop, reports
         self._around = _Around(self._device.type)
         rollout.register_forward_pre_hook(self._around)

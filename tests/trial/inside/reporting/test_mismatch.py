@@ -89,6 +89,13 @@ def test_the_copy_may_be_copied_and_saved_while_it_is_compared(host: Any) -> Non
     assert values(run(host, "--autocast", "--copies")) == values(run(host, "--autocast"))
 
 
+def test_a_model_inside_a_wrapper_is_compared(host: Any) -> None:
+    found = run(host, "--wrapped", rollout={"default": "bf16"})
+    assert found.audit is not None
+    assert found.audit["ok"]
+    assert min(values(found)) > 1e-8
+
+
 def test_only_equal_weights_are_compared(host: Any) -> None:
     found = run(host, "--every", "3")
     assert set(values(found)) == {0.0}
