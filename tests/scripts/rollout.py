@@ -55,7 +55,7 @@ for step in range(40):
     tokens = torch.randint(32, (8, 6))
     with torch.no_grad(), around:
         answers = logits(rollout(tokens)).float()
-    out = logits(model(tokens))
+    out = logits(model.forward(tokens) if args.returns == "unseen" else model(tokens))
     loss = out if out.dim() == 0 else F.cross_entropy(out.flatten(0, 1), (tokens + 1).flatten() % 32)
     if args.copies:
         torch.save(copy.deepcopy(rollout), io.BytesIO())

@@ -34,6 +34,7 @@ _SKIPPED = 2
 #: Values of logits that are compared at once, in double precision.
 _AT_ONCE = 1 << 22
 _UNNAMED = "the script names no copy that generates: autoprec.register(policy=model, rollout=copy)"
+_UNSEEN = "no call of the model itself was seen in a training step: its parts are called, or its forward is"
 _BEHIND = "the copy had other weights than the model at each training forward: it is written to by no exact copy"
 
 
@@ -86,6 +87,7 @@ def measure_mismatch(metric: str, found: Found, hooks: Hooks, loop: Loop, report
     if rollout is None:
         reports.why = _UNNAMED
         return
+    reports.why = _UNSEEN
     loop.at_boundary = _Mismatch(found, rollout, hooks, loop, reports).wait
 
 
@@ -127,7 +129,7 @@ class _Mismatch:
         self._hooks.unwatch()
         with self._loop.clock.left_out(), self._leaving_no_trace():
             if any_rank(not in_step(self._root, self._rollout), self._device):
-                self._reports.why = self._reports.why or _BEHIND
+                self._reports.why = _BEHIND
                 return
             try:
                 found = self._both(args, kwargs)

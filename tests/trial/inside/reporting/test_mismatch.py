@@ -121,6 +121,7 @@ def test_fp16_weights_are_closer_than_those_in_bf16(host: Any) -> None:
     (("--unnamed",), "names no copy that generates: autoprec.register"),
     (("--every", "100"), "other weights than the model at each training forward"),
     (("--returns", "loss"), "no logits of one shape"),
+    (("--returns", "unseen"), "no call of the model itself was seen"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_said(host: Any, arguments: tuple[str, ...], why: str) -> None:
     found = run(host, *arguments)
