@@ -71,7 +71,7 @@ def choice_of(name: str, report: GraphReport) -> str:
     if name == OPTIMIZER and report.can_fuse:
         return f"{_CHOICES[name]}; update: fused"
     if name == _PRODUCTS and (to := [dtype for dtype in PRODUCTS if report.movable(dtype)]):
-        return f"optimizer.products: {', '.join(to)}"
+        return f"optimizer.products: {', '.join(to)}{', on a CPU without bf16' if 'fp32' in to else ''}"
     if name in _CHOICES:
         return _CHOICES[name]
     choice = builtin_rules().classes["attention" if name == "product" else name].choice

@@ -76,7 +76,7 @@ def _products(requested: str, optimizer: torch.optim.Optimizer) -> dict[str, Any
         return _entry(requested, _NOTHING, "a step that was compiled before the optimizer was wrapped stays as it was")
     if not held.mode.count:
         return _entry(requested, KEEP, f"{name} multiplies no matrices of another dtype that are large enough to gain")
-    return _entry(requested, requested, f"{held.mode.count / held.steps:.3g} products a step")
+    return _entry(requested, requested, f"{held.mode.count / held.mode.steps:.3g} products a step")
 
 
 def joined(rows: dict[str, dict[str, Any]], further: Mapping[str, dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
 TRAIN, PASSIVE = FOLDER / "train.py", {"OMP_WAIT_POLICY": "PASSIVE"}
-_MODELS = "conv tab lstm unet moe dlrm seq2seq vit convnext mixer bert gpt2 whisper"
+_MODELS = "conv tab lstm unet moe dlrm seq2seq muon vit convnext mixer bert gpt2 whisper"
 #: What is searched, as the words of a command line.
 SCRIPTS = {name: (str(TRAIN), name) for name in _MODELS.split()}
 _GPT = str(ROOT / "examples" / "train_gpt.py")

@@ -38,8 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import autoprec
 from autoprec.applying.policy import TorchPolicy
-from autoprec.precision.recipes import BUILTIN_RECIPES
-from benchmarks.search.by_hand import FOLDER, TRAIN, Interval, over, search, seconds, text
+from benchmarks.search.by_hand import ALL_BF16, FOLDER, TRAIN, Interval, over, search, seconds, text
 
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast", "all bf16"
 #: What the rows of a search are called that say the same.
@@ -111,9 +110,8 @@ def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
 
 def truth(name: str, policy: Path | None, rounds: int) -> dict[str, list[float]]:
     """Time a script's contenders in this process."""
-    all_bf16 = TorchPolicy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
     asked: dict[str, tuple[TorchPolicy | None, bool]] = {WRITTEN: (None, False), AUTOCAST: (None, True)}
-    asked |= {BF16: (all_bf16, False)} | ({ADOPTED: (autoprec.load(policy), False)} if policy is not None else {})
+    asked |= {BF16: (ALL_BF16, False)} | ({ADOPTED: (autoprec.load(policy), False)} if policy is not None else {})
     return interleaved({who: contender(name, own, autocast=cast) for who, (own, cast) in asked.items()}, rounds)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.search.replicas import Call, Kinds, LayerShape, Replicas, layer_norm, linear
+from benchmarks.search.replicas import Calls, LayerShape, Replicas, Roundings, Weights, layer_norm, linear
 
 
 class Conv(Replicas):
@@ -40,10 +40,7 @@ class Conv(Replicas):
         """Return the scales of the BatchNorms."""
         return {f"norm.{name}": (self.channels,) for name, layer in self.layers().items() if layer.kind == "conv"}
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
-        """Return the loss of every replica ``[R]``."""
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         r, b, c = len(x), self.batch, self.channels
 
         def conv(z: Tensor, name: str, stride: int = 1) -> Tensor:
@@ -78,10 +75,7 @@ class Lstm(Replicas):
         """Return the embedding and the last norm."""
         return {"embed": (self.inputs, self.width), "norm": (self.width,)}
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
-        """Return the loss of every replica ``[R]``."""
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         r, b, t, d = len(x), self.batch, self.tokens, self.width
         h = self.embedded(p, x).reshape(r, b * t, d)
         for k in range(self.blocks):
@@ -119,10 +113,7 @@ class Moe(Replicas):
             out[f"h.{b}.experts.down"] = LayerShape(rows, d, self.ratio * d, self.experts)
         return {**out, "head": LayerShape(rows, self.outputs, d, flags=("head",))}
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
-        """Return the loss of every replica ``[R]``."""
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         r, d, b, t, e = len(x), self.width, self.batch, self.tokens, self.experts
         h = (self.embedded(p, x) + p["position"][:, None]).reshape(r, b * t, d)
         for k in range(self.blocks):
@@ -152,9 +143,7 @@ class ResidualMlp(Replicas):
         norms = {f"norm.{k}": (self.width,) for k in range(self.blocks + 1)}
         return {"embed": (self.inputs, self.width // self.tokens)} | norms
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         """Return the loss of every replica ``[R]``: that of the character after the last."""
         h = self.embedded(p, x).flatten(2)
         for k in range(self.blocks):
@@ -179,10 +168,7 @@ class Mixer(Replicas):
             out[f"h.{k}.channels.down"] = LayerShape(b * t, d, self.ratio * d)
         return {**out, "head": LayerShape(b * t, self.outputs, d, flags=("head",))}
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
-        """Return the loss of every replica ``[R]``."""
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         r, d, b, t = len(x), self.width, self.batch, self.tokens
         h = (self.embedded(p, x) + p["position"][:, None]).reshape(r, b * t, d)
         for k in range(self.blocks):
@@ -216,9 +202,7 @@ class Dit(Replicas):
             out[f"h.{k}.mlp.down"] = LayerShape(b * t, d, self.ratio * d)
         return {**out, "output": LayerShape(b * t, 32, d, flags=("last",))}
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         """Return the mean squared error ``[R]`` of the noise in ``x [R, b, t, 5]``, the last of which is the step."""
         r, d, b, t = len(x), self.width, self.batch, self.tokens
         h = self.embedded(p, x[..., : self.pixels]) + p["position"][:, None]
@@ -286,9 +270,7 @@ class EncoderDecoder(Replicas):
         place = (self.tokens, self.width)
         return {"position": place, "written": place} | dict.fromkeys(norms, (self.width,))
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         """Return the loss ``[R]`` of ``x [R, 2, b, t]``: what the encoder reads, and what was written so far."""
         r, d, b, t = len(x), self.width, self.batch, self.tokens
         table = {"embed": p["head"] * (math.sqrt(d) / 2)}

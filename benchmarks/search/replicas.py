@@ -40,6 +40,8 @@ OPERANDS: dict[str, tuple[str, str, str]] = {
 WGRAD = {"nvfp4": ("nvfp4_rht", "nvfp4_rht_sr")}
 #: A layer's product again, under other roundings, and what it was: (name, run, output).
 Call = tuple[str, Callable[["Kinds"], Tensor], Tensor]
+#: Weights, and how the operands of each layer are rounded, by name; where a forward's calls go.
+Weights, Roundings, Calls = dict[str, Tensor], dict[str, "Kinds"], list[Call] | None
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,7 @@ class Replicas:
         norms = {f"h.{b}.norm{k}": (d,) for b in range(self.blocks) for k in (1, 2)}
         return {"embed": (self.inputs, d), "position": (self.tokens, d), **norms, "norm": (d,)}
 
-    def losses(
-        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
-    ) -> Tensor:
+    def losses(self, p: Weights, x: Tensor, y: Tensor, kinds: Roundings, calls: Calls = None) -> Tensor:
         """Return the loss of every replica ``[R]`` on its own batch ``[R, b, ...]``.
 
         ``calls`` receives every product of a quantised layer, the output with its gradient kept.
@@ -179,9 +179,7 @@ class Replicas:
         offset = p["embed"].shape[1] * torch.arange(len(x)).view(-1, 1, 1)
         return F.embedding(x + offset, p["embed"].flatten(0, 1))
 
-    def attention(
-        self, p: dict[str, Tensor], h: Tensor, name: str, kinds: dict[str, Kinds], calls: list[Call] | None
-    ) -> Tensor:
+    def attention(self, p: Weights, h: Tensor, name: str, kinds: Roundings, calls: Calls) -> Tensor:
         """Return attention over the tokens of each sequence, with two heads."""
         r, d, b, t = len(h), self.width, self.batch, self.tokens
         qkv = linear(p, h, f"{name}.qkv", kinds, calls).view(r * b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
@@ -276,9 +274,7 @@ class Replicas:
             out.append(loss.detach())
         return torch.stack(out, 1), {n: w.detach() for n, w in p.items()}
 
-    def gradients(
-        self, weights: dict[str, Tensor], step: int, assignment: np.ndarray, choices: Sequence[str]
-    ) -> Tensor:
+    def gradients(self, weights: Weights, step: int, assignment: np.ndarray, choices: Sequence[str]) -> Tensor:
         """Return the flat gradients ``[R, P]`` of assignments ``[R, G]`` at one member's weights (the first one's)."""
         p = {n: w.expand(len(assignment), *w.shape[1:]).clone().requires_grad_() for n, w in weights.items()}
         x, y = (each[:1].expand(len(assignment), *each.shape[1:]) for each in self.batch_at(step))
@@ -348,9 +344,7 @@ class Stored:
             w[rows] = ((w[rows].view(torch.int32) + noise) & -65536).view(torch.float32)
 
 
-def linear(
-    p: dict[str, Tensor], x: Tensor, name: str, kinds: dict[str, Kinds], calls: list[Call] | None, count: int = 1
-) -> Tensor:
+def linear(p: Weights, x: Tensor, name: str, kinds: Roundings, calls: Calls, count: int = 1) -> Tensor:
     """Return the product of a quantised layer, ``count`` matrices per replica, and note the call."""
     weight = p[name].flatten(0, 1) if count > 1 else p[name]
 

@@ -44,7 +44,7 @@ def test_every_class_says_what_can_be_chosen(report):
     products = "optimizer: matrix products"
     assert choice_of(products, report).startswith("none: ")
     muon = replace(report, newton_schulz=(NewtonSchulz(512, 512, 5),))
-    assert choice_of(products, muon) == "optimizer.products: fp32"
+    assert choice_of(products, muon) == "optimizer.products: fp32, on a CPU without bf16"
 
 
 def named(report, *operators):

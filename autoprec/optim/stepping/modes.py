@@ -15,17 +15,7 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     it would begin again, and compile each operator by itself: forward outputs then have other dtypes than the
     backward pass expects of them (the statistics of a norm under autocast), and every operator takes seconds.
     """
-    return _left_to_python(function, "SKIP")
-
-
-def not_compiled_itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo out of a function, and let it compile what that calls."""
-    return _left_to_python(function, "DEFAULT")
-
-
-def _left_to_python(function: Callable[..., Any], below: str) -> Callable[..., Any]:
     frames: Any = torch._C._dynamo.eval_frame
-    action = frames._FrameAction
-    strategy = frames._FrameExecStrategy(action.SKIP, getattr(action, below))
-    frames.set_code_exec_strategy(function.__code__, strategy)
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function

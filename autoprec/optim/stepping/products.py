@@ -5,7 +5,8 @@ projects them: large products, which no layer runs. torch's Muon and Keller Jord
 and a CPU multiplies one of the two several times faster than the other. Around the step a dispatch mode computes each
 such product in the wanted dtype, and returns it in the operands' own. What is between two products stays the script's.
 
-What the step compiles stays compiled: Inductor leaves products to torch, where the mode sees them.
+What the step compiles stays compiled: Inductor leaves products to torch, where the mode sees them. A step that is
+compiled as a whole, ``torch.compile(optimizer.step)``, runs uncompiled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.numerics.plan import NATIVE
-from autoprec.optim.stepping.modes import never_compiled, not_compiled_itself
+from autoprec.optim.stepping.modes import never_compiled
 from autoprec.policy.sections import PRODUCTS
 from autoprec.precision.recipes import KEEP
 
@@ -46,13 +47,14 @@ _WRITING: dict[Any, Any] = {
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes products of large matrices in the wanted dtype; counts them."""
+    """Computes products of large matrices in the wanted dtype; counts them, and the steps that had any."""
 
     def __init__(self, wanted: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least, operands = PRODUCTS[wanted]
         self._dtype, self._operands = NATIVE[wanted], {NATIVE[name] for name in operands}
-        self.count = 0
+        self.count = self.steps = 0
+        self.begins = False  # a step, which has multiplied nothing yet
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,7 +82,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         into = kwargs.pop("out", args[0]) if plain is not func else None
         cast = [one.to(self._dtype) if isinstance(one, torch.Tensor) else one for one in args]
         result = plain(*cast, **kwargs)
-        self.count += 1
+        self.count, self.steps, self.begins = self.count + 1, self.steps + self.begins, False
         if into is None:
             return result.to(own)
         return into.resize_(result.shape).copy_(result)
@@ -127,7 +129,7 @@ def set_products(optimizer: torch.optim.Optimizer, wanted: str) -> None:
 
     Args:
         optimizer: before or after its first step; one whose step multiplies nothing is left alone.
-        wanted: a name of :data:`autoprec.policy.schema.PRODUCTS`, or ``keep``.
+        wanted: a name of :data:`autoprec.policy.sections.PRODUCTS`, or ``keep``.
     """
     held = products_of(optimizer)
     if held is None:
@@ -149,12 +151,12 @@ def _put_around(optimizer: torch.optim.Optimizer) -> ProductsOfStep:
         mode, given = held.mode, () if closure is None else (closure,)
         if mode is None:
             return step(*given, *args, **kwargs)
-        held.steps += 1
+        held.steps, mode.begins = held.steps + 1, True
         with mode:
             return step(*(_outside(mode, one) for one in given), *args, **kwargs)
 
     held.before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
-    held.step = types.MethodType(not_compiled_itself(under_mode), optimizer)
+    held.step = types.MethodType(never_compiled(under_mode), optimizer)
     optimizer.step = held.step  # type: ignore[method-assign]
     setattr(optimizer, _ATTRIBUTE, held)
     return held

@@ -44,7 +44,6 @@ def make():
         return F.interpolate(patterns[classes], 32) * 0.5 + torch.randn(BATCH, 3, 32, 32), classes
 
     def loss_of(model, batch):
-        images, classes = batch
-        return F.cross_entropy(model(images), classes)
+        return F.cross_entropy(model(batch[0]), batch[1])
 
     return Task(model, optimizer, batch, loss_of, schedule=cosine)

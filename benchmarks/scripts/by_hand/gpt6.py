@@ -1,7 +1,7 @@
 """A GPT of six blocks over bytes, whose blocks are one class: what torch.compile makes of one serves them all."""
 
 import torch
-from task import Task, tokens
+from task import Task, next_token, tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,8 +43,4 @@ def make():
     """Return what is trained, and on what."""
     model = GPT(WIDTH, HEADS, BLOCKS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-
-    def loss_of(model, batch):
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    return Task(model, optimizer, tokens(BATCH, LENGTH + 1), loss_of)
+    return Task(model, optimizer, tokens(BATCH, LENGTH + 1), next_token)

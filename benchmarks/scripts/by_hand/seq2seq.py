@@ -31,7 +31,6 @@ def make():
         return source, F.pad(source.flip(1), (1, 0))
 
     def loss_of(model, batch):
-        source, target = batch
-        return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+        return F.cross_entropy(model(batch[0], batch[1][:, :-1]).flatten(0, 1), batch[1][:, 1:].flatten())
 
     return Task(model, optimizer, batch, loss_of, clip=1.0)

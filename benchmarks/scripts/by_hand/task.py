@@ -44,6 +44,10 @@ def tokens(batch: int, length: int) -> Callable[[], torch.Tensor]:
     return lambda: text[torch.randint(len(text) - length, (batch, 1)) + torch.arange(length)]
 
 
+def next_token(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+
+
 def blobs(batch: int, channels: int, size: int, classes: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Return what draws noisy images [batch, channels, size, size] of one pattern per class, and their classes."""
     patterns = torch.randn(classes, channels, 8, 8, generator=torch.Generator().manual_seed(1234))

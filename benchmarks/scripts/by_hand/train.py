@@ -8,7 +8,7 @@ import torch
 from task import parts_of
 
 #: Where a model is made. Those of `libraries` need timm or transformers.
-MODELS = {name: name for name in ("conv", "tab", "lstm", "unet", "moe", "dlrm", "seq2seq", "gpt6")}
+MODELS = {name: name for name in ("conv", "tab", "lstm", "unet", "moe", "dlrm", "seq2seq", "gpt6", "muon")}
 MODELS |= dict.fromkeys(("vit", "convnext", "mixer", "bert", "gpt2", "whisper"), "libraries")
 
 

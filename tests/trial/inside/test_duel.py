@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autoprec.policy import OptimizerPolicy, Policy
+from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.inside.duel import Duel, ratios_of, undecided
 from autoprec.trial.intervals import FEWEST, median_interval
@@ -132,6 +133,45 @@ def test_a_fused_update_is_timed_and_taken_off_again(
     assert median_interval(ratios_of(list(rounds), "fused"))[1] > 1.0
     assert median_interval(ratios_of(list(rounds), "empty"))[1] < 1.1
     assert alone.audit["operators"]["optimizer.update"]["executed"] == "fused"
+
+
+MUON = """
+class Muon(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            x = p.grad.to(DTYPE) / p.grad.norm()
+            for _ in range(5):
+                a = x @ x.T
+                x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+            p.sub_(x, alpha=0.001)
+"""
+
+
+@pytest.mark.parametrize("launch", ["auto", "process"])
+def test_products_of_a_step_are_timed_in_another_dtype_and_taken_back(host: Any, tmp_path: Path, launch: str) -> None:
+    """The script multiplies in the dtype that this CPU is slower in."""
+    slow, fast = ("bfloat16", "fp32") if cpu_bf16_units() == () else ("float32", "bf16")
+    script = SCRIPT.replace("torch.manual_seed", MUON.replace("DTYPE", f"torch.{slow}") + "torch.manual_seed", 1)
+    script = script.replace(
+        "(64, 256), nn.GELU(), nn.Linear(256, 64)", "(64, 512), nn.Linear(512, 512), nn.Linear(512, 64)"
+    )
+    script = script.replace(
+        "torch.optim.SGD(model.parameters(), lr=0.01)",
+        "Muon([model[1].weight], {}); rest = torch.optim.SGD(model[2].parameters(), lr=0.01)",
+    ).replace("    optimizer.step()", "    optimizer.step(); rest.step()")
+    (tmp_path / "train.py").write_text(script)
+    other = Policy(optimizer=OptimizerPolicy(products=fast)).to_dict()  # type: ignore[arg-type]
+    probes = (Probe("other", other), Probe("empty", Policy().to_dict()))
+    with host(str(tmp_path / "train.py"), "100000", launch=launch) as runner:
+        result = runner.run(DuelSpec(probes=probes, within_s=2.0, precision=0.02, timeout_s=60.0))
+        alone = runner.run(TrainSpec(steps=2, warmup=1, policy=other))
+    assert result.ok, result.reason + result.tail
+    rounds = list(result.answer.rounds)
+    assert median_interval(ratios_of(rounds, "other"))[1] > 1.3
+    assert median_interval(ratios_of(rounds, "empty"))[1] < 1.1
+    assert alone.audit["operators"]["optimizer.products"]["executed"] == fast
+    assert alone.audit["ok"]
 
 
 def test_a_script_that_ends_gives_the_rounds_it_had(host: Any, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class Loop(Events):
             self.ready()
         if self._anneal:
             factor = annealed(self.steps, self.total)
-            for group in optimizer.param_groups:
+            for group in (one for one in optimizer.param_groups if "lr" in one):
                 self._rates.append((group, group["lr"]))
                 group["lr"] = group["lr"] * factor
 

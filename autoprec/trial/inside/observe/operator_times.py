@@ -89,10 +89,14 @@ def operator_rows(events: list[Any], steps: int, *, had: float = 1.0, on_gpu: bo
     """
     microseconds: Counter[tuple[str, str]] = Counter()
     calls: Counter[tuple[str, str]] = Counter()
+    last = _last_step(events)
     for event in events:
         if on_gpu and event.device_type.name != "CPU":
             continue  # a kernel: its time is that of the operator that launched it
-        key = event.name, _part(event)
+        part = _part(event)
+        if not part and last is not None and last.start <= event.time_range.start <= last.end:
+            part = OPTIMIZER
+        key = event.name, part
         microseconds[key] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
         calls[key] += 1
     rows = (
@@ -100,6 +104,12 @@ def operator_rows(events: list[Any], steps: int, *, had: float = 1.0, on_gpu: bo
         for (op, part), spent in microseconds.most_common()
     )
     return tuple(row for row in rows if row.ms > 0)
+
+
+def _last_step(events: list[Any]) -> Any:
+    """Return the span of the last optimizer step: of one in which profiling ends, operators do not know that it is."""
+    spans = (event.time_range for event in events if event.name.startswith("Optimizer.step#"))
+    return max(spans, key=lambda span: span.start, default=None)
 
 
 def _part(event: Any) -> str:

@@ -105,6 +105,12 @@ def test_an_annealed_rate_is_put_back_after_each_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     run(model, optimizer, 3, anneal=True)
     assert optimizer.param_groups[0]["lr"] == 0.5
+    del optimizer.param_groups[0]["lr"]  # an optimizer of a script's own keeps its rate where it likes
+    loop = Loop(
+        Found([model], [optimizer], [model.weight]), total=3, clock=CpuClock(), then=lambda _: None, anneal=True
+    )
+    loop.gradients_ready(optimizer)
+    assert "lr" not in optimizer.param_groups[0]
 
 
 def test_without_an_optimizer_each_backward_is_a_step() -> None:

@@ -63,3 +63,29 @@ def test_on_a_gpu_kernels_count_for_the_operator_that_launched_them() -> None:
     launched = SimpleNamespace(name="aten::mm", self_device_time_total=3000.0, cpu_parent=None, device_type=kinds.CPU)
     kernel = SimpleNamespace(name="gemm_kernel", self_device_time_total=3000.0, cpu_parent=None, device_type=kinds.CUDA)
     assert [(row.op, row.ms) for row in operator_rows([launched, kernel], 1, on_gpu=True)] == [("aten::mm", 3.0)]
+
+
+def test_the_step_in_which_profiling_ends_is_the_optimizers() -> None:
+    """A trial ends in a hook of the last step, before torch has closed the step's range."""
+    model = torch.nn.Linear(32, 32, bias=False)
+    optimizers = torch.optim.Muon(model.parameters()), torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    timer = OperatorTimer(torch.device("cpu"), 2, 2)
+    loop = SimpleNamespace(steps=0, total=6)
+    found: list[OperatorTimes] = []
+
+    def stepped(*_: object) -> None:
+        loop.steps += 1
+        timer.check(loop)  # type: ignore[arg-type]
+        if loop.steps == loop.total:
+            found.append(timer.end())
+
+    optimizers[0].register_step_post_hook(stepped)
+    while not found:
+        model(torch.randn(8, 32)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    calls = {(row.op, row.part): row.calls for row in found[0].operators}
+    assert calls["aten::addmm", OPTIMIZER] == 10
+    assert calls["aten::mm", OPTIMIZER] == 5
+    assert calls["aten::mm", ""] == 2
+    assert ("aten::addmm", "") not in calls
