@@ -51,7 +51,7 @@ def step_of_twin(
         | {"params": list(shadows), "foreach": False, "fused": False}
         for group, shadows in groups
     ]
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # what a step draws, the script draws itself
         inspect.unwrap(type(optimizer).step)(twin)  # unwrapped: the script's step hooks must not see this
     return _bytes(_state_tensors(twin.state))
 
