@@ -55,6 +55,7 @@ def is_chunkable(value: Any) -> bool:
         and value.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
     )
 

@@ -191,6 +191,21 @@ def test_a_model_trains_alike_and_its_audit_says_so(inside, activations):
     )
 
 
+def test_under_a_functional_transform_logits_are_ordinary():
+    """``torch.func.grad`` of a loss failed where a policy computed it in slices."""
+    model, x, target = Net(), torch.zeros(1, 2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        logits = torch.func.functional_call(model, parameters, (x,))["logits"]
+        return F.cross_entropy(logits.view(-1, CLASSES), target)
+
+    expected = torch.func.grad(loss)(parameters)
+    autoprec.Policy.model_validate(CHUNKED).apply(model)
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
 def test_an_audit_says_that_no_loss_was_computed_so():
     model = nn.Sequential(nn.Linear(8, 16))
     policy = autoprec.Policy.model_validate(CHUNKED)
