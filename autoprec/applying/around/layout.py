@@ -8,10 +8,13 @@ Shapes are the script's in any case; what the model returns lies as it does with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autoprec.errors import UnsupportedError
 
 #: Memory format by number of dimensions: images ``[N, C, H, W]`` and volumes ``[N, C, D, H, W]``.
 _LAST: dict[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -44,11 +47,52 @@ def as_written(value: Tensor) -> Tensor:
     return value.contiguous() if turned else value
 
 
-def viewed(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return ``Tensor.view``, or a copy of that shape where ``[N, C, H, W]`` with its channels last has no view."""
-    try:
-        return tensor.view(*args, **kwargs)
-    except RuntimeError:
-        if _LAST.get(tensor.ndim) is None or tensor.is_contiguous():
-            raise
-        return tensor.contiguous().view(*args, **kwargs)
+#: Functions of a tensor that depend on how it lies.
+BY_LAYOUT = frozenset({Tensor.view, Tensor.as_strided, torch.as_strided})
+
+
+class Viewed:
+    """What a model asks of tensors by how they lie, answered for those whose channels lie last.
+
+    A view that such a tensor cannot give is a copy. Nothing may be written into it: the tensor would not change.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, int]] = []
+
+    def ask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call one of :data:`BY_LAYOUT`.
+
+        Args:
+            func: the function.
+            args, kwargs: what it is called with; the first is a tensor of any shape.
+
+        Raises:
+            UnsupportedError: it names strides, and the tensor's are not those that the script knows.
+        """
+        tensor: Any = args[0] if args else None
+        if not isinstance(tensor, Tensor) or tensor.ndim not in _LAST or tensor.is_contiguous():
+            return func(*args, **kwargs)
+        if func is not Tensor.view:
+            raise _refused("the model asks for strides (as_strided) of a tensor whose channels lie last")
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            copied: Tensor = tensor.contiguous().view(*args[1:], **kwargs)
+        if not copied.is_inference():
+            self._copies.append((copied, copied._version))
+        return copied
+
+    def check(self) -> None:
+        """End a forward.
+
+        Raises:
+            UnsupportedError: something was written into a copy.
+        """
+        copies, self._copies = self._copies, []
+        if any(tensor._version != version for tensor, version in copies):
+            raise _refused("the model writes into a view of a tensor whose channels lie last, which is a copy there")
+
+
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(what, where="policy.implementation.layout", fix="set layout: keep")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoprec.applying.around.functions import FLOAT32_FUNCTIONS, PAIRS, PRODUCTS, RUNNING, WRAPPED
-from autoprec.applying.around.layout import as_written, channels_last, viewed
+from autoprec.applying.around.layout import BY_LAYOUT, Viewed, as_written, channels_last
 from autoprec.applying.around.logits import Logits, chunked_cross_entropy, is_chunkable, is_widening
 from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
 from autoprec.applying.around.outputs import each_tensor, holds_low, unwidened, widened, widest
@@ -100,7 +100,8 @@ class OperatorMode(TorchFunctionMode):
         implementation: ImplementationPolicy,
     ) -> None:
         super().__init__()
-        self.chunked, self.turned = implementation.loss == "chunked", implementation.layout == "channels_last"
+        self.chunked = implementation.loss == "chunked"
+        self.viewed = Viewed() if implementation.layout == "channels_last" else None
         self.share, self.looked_up = share, set[int]()
         self.in_float32 = {
             function: entry
@@ -115,7 +116,7 @@ class OperatorMode(TorchFunctionMode):
 
     def does_nothing(self) -> bool:
         """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
-        asked = self.in_float32 or self.attention or self.emulated or self.lstm or self.chunked or self.turned
+        asked = self.in_float32 or self.attention or self.emulated or self.lstm or self.chunked or self.viewed
         return not asked and self.share == 1.0
 
     def __torch_function__(
@@ -131,8 +132,8 @@ class OperatorMode(TorchFunctionMode):
         """Call a function in the precision that the policy asks of its class."""
         if self.chunked and (found := self._in_slices(func, args, kwargs)) is not None:
             return found
-        if self.turned and func is Tensor.view and not torch.compiler.is_compiling():
-            return viewed(*args, **kwargs)
+        if self.viewed is not None and func in BY_LAYOUT and not torch.compiler.is_compiling():
+            return self.viewed.ask(func, args, kwargs)
         entry = self.in_float32.get(WRAPPED.get(getattr(func, "__name__", ""), func))
         if kwargs.get("out") is not None:  # writes into a tensor whose dtype is what it is
             if entry is not None and (low := _low_dtype((*args, *kwargs.values()))) is not None:
@@ -400,8 +401,11 @@ class RootExecution:
     def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
         if self.idle[autocast]:
             return forward(*args, **kwargs)
-        with self.modes[autocast]:
-            return forward(*args, **kwargs)
+        with (mode := self.modes[autocast]):
+            output = forward(*args, **kwargs)
+        if mode.viewed is not None:
+            mode.viewed.check()
+        return output
 
     def _note(self, kind: str, what: str) -> None:
         # Dynamo guards on a dictionary that a traced call writes to, and would compile every model twice

@@ -7,6 +7,7 @@ from torch import nn
 
 import autoprec
 from autoprec.applying.around.layout import channels_last
+from autoprec.errors import UnsupportedError
 
 LAST = {"implementation": {"layout": "channels_last"}}
 
@@ -73,6 +74,27 @@ def test_what_lies_so_already_and_what_is_no_image_is_handed_on():
     row = policy.audit(model).operators["implementation.layout"]
     assert not row["ok"]
     assert "no images" in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (lambda x: (x.view(2, -1).mul_(2.0), x)[1], "writes into a view"),
+        (lambda x: x.as_strided((2, 4, 2, 2), (256, 64, 8, 1)), "asks for strides"),
+    ],
+)
+def test_what_a_copy_would_lose_is_refused(part, says):
+    """A view was a copy, and what a model wrote into it was lost without a word."""
+
+    class Part(nn.Module):
+        def forward(self, x):
+            return part(x * 1.0)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Part())
+    model(torch.randn(2, 3, 8, 8))
+    autoprec.Policy.model_validate(LAST).apply(model)
+    with pytest.raises(UnsupportedError, match=says):
+        model(torch.randn(2, 3, 8, 8))
 
 
 def test_a_view_that_fails_for_another_reason_still_fails():
