@@ -18,6 +18,7 @@ from autoprec.cost.peak import Lifetimes
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import (
     RestCost,
+    category,
     optimizer_bytes,
     rest_cost,
     rest_operators,
@@ -28,8 +29,9 @@ from autoprec.cost.rest import (
 from autoprec.cost.saved import KEPT, NOT_LISTED, Setting, Walk, walked
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.summary import is_large_log_softmax
 from autoprec.policy.schema import LayerPlan, Policy
-from autoprec.policy.sections import FEWEST_CLASSES, ImplementationPolicy, OptimizerPolicy
+from autoprec.policy.sections import ImplementationPolicy, OptimizerPolicy
 from autoprec.policy.space import WIDE_OPERATORS
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
@@ -308,16 +310,13 @@ class CostModel:
         state = optimizer or OptimizerPolicy()
         update = self._update_seconds(state)
         gaps = rest.kernels * self.rates.launch_us * 1e-6
-        others = sum(rest.seconds.values()) + gaps + update
-        if implementation is not None and implementation.gelu == "fused":
-            others -= self._gelu_seconds() * _IN_ONE_KERNEL
-        if implementation is not None and implementation.loss == "chunked":
-            others -= self._loss_seconds() * _IN_SLICES
+        beside = self._less(rest.seconds, implementation or ImplementationPolicy())
+        others = sum(beside.values()) + gaps + update
         device = gemm + cast + others
         launch = max(0.0, self._host_seconds(kernels, rest) - device)
         total = device + launch
         width = (error + self.rates.error.get("rest", 0.35) * (others + launch)) / total if total else 0.0
-        breakdown = {"gemm": gemm, "quantise": cast, **rest.seconds, "optimizer": update}
+        breakdown = {"gemm": gemm, "quantise": cast, **beside, "optimizer": update}
         breakdown["launch"] = launch + gaps
         return StepEstimate(
             time_ms=total * 1e3,
@@ -416,16 +415,16 @@ class CostModel:
             total += one.calls * (each + (_CAST_BYTES * values / speed if moves else 0.0))
         return total / self.shards
 
-    def _gelu_seconds(self) -> float:
-        """Return the time of GELU by hand: each of its operations reads and writes an activation."""
-        moved = sum(row.bytes for row in self.report.operators if row.module in self.report.gelus_by_hand)
-        return moved * self.scale.tokens / (self.target.bandwidth * self.rates.bandwidth)
-
-    def _loss_seconds(self) -> float:
-        """Return the time of reading and writing log-probabilities over a large vocabulary."""
-        rows = (o for o in self.report.operators if "_log_softmax" in o.op and o.shapes and len(o.shapes[0]) == 2)
-        moved = sum(row.bytes for row in rows if row.shapes[0][1] >= FEWEST_CLASSES)
-        return moved * self.scale.tokens / (self.target.bandwidth * self.rates.bandwidth)
+    def _less(self, seconds: Mapping[str, float], implementation: ImplementationPolicy) -> dict[str, float]:
+        """Return the time of what is no layer's GEMM by category, less what other ways to compute it save."""
+        speed = self.target.bandwidth * self.rates.bandwidth / self.scale.tokens
+        saved: Counter[str] = Counter()
+        for row in self.report.operators:
+            if implementation.gelu == "fused" and row.module in self.report.gelus_by_hand:
+                saved[category(row.cls)] += row.bytes / speed * _IN_ONE_KERNEL  # type: ignore[assignment]
+            if implementation.loss == "chunked" and is_large_log_softmax(row):
+                saved[category(row.cls)] += row.bytes / speed * _IN_SLICES  # type: ignore[assignment]
+        return {kind: max(0.0, value - saved[kind]) for kind, value in seconds.items()}
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:
         """Return the CPU time that launching a step takes: what small models are bound by."""

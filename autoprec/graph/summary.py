@@ -58,11 +58,13 @@ def class_name(operator: Operator, attends: Collection[str]) -> str:
 
 def has_large_vocabulary(report: GraphReport) -> bool:
     """Say whether a step computes log-probabilities over so many classes that its loss may be computed in slices."""
-    return any(
-        operator.op.endswith("::_log_softmax") and len(shape) == 2 and shape[1] >= FEWEST_CLASSES
-        for operator in report.operators
-        for shape in operator.shapes[:1]
-    )
+    return any(is_large_log_softmax(operator) for operator in report.operators)
+
+
+def is_large_log_softmax(operator: Operator) -> bool:
+    """Say whether an operator computes log-probabilities, or their gradient, of a loss that may be in slices."""
+    shape = operator.shapes[0] if operator.shapes else ()
+    return "::_log_softmax" in operator.op and len(shape) == 2 and shape[1] >= FEWEST_CLASSES
 
 
 def has_images(report: GraphReport) -> bool:

@@ -11,9 +11,9 @@ import pytest
 from autoprec.cost import CostModel, CostScale
 from autoprec.cost.device.cpu import UNMEASURED
 from autoprec.cost.rates import default_rates
-from autoprec.graph.report import GemmCall, GraphReport, Layer, NewtonSchulz
+from autoprec.graph.report import GemmCall, GraphReport, Layer, NewtonSchulz, Operator
 from autoprec.policy.schema import LayerPlan
-from autoprec.policy.sections import OptimizerPolicy
+from autoprec.policy.sections import ImplementationPolicy, OptimizerPolicy
 from autoprec.precision.hardware import TARGETS
 from autoprec.precision.recipes import BUILTIN_RECIPES as R
 
@@ -183,6 +183,27 @@ def test_a_cheaper_optimizer_state_is_cheaper(large: GraphReport) -> None:
     assert lean.memory_bytes < plain.memory_bytes
     sharded = CostModel(large, H100, shards=8).estimate({})
     assert sharded.breakdown["optimizer"] == pytest.approx(plain.breakdown["optimizer"] / 8)
+
+
+def test_other_ways_to_compute_save_the_time_of_what_they_compute(tiny: GraphReport) -> None:
+    rows = {
+        "loss": Operator(
+            "", "", "aten::_log_softmax", "forward", "loss", "", "", ((8192, 50304),), ("fp32",), 0, 2**30
+        ),
+        "gelu": Operator(
+            "", "h.act", "aten::mul", "forward", "pointwise", "", "", ((8192, 4096),), ("fp32",), 0, 2**30
+        ),
+    }
+    report = replace(tiny, operators=(*tiny.operators, *rows.values()), gelus_by_hand=("h.act",))
+    model = CostModel(report, TARGETS["cpu"], cpu=UNMEASURED, compiled=False)
+    plain = model.estimate({})
+    for name, value in {"loss": "chunked", "gelu": "fused", "layout": "channels_last"}.items():
+        found = model.estimate({}, implementation=ImplementationPolicy.model_validate({name: value}))
+        assert sum(found.breakdown.values()) == pytest.approx(found.time_ms, rel=1e-6)
+        if name in rows:
+            assert plain.time_ms - found.time_ms > 0.4 * 2**30 / model.target.bandwidth * 1e3
+        else:
+            assert found.time_ms == plain.time_ms, "no layer of it is a convolution"
 
 
 def test_attention_has_its_own_dtype(tiny: GraphReport) -> None:
