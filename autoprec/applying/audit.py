@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.applying.around.gelu import FusedGelu
 from autoprec.applying.compiling import executed_as
 from autoprec.applying.generating.pairs import rollout_of
 from autoprec.applying.generating.section import weights_row
 from autoprec.applying.optimizers import optimizers_of, unwrapped_of
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.state import without_policy
-from autoprec.applying.swap import root_of
+from autoprec.applying.swap import execution_of, root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.optim.audit import audit_optimizers
@@ -365,9 +366,12 @@ def _embedding_row(policy: Policy, root: nn.Module) -> dict[str, Any]:
     return {"requested": asked, "executed": ran or "-", "ok": ran == asked, "reason": reason}
 
 
-def _implementation_row(name: str, asked: str, found: Any) -> dict[str, Any]:
+def _implementation_row(name: str, asked: str, root: nn.Module) -> dict[str, Any]:
     """Audit one way to compute: that it was taken in the model's forward, or of its output."""
+    found = root_of(root)
     ran = "" if found is None else found.executed.get(f"implementation.{name}", "")
+    if name == "gelu" and any(isinstance(execution_of(module), FusedGelu) for module in root.modules()):
+        ran = asked  # inside compiled blocks, too, where nothing is written down
     reason = "" if ran else _NOT_TAKEN[name] if found is not None else "the policy is not applied"
     if not ran and found is not None and found.traced:
         reason = "inside a compiled graph: it is computed as torch.compile makes it"
@@ -417,7 +421,7 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
     if policy.embedding_gradient != 1.0:
         rows["embedding_gradient"] = _embedding_row(policy, root)
     for name, value in policy.implementation.model_dump(exclude_defaults=True).items():
-        rows[f"implementation.{name}"] = _implementation_row(name, value, found)
+        rows[f"implementation.{name}"] = _implementation_row(name, value, root)
     if policy.execution != KEEP:
         rows["execution"] = executed_as(root, policy.execution)
     return rows

@@ -212,7 +212,7 @@ def _run_encoder_layers(root: nn.Module) -> None:
 def _fuse_gelus(root: nn.Module) -> None:
     """Let modules that compute GELU by hand call torch's kernel."""
     for module, form in gelus_by_hand(root).values():
-        install(module, "functional", FusedGelu(module, form, root_of(root).executed))
+        install(module, "functional", FusedGelu(module, form))
 
 
 def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, Unit]) -> None:

@@ -84,12 +84,11 @@ class FusedGelu(WeightExecutions):
     Args:
         module: is called with an activation of any shape.
         form: of ``F.gelu``.
-        executed: where it is written down that it ran.
     """
 
-    def __init__(self, module: nn.Module, form: Form, executed: dict[str, str]) -> None:
+    def __init__(self, module: nn.Module, form: Form) -> None:
         super().__init__(module, {})
-        self.form, self._executed = form, executed
+        self.form = form
 
     def describe(self) -> str:
         """Return what runs in the place of the module's forward."""
@@ -104,6 +103,4 @@ class FusedGelu(WeightExecutions):
         """
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return forward(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self._executed["implementation.gelu"] = "fused"
         return F.gelu(args[0], approximate=self.form)

@@ -1,6 +1,7 @@
 """GELU by hand is found by what it computes, and runs in torch's kernel."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,19 @@ def test_a_model_trains_alike_and_its_audit_says_so(kind, activations):
     plain, x = model_of(kind), torch.randn(4, 8)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_inside_compiled_blocks_too():
+    """A trial whose blocks were compiled was refused: nothing had been written down."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), NewGELUActivation()) for _ in range(4)))
+    policy, x = autoprec.Policy.model_validate(FUSED | {"execution": "compile"}), torch.randn(4, 8)
+    expected = model(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        policy.apply(model)
+        torch.testing.assert_close(model(x), expected)
+    assert policy.audit(model).operators["implementation.gelu"]["ok"]
 
 
 def test_an_audit_says_that_there_is_none():
