@@ -39,13 +39,13 @@ def bert():
     return Task(model, optimizer, batch, lambda model, b: model(b[0], labels=b[1]).loss, clip=1.0)
 
 
-def gpt2():
+def gpt2(vocabulary=256, samples=12):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=256, n_layer=4, n_head=4, **none))
+    model = GPT2LMHeadModel(GPT2Config(vocabulary, n_positions=64, n_embd=256, n_layer=4, n_head=4, **none))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    return Task(model, optimizer, tokens(12, 64), lambda model, text: model(text, labels=text).loss, clip=1.0)
+    return Task(model, optimizer, tokens(samples, 64), lambda model, text: model(text, labels=text).loss, clip=1.0)
 
 
 def whisper():
@@ -70,4 +70,5 @@ def whisper():
 
 def make(name):
     """Return what is trained, and on what."""
-    return images(name) if name in IMAGES else {"bert": bert, "gpt2": gpt2, "whisper": whisper}[name]()
+    made = {"bert": bert, "gpt2": gpt2, "head": lambda: gpt2(50_304, 8), "whisper": whisper}
+    return images(name) if name in IMAGES else made[name]()

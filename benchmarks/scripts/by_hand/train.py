@@ -9,7 +9,7 @@ from task import parts_of
 
 #: Where a model is made. Those of `libraries` need timm or transformers.
 MODELS = {name: name for name in ("conv", "tab", "lstm", "unet", "moe", "dlrm", "seq2seq", "gpt6", "muon")}
-MODELS |= dict.fromkeys(("vit", "convnext", "mixer", "bert", "gpt2", "whisper"), "libraries")
+MODELS |= dict.fromkeys(("vit", "convnext", "mixer", "bert", "gpt2", "head", "whisper"), "libraries")
 
 
 def make(name, seed=0):
