@@ -43,7 +43,7 @@ def gpt2(vocabulary=256, samples=12):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(vocabulary, n_positions=64, n_embd=256, n_layer=4, n_head=4, **none))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=64, n_embd=256, n_layer=4, n_head=4, **none))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     return Task(model, optimizer, tokens(samples, 64), lambda model, text: model(text, labels=text).loss, clip=1.0)
 
