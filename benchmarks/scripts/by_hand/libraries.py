@@ -16,8 +16,7 @@ IMAGES = {
 def images(name):
     import timm
 
-    known, changed = IMAGES[name]
-    model = timm.create_model(known, num_classes=CLASSES, **changed)
+    model = timm.create_model(IMAGES[name][0], num_classes=CLASSES, **IMAGES[name][1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.05)
     return Task(model, optimizer, blobs(16, 3, SIZE, CLASSES), lambda model, b: F.cross_entropy(model(b[0]), b[1]))
 
