@@ -408,7 +408,7 @@ class Problem:
         )
 
 
-def _section(name: str, params: Params) -> dict[str, Any]:
+def _section(name: str, params: Params) -> Params:
     """Return what params say about a section of the policy, by field."""
     return {field: value for n, value in params.items() for section, _, field in [n.partition(".")] if section == name}
 

@@ -123,7 +123,7 @@ class _Mismatch:
         if self._loop.steps >= _SKIPPED:
             self._hooks.watch(self._on_call)
 
-    def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if unwrap(module) is not self._root:
             return
         self._hooks.unwatch()
@@ -144,7 +144,7 @@ class _Mismatch:
     def _stop(self, why: str) -> None:
         self._reports.why, self._loop.at_boundary = why, None
 
-    def _both(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
+    def _both(self, args: tuple[Any, ...], kwargs: Any) -> tuple[float, float] | None:
         training = logits_of(self._root(*args, **kwargs))
         with self._around.again():
             rollout = logits_of(self._rollout(*args, **kwargs))
