@@ -299,7 +299,8 @@ class CostModel:
         gemm = cast = kernels = error = 0.0
         kept = {"attention": attention, "norm": norm, "softmax": softmax}
         fp32_operators = tuple(name for name, dtype in kept.items() if dtype == "fp32")
-        turned = implementation is not None and implementation.layout == "channels_last"
+        ways = implementation or ImplementationPolicy()
+        turned = ways.layout == "channels_last"
         for name, layer in self._layers.items():
             cost = self.layer_cost(name, plans.get(name, KEPT), activations)
             gemm += cost.gemm * (_TURNED if turned and layer.kind == "conv" else 1.0)
@@ -310,7 +311,7 @@ class CostModel:
         state = optimizer or OptimizerPolicy()
         update = self._update_seconds(state)
         gaps = rest.kernels * self.rates.launch_us * 1e-6
-        beside = self._less(rest.seconds, implementation or ImplementationPolicy())
+        beside = self._less(rest.seconds, ways)
         others = sum(beside.values()) + gaps + update
         device = gemm + cast + others
         launch = max(0.0, self._host_seconds(kernels, rest) - device)
@@ -417,14 +418,23 @@ class CostModel:
 
     def _less(self, seconds: Mapping[str, float], implementation: ImplementationPolicy) -> dict[str, float]:
         """Return the time of what is no layer's GEMM by category, less what other ways to compute it save."""
-        speed = self.target.bandwidth * self.rates.bandwidth / self.scale.tokens
-        saved: Counter[str] = Counter()
+        out, speed = dict(seconds), self.target.bandwidth * self.rates.bandwidth / self.scale.tokens
+        shares = {"gelu": _IN_ONE_KERNEL * (implementation.gelu == "fused")}
+        shares["loss"] = _IN_SLICES * (implementation.loss == "chunked")
+        for (way, kind), moved in self._other_ways.items() if any(shares.values()) else ():
+            out[kind] = max(0.0, out[kind] - moved / speed * shares[way])
+        return out
+
+    @cached_property
+    def _other_ways(self) -> Counter[tuple[str, str]]:
+        """Bytes that operators move which may be computed in another way: (way, category of the breakdown)."""
+        found: Counter[tuple[str, str]] = Counter()
         for row in self.report.operators:
-            if implementation.gelu == "fused" and row.module in self.report.gelus_by_hand:
-                saved[category(row.cls)] += row.bytes / speed * _IN_ONE_KERNEL  # type: ignore[assignment]
-            if implementation.loss == "chunked" and is_large_log_softmax(row):
-                saved[category(row.cls)] += row.bytes / speed * _IN_SLICES  # type: ignore[assignment]
-        return {kind: max(0.0, value - saved[kind]) for kind, value in seconds.items()}
+            if row.module in self.report.gelus_by_hand:
+                found["gelu", category(row.cls)] += row.bytes
+            if is_large_log_softmax(row):
+                found["loss", category(row.cls)] += row.bytes
+        return found
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:
         """Return the CPU time that launching a step takes: what small models are bound by."""

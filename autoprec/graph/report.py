@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from autoprec.errors import FileError
 from autoprec.graph.census import Judged
+from autoprec.graph.trace import bare_name
 from autoprec.policy.sections import PRODUCTS
 from autoprec.support.files import read_text
 from autoprec.support.living import uncollected
@@ -232,7 +233,7 @@ class GraphReport:
         """Return what the optimizers' steps multiply: as recorded, or Muon's products by its shapes, in bf16."""
         found: Counter[StepProduct] = Counter()
         for row in self.updating:
-            name = row.op.rpartition("::")[2].rstrip("_")
+            name = bare_name(row.op)
             if name in MULTIPLYING:
                 at = int("add" in name)
                 first, second = row.shapes[at : at + 2]
