@@ -193,13 +193,20 @@ class _Calls:
             if there and exclusive:
                 raise _refuse(errno.EEXIST, path)
             if not there and not flags & os.O_CREAT:
-                raise _refuse(errno.ENOENT, path)
+                raise self._nothing(absolute, path)
             if stat.S_ISDIR(there):
                 raise _refuse(errno.EISDIR, path)
             if there:  # it is only made anew in the layer
                 flags, mode = flags | os.O_CREAT, stat.S_IMODE(real["stat"](overlay.seen(absolute)).st_mode)
             place = overlay.writable(absolute, keep=not flags & os.O_TRUNC)
             return self._os_open(place, flags | os.O_NOFOLLOW, mode)
+
+    def _nothing(self, absolute: str, path: Any) -> OSError:
+        """Return what the system says of a path where nothing is: it may go on behind a file."""
+        above = os.path.dirname(absolute)
+        while above != "/" and not self._overlay.kind(above):
+            above = os.path.dirname(above)
+        return _refuse(errno.ENOENT if stat.S_ISDIR(self._overlay.kind(above)) else errno.ENOTDIR, path)
 
     # ---------------------------------------------------------------- what is there
     def read(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +301,7 @@ class _Calls:
             return
         there = self._overlay.kind(found[0])
         if not there:
-            raise _refuse(errno.ENOENT, path)
+            raise self._nothing(found[0], path)
         if folder and not stat.S_ISDIR(there):
             raise _refuse(errno.ENOTDIR, path)
         if folder and self._overlay.listed(found[0]):
@@ -314,7 +321,7 @@ class _Calls:
         there = overlay.kind(source) if guarded else kind(source)
         before = overlay.kind(target) if kept else kind(target)
         if not there:
-            raise _refuse(errno.ENOENT, src)
+            raise self._nothing(source, src)
         if source == target:
             return
         if stat.S_ISDIR(there) and target.startswith(source + "/"):
