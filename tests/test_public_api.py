@@ -13,6 +13,7 @@ import pytest
 import autoprec
 from autoprec.errors import ScriptError, UsageError
 from autoprec.tuning.options import OPTIONS, SearchOptions
+from tests.cli.helpers import short_duels
 
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "click", "rich")
@@ -42,9 +43,11 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert f"autoprec.{name}" in pages
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", [name for name in autoprec.__all__ if not name.startswith("__")])
 def test_the_example_of_every_public_name_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    short_duels(monkeypatch)
     (found,) = doctest.DocTestFinder(recurse=False).find(getattr(autoprec, name), name, module=False, globs={})
     assert found.examples
     assert doctest.DocTestRunner().run(found).failed == 0

@@ -41,6 +41,7 @@ __all__ = ["Ended", "Forked", "run_forked", "run_ranks", "warm_scripts"]
 #: What any first optimizer imports, and what the hooks and a trial do: imported once here, not in every fork.
 WARM = (
     "torch._dynamo",
+    "torch.utils.cpp_extension",
     "autoprec.trial.inside.agent",
     "autoprec.trial.inside.fork_server",
     "autoprec.trial.inside.isolate.isolation",
@@ -56,12 +57,25 @@ WARM = (
     "autoprec.optim.audit",
     "autoprec.optim.optimizer",
 )
+#: What DDP, FSDP2 and tensor parallelism import, the compiler among it: each rank would for itself, in 3 s.
+WARM_RANKS = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
 
 
-def warm_up() -> None:
-    """Import what every script would."""
-    for name in WARM:
-        importlib.import_module(name)
+def warm_up(*more: str) -> None:
+    """Import what every script would, and some ``more``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their own deprecations
+        for name in (*WARM, *more):
+            importlib.import_module(name)
+
+
+def keepers() -> list[dict[str, object]]:
+    """Return what the overlay looks for in a fork; asked for before that."""
+    return _keepers(len(sys.modules))
 
 
 @functools.lru_cache(1)
@@ -83,10 +97,12 @@ class ForkedScript(ProcessTree):
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None, ranks: int = 0
     ) -> None:
         reader, writer = os.pipe()
-        keepers = _keepers(len(sys.modules))
+        if ranks:
+            warm_up(*WARM_RANKS)
+        known = keepers()
         self.pid = os.fork()
         if self.pid == 0:
-            overlay_calls.referrers = lambda _functions: keepers  # type: ignore[assignment,return-value]
+            overlay_calls.referrers = lambda _functions: known  # type: ignore[assignment,return-value]
         if self.pid == 0 and ranks:
             started = {name: value for name, value in env.items() if name != "AUTOPREC_TRIAL"}
             _become(["torchrun"], started, cwd, writer, writer, lambda: _start_ranks(argv[1:], env, cwd, ranks))
@@ -244,7 +260,7 @@ def _script(path: str | Path) -> Callable[[], object]:
 def _run(
     bodies: Sequence[Callable[[], object]], argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str]
 ) -> Ended:
-    warm_up()
+    warm_up(*(WARM_RANKS if env else ()))
     words = list(map(str, argv))
     children: list[int] = []
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "wb") as nowhere:

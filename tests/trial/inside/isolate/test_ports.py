@@ -1,32 +1,27 @@
 """Ranks of one trial meet at one port, those of another trial at another, whatever port the script fixes."""
 
+import functools
+import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed as dist
 
 from autoprec.trial.inside.isolate.ports import is_here, note_own, own_port, use_own_ports
-from tests.documents import ROOT
-from tests.warm import run_ranks
+from tests.warm import Forked, run_ranks
 
-#: One rank of a job that meets at the port of its arguments, as a script that sets MASTER_PORT itself.
-RANK = """
-import os, sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from autoprec.trial.inside.isolate.ports import use_own_ports
-folder, rank, port, add = sys.argv[1:]
-use_own_ports(Path(folder))
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": "2"}
-dist.init_process_group("gloo")
-value = torch.tensor(float(add))
-dist.all_reduce(value)
-print(float(value))
-"""
+
+def rank_of_a_job(folder: Path, rank: int, port: int, add: float) -> None:
+    """Be one rank of a job that meets at a fixed port, as a script that sets MASTER_PORT itself."""
+    use_own_ports(folder)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo")
+    value = torch.tensor(add)
+    dist.all_reduce(value)
+    print(float(value))
 
 
 def test_ranks_of_a_trial_agree_and_trials_do_not(tmp_path: Path) -> None:
@@ -82,13 +77,8 @@ def test_a_store_listens_at_the_trials_own_port_and_says_so(tmp_path: Path) -> N
 def test_two_jobs_of_one_fixed_port_at_once_each_have_their_own_ranks(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    jobs = [(folder, rank, add) for folder, add in (("a", "1"), ("b", "10")) for rank in ("0", "1")]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / folder), rank, port, add],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-        )
-        for folder, rank, add in jobs
-    ]  # fmt: skip
-    assert [one.communicate(timeout=120)[0].strip() for one in running] == ["2.0", "2.0", "20.0", "20.0"]
+        port = free.getsockname()[1]
+    jobs = [(tmp_path / folder, rank, port, add) for folder, add in (("a", 1.0), ("b", 10.0)) for rank in (0, 1)]
+    running = [Forked(functools.partial(rank_of_a_job, *job), cwd=tmp_path) for job in jobs]
+    said = [one.communicate().strip().splitlines() for one in running]
+    assert [lines[-1:] for lines in said] == [["2.0"], ["2.0"], ["20.0"], ["20.0"]]
