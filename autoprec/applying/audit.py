@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoprec.applying.around.gelu import FusedGelu
-from autoprec.applying.compiling import executed_as
+from autoprec.applying.compiling import compiled_blocks, executed_as
 from autoprec.applying.generating.pairs import rollout_of
 from autoprec.applying.generating.section import weights_row
 from autoprec.applying.optimizers import optimizers_of, unwrapped_of
@@ -324,6 +324,7 @@ def _runs(found: Any) -> str:
 #: Why a way to compute was not taken.
 _NOT_TAKEN = {
     "loss": f"no F.cross_entropy over {FEWEST_CLASSES:,} classes or more was computed of its output, or in its forward",
+    "attention": "no F.scaled_dot_product_attention ran in 16 bits in the model's forward",
     "gelu": "no module computes by hand what F.gelu is",
     "layout": "the model was given no images or volumes that lie with their channels first",
 }
@@ -373,6 +374,8 @@ def _implementation_row(name: str, asked: str, root: nn.Module) -> dict[str, Any
     if name == "gelu" and any(isinstance(execution_of(module), FusedGelu) for module in root.modules()):
         ran = asked  # inside compiled blocks, too, where nothing is written down
     reason = "" if ran else _NOT_TAKEN[name] if found is not None else "the policy is not applied"
+    if not ran and name == "attention" and found is not None and (found.traced or compiled_blocks(root)):
+        return {"requested": asked, "executed": "-", "ok": True, "reason": "inside a compiled graph"}
     if not ran and found is not None and found.traced:
         reason = "inside a compiled graph: it is computed as torch.compile makes it"
     return {"requested": asked, "executed": ran or KEEP, "ok": ran == asked, "reason": reason}

@@ -20,7 +20,7 @@ from torch import nn
 
 from autoprec.applying.around.gelu import FusedGelu, gelus_by_hand
 from autoprec.applying.around.operators import RootExecution
-from autoprec.applying.attention import AttentionExecutions, EncoderLayerExecutions
+from autoprec.applying.attention import AttentionExecutions, EncoderLayerExecutions, attention_refusal
 from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.prepared import Prepared
@@ -95,6 +95,8 @@ def put_stage(
     with _all_or_nothing(root):
         take_off(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
+        if policy.implementation.attention == "unfused":
+            _call_attention(root)
         _run_encoder_layers(root)
         _know_layouts(root, executions, units)
         running = {made.backend for made in executions.values() if made is not None}
@@ -199,6 +201,13 @@ def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
             holder = AttentionExecutions if unit.kind == "attention" else RawWeightExecutions
             install(unit.module, unit.kind, holder(unit.module, together))
         together[unit.parameter] = execution
+
+
+def _call_attention(root: nn.Module) -> None:
+    """Let ``nn.MultiheadAttention`` call torch's attention where the root's mode sees it, and project as written."""
+    for module in root.modules():
+        if type(module) is nn.MultiheadAttention and not attention_refusal(module):
+            install(module, "attention", AttentionExecutions(module, {}))
 
 
 def _run_encoder_layers(root: nn.Module) -> None:

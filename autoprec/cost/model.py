@@ -45,6 +45,8 @@ _UNFUSED, _UNFUSED_CPU = 1.6, 3.2
 _TURNED, _IN_SLICES = 0.8, 0.5
 #: What GELU by hand saves of its time in one kernel.
 _IN_ONE_KERNEL = 0.8
+#: What attention in 16 bits takes on a CPU, and elsewhere, where it is two products and a softmax (a quarter to one).
+_UNFUSED_ATTENTION = {True: 0.5, False: 2.0}
 #: What the cost of a rank that shares layers with others leaves out.
 EXCHANGES = (
     "; of what ranks exchange only the least is charged (two ranks at a link's full speed, no amaxes): gains are upper "
@@ -312,6 +314,8 @@ class CostModel:
         update = self._update_seconds(state)
         gaps = rest.kernels * self.rates.launch_us * 1e-6
         beside = self._less(rest.seconds, ways)
+        if ways.attention == "unfused" and attention != "fp32" and (attention, activations) != ("keep", "keep"):
+            beside["attention"] *= _UNFUSED_ATTENTION[self.target.is_cpu]
         others = sum(beside.values()) + gaps + update
         device = gemm + cast + others
         launch = max(0.0, self._host_seconds(kernels, rest) - device)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from autoprec.graph.analysis.flops import FOURIER
 from autoprec.graph.report import GraphReport, Layer, Operator
-from autoprec.graph.trace import OTHER_MODEL
+from autoprec.graph.trace import OTHER_MODEL, bare_name
 from autoprec.policy.sections import FEWEST_CLASSES
 
 #: Multiples that kernels ask of M, K and N. 8: fp16 and bf16 Tensor Cores at full speed; 16: ``torch._scaled_mm``,
@@ -65,6 +65,12 @@ def is_large_log_softmax(operator: Operator) -> bool:
     """Say whether an operator computes log-probabilities, or their gradient, of a loss that may be in slices."""
     shape = operator.shapes[0] if operator.shapes else ()
     return "::_log_softmax" in operator.op and len(shape) == 2 and shape[1] >= FEWEST_CLASSES
+
+
+def has_fused_attention(report: GraphReport) -> bool:
+    """Say whether a step calls torch's attention, in a kernel or written out by torch (``_safe_softmax``)."""
+    forward = (bare_name(operator.op) for operator in report.operators if operator.phase == "forward")
+    return any(name.startswith(("_scaled_dot_product", "_safe_softmax")) for name in forward)
 
 
 def has_images(report: GraphReport) -> bool:

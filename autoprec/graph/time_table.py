@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoprec.graph.analysis.rules import builtin_rules
 from autoprec.graph.report import DATA, MULTIPLYING, OPTIMIZER, GraphReport, OperatorTime, OperatorTimes
-from autoprec.graph.summary import attending, class_name, has_images, has_large_vocabulary
+from autoprec.graph.summary import attending, class_name, has_fused_attention, has_images, has_large_vocabulary
 from autoprec.graph.trace import bare_name
 from autoprec.policy.sections import PRODUCTS
 
@@ -75,6 +75,9 @@ def choice_of(name: str, report: GraphReport) -> str:
     if name in _CHOICES:
         return _CHOICES[name]
     choice = builtin_rules().classes["attention" if name == "product" else name].choice
+    if name == "attention":
+        said = "" if has_fused_attention(report) else ": it is written out already"
+        return f"{choice}; implementation.attention{said}"
     if name == "pointwise" and report.gelus_by_hand:
         return f"{choice}; implementation.gelu"
     if name == "conv" and has_images(report):

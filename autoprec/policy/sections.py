@@ -104,6 +104,9 @@ class ImplementationPolicy(Frozen):
     loss: Literal["keep", "chunked"] = Field(
         "keep", description=f"cross entropy over {FEWEST_CLASSES:,} classes or more, a slice of rows at a time"
     )
+    attention: Literal["keep", "unfused"] = Field(
+        "keep", description="scaled dot-product attention in 16 bits: torch's kernel, or two products and a softmax"
+    )
     gelu: Literal["keep", "fused"] = Field(
         "keep", description="what modules compute by hand that torch has as F.gelu, by it"
     )

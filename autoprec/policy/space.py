@@ -119,6 +119,7 @@ class ImplementationSpace(Frozen):
     """Ways to compute a thing in that may be tried; the first is the default."""
 
     loss: tuple[str, ...] = ("keep",)
+    attention: tuple[str, ...] = ("keep",)
     gelu: tuple[str, ...] = ("keep",)
     layout: tuple[str, ...] = ("keep",)
 
@@ -304,7 +305,9 @@ class SearchSpace(Frozen):
         """
         same = {"compile", "compile_whole"} if compiled else {"eager"}
         values = tuple(v for v in self.execution if v not in same) if measured else ("keep",)
-        ways = self.implementation if measured and not compiled else ImplementationSpace()
+        ways = self.implementation if measured else ImplementationSpace()
+        if compiled:  # torch.compile chooses, but calls attention's kernel as eager code does
+            ways = ImplementationSpace(attention=ways.attention)
         if ranks > 1:
             ways = ways.model_copy(update={"loss": ways.loss[:1]})
         return self.model_copy(update={"execution": values or ("keep",), "implementation": ways})

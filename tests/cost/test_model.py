@@ -206,6 +206,17 @@ def test_other_ways_to_compute_save_the_time_of_what_they_compute(tiny: GraphRep
             assert found.time_ms == plain.time_ms, "no layer of it is a convolution"
 
 
+def test_attention_in_16_bits_is_faster_written_out_on_a_cpu(tiny: GraphReport) -> None:
+    row = Operator("", "h", "aten::_scaled_dot_product_x", "forward", "attention", "", "", (), ("fp32",), 10**10, 2**20)
+    report, unfused = replace(tiny, operators=(*tiny.operators, row)), ImplementationPolicy(attention="unfused")
+    for target, faster in ((TARGETS["cpu"], True), (H100, False)):
+        model = CostModel(report, target, cpu=UNMEASURED, compiled=False)
+        kept, other = (model.estimate({}, activations="bf16", implementation=way) for way in (None, unfused))
+        assert (other.breakdown["attention"] < kept.breakdown["attention"]) == faster
+        for around in ({}, {"activations": "bf16", "attention": "fp32"}):
+            assert model.estimate({}, **around, implementation=unfused).time_ms == model.estimate({}, **around).time_ms
+
+
 def test_attention_has_its_own_dtype(tiny: GraphReport) -> None:
     fp32 = replace(
         tiny,

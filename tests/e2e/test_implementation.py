@@ -1,4 +1,4 @@
-"""A loss in slices and images with their channels last, from `inspect` to `check`, through the real command line."""
+"""Losses in slices, channels last, attention written out: from `inspect` to `check`, by the real command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Captions(nn.Module):
         self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16 * 16, 5000)
 
     def forward(self, images):
-        return self.head(F.avg_pool2d(self.stem(images), 2).view(images.size(0), -1))
+        x = F.avg_pool2d(self.stem(images), 2).view(images.size(0), 16, 16)
+        return self.head((x + F.scaled_dot_product_attention(x, x, x)).flatten(1))
 
 torch.manual_seed(0)
 model = Captions()
@@ -35,7 +36,7 @@ for step in range(16):
 POLICY = {
     "schema": "autoprec.policy/1",
     "activations": "bf16",
-    "implementation": {"loss": "chunked", "layout": "channels_last"},
+    "implementation": {"loss": "chunked", "layout": "channels_last", "attention": "unfused"},
 }
 
 
@@ -49,10 +50,12 @@ def test_a_script_is_told_trained_and_audited_so(
     shown = autoprec("inspect", "train.py").out
     assert "implementation.layout" in shown
     assert "implementation.loss" in shown
+    assert "implementation.attention" in shown
     rows = autoprec("check", "--policy", "policy.yaml", "--json", "train.py").json()["operators"]
     assert {name: rows[name]["executed"] for name in rows if name.startswith("implementation")} == {
         "implementation.loss": "chunked",
         "implementation.layout": "channels_last",
+        "implementation.attention": "unfused",
     }
     losses = []
     for name in ("plain.yaml", "policy.yaml"):

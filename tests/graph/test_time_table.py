@@ -39,6 +39,10 @@ def test_every_class_says_what_can_be_chosen(report):
     assert choice_of("gemm", report).startswith("a recipe for each layer")
     assert choice_of("view", report).startswith("none: ")
     assert "implementation" not in choice_of("loss", report) + choice_of("conv", report)
+    assert choice_of("attention", report).endswith("; implementation.attention")
+    by_hand = tuple(replace(row, op="aten::bmm") for row in report.operators)
+    choice = choice_of("attention", replace(report, operators=by_hand))
+    assert choice.endswith("implementation.attention: it is written out already")
     assert "fused" not in choice_of(OPTIMIZER, report)
     assert choice_of(OPTIMIZER, replace(report, can_fuse=True)).endswith("; update: fused")
     products = "optimizer: matrix products"

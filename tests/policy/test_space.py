@@ -239,17 +239,19 @@ def test_the_documented_example_is_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "loss", "layout"),
+    ("where", "loss", "layout", "attention"),
     [
-        ({"compiled": False, "measured": True}, 2, 2),
-        ({"compiled": True, "measured": True}, 1, 1),  # torch.compile chooses
-        ({"compiled": False, "measured": False}, 1, 1),  # the numerics are the same, and the time is modelled
-        ({"compiled": False, "measured": True, "ranks": 2}, 1, 2),
+        ({"compiled": False, "measured": True}, 2, 2, 2),
+        ({"compiled": True, "measured": True}, 1, 1, 2),  # torch.compile chooses, but for a kernel
+        ({"compiled": False, "measured": False}, 1, 1, 1),  # the numerics are the same, and the time is modelled
+        ({"compiled": False, "measured": True, "ranks": 2}, 1, 2, 2),
     ],
 )
-def test_ways_to_compute_are_offered_where_they_are_carried_out(where: dict[str, Any], loss: int, layout: int) -> None:
+def test_ways_to_compute_are_offered_where_they_are_carried_out(
+    where: dict[str, Any], loss: int, layout: int, attention: int
+) -> None:
     ways = load_space("cpu").executed(**where).implementation
-    assert (len(ways.loss), len(ways.layout)) == (loss, layout)
+    assert (len(ways.loss), len(ways.layout), len(ways.attention)) == (loss, layout, attention)
 
 
 def test_execution_is_offered_where_it_differs() -> None:

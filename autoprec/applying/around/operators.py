@@ -24,6 +24,7 @@ from autoprec.applying.around.logits import Logits, chunked_cross_entropy, is_ch
 from autoprec.applying.around.lookups import LOOKUPS, look_up, table_of
 from autoprec.applying.around.outputs import each_tensor, holds_low, unwidened, widened, widest
 from autoprec.applying.around.recompute import carry_into_recomputation
+from autoprec.applying.around.unfused import may_be_unfused, unfused_attention
 from autoprec.applying.compiling import only_in_graphs
 from autoprec.backends import Backend
 from autoprec.errors import UnsupportedError
@@ -101,6 +102,7 @@ class OperatorMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.chunked = implementation.loss == "chunked"
+        self.unfused = implementation.attention == "unfused"
         self.viewed = Viewed() if implementation.layout == "channels_last" else None
         self.share, self.looked_up = share, set[int]()
         self.in_float32 = {
@@ -116,8 +118,8 @@ class OperatorMode(TorchFunctionMode):
 
     def does_nothing(self) -> bool:
         """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
-        asked = self.in_float32 or self.attention or self.emulated or self.lstm or self.chunked or self.viewed
-        return not asked and self.share == 1.0
+        asked = self.in_float32 or self.attention or self.emulated or self.lstm
+        return not (asked or self.chunked or self.viewed or self.unfused) and self.share == 1.0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +144,9 @@ class OperatorMode(TorchFunctionMode):
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
         if self.attention is not None and self._attends(func, args):
-            return self._attend(func, args, kwargs)
+            return self._attend(func, args, kwargs, self.attention)
+        if self.unfused and func is F.scaled_dot_product_attention and (low := self._runs_in(args, kwargs)):
+            return self._attend(func, args, kwargs, low)
         emulated = self.lstm if func is torch.lstm else self.emulated
         if emulated is not None and func in PRODUCTS and torch.is_autocast_enabled(self.device):
             return self._emulate(func, args, kwargs, emulated)
@@ -237,8 +241,18 @@ class OperatorMode(TorchFunctionMode):
             return False
         return not any(_is_weight(x) for x in operands)
 
-    def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype: Any = self.attention
+    def _runs_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        """Return the dtype of 16 bits that attention runs in as the script has it, where the device multiplies it."""
+        if torch.is_autocast_enabled(self.device):
+            dtype = torch.get_autocast_dtype(self.device)
+        else:
+            dtype = (args[0] if args else kwargs["query"]).dtype
+        return dtype if dtype in SIXTEEN_BIT and dtype not in self.slow else None
+
+    def _attend(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> Any:
+        """Call what attends in a dtype; torch's attention in 16 bits perhaps written out."""
         original = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).dtype
 
         def cast(value: Any) -> Any:
@@ -247,10 +261,20 @@ class OperatorMode(TorchFunctionMode):
         if dtype in self.slow:
             out = self._emulate(func, args, kwargs, dtype)
         else:
+            if self.unfused and func is F.scaled_dot_product_attention and dtype in SIXTEEN_BIT:
+                func = self._written_out(args, kwargs)
             with torch.autocast(self.device, enabled=False):
                 out = func(*[cast(a) for a in args], **{key: cast(value) for key, value in kwargs.items()})
         self._note("attention", DTYPE_NAMES[dtype])
-        return out if self.autocast else out.to(original)
+        return out if self.autocast or self.attention is None else out.to(original)
+
+    def _written_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor]:
+        """Return what computes a call of torch's attention in its products, or torch's own where that may not be."""
+        if not may_be_unfused(args, kwargs):
+            return F.scaled_dot_product_attention
+        if not torch.compiler.is_compiling():
+            self.executed["implementation.attention"] = "unfused"
+        return unfused_attention
 
 
 def refuse_export() -> NoReturn:
@@ -286,7 +310,7 @@ class RootExecution:
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
         unwidened: the class of an output whose tensors stay in 16 bits.
         scales: a layer runs below 16 bits, which TorchScript and ONNX have no words for.
-        implementation: whether losses are computed in slices, and images lie with their channels last.
+        implementation: whether losses are in slices, attention is written out, and images have their channels last.
     """
 
     activations: torch.dtype | None
@@ -350,6 +374,7 @@ class RootExecution:
             or self.operators.attention != "keep"
             or self.embedding_gradient != 1.0
             or self.implementation.loss != "keep"
+            or self.implementation.attention != "keep"
             or self.implementation.layout != "keep"
             or torch.is_autocast_enabled(device)
             or self.replaced

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.graph.summary import has_images, has_large_vocabulary
+from autoprec.graph.summary import has_fused_attention, has_images, has_large_vocabulary
 from autoprec.policy import LayerPlan, ModelInfo, Policy, glob_matches
 from autoprec.policy.rollout import ROLLOUT, SAME, section
 from autoprec.policy.sections import STEPPING
@@ -38,6 +38,8 @@ VARIANT = "variant"
 
 #: The parameters that say how the optimizer steps.
 UPDATE, PRODUCTS = "optimizer.update", "optimizer.products"
+#: The parameter that says how attention in 16 bits is computed.
+UNFUSED = "implementation.attention"
 #: Share of a step's FLOPs from which on an optimizer's products may be computed in another dtype: up to four times
 #: faster in bf16, 40 times in fp32 on a CPU without bf16.
 _LEAST_SHARE = {"bf16": 0.01, "fp32": 0.001}
@@ -45,7 +47,7 @@ _LEAST_SHARE = {"bf16": 0.01, "fp32": 0.001}
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
 #: What leaves everything around the layers as the script wrote it.
 _KEPT = ("activations", "attention", "execution", ROLLOUT, *(f"optimizer.{name}" for name in STEPPING))
-_KEPT += ("implementation.loss", "implementation.layout", "implementation.gelu")
+_KEPT += (UNFUSED, "implementation.loss", "implementation.layout", "implementation.gelu")
 _AS_WRITTEN: dict[str, Any] = dict.fromkeys(_KEPT, KEEP)
 _AS_WRITTEN["embedding_gradient"] = 1.0
 
@@ -125,6 +127,8 @@ class Problem:
             values["embedding_gradient"] = (1.0,)
         if not has_large_vocabulary(report):
             values["implementation.loss"] = values["implementation.loss"][:1]
+        if not has_fused_attention(report):
+            values[UNFUSED] = values[UNFUSED][:1]
         if not report.gelus_by_hand:
             values["implementation.gelu"] = values["implementation.gelu"][:1]
         if not has_images(report):
@@ -284,6 +288,8 @@ class Problem:
         values = {name: self.value(params, name) for name in self.parameters if name not in self.space.parameters}
         if "attention" in values:
             values["attention"] = self._attention(params)
+        if UNFUSED in values:
+            values[UNFUSED] = self._unfused(params)
         values |= {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         values |= {ROLLOUT: self._rollout(params)} if ROLLOUT in values else {}
         return (index.tobytes(), *values.values(), *self._canonical(used, params))
@@ -303,6 +309,13 @@ class Problem:
         """Return what is asked of attention: ``keep`` where the script computes it in the dtype that is named."""
         value = str(self.value(params, "attention"))
         return KEEP if self.value(params, "activations") == KEEP and {value} == self._attention_dtypes else value
+
+    def _unfused(self, params: Params) -> str:
+        """Return how attention is computed: ``keep`` where it is not in 16 bits, in which alone it is written out."""
+        asked = [str(self.value(params, name)) for name in ("attention", "activations")]
+        dtype = next((value for value in asked if value != KEEP), KEEP)
+        narrow = bool({"bf16", "fp16"} & (self._attention_dtypes if dtype == KEEP else {dtype}))
+        return str(self.value(params, UNFUSED)) if narrow else KEEP
 
     def _wide(self, params: Params, name: str) -> str:
         """Return what is asked of a class of operators: ``keep`` where nothing reaches it in 16 bits."""
@@ -339,6 +352,7 @@ class Problem:
         plain = dict(_AS_WRITTEN)
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)
+        values[UNFUSED] = self._unfused(params)
         values[ROLLOUT] = self._rollout(params)
         wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         values, plain = values | wide, plain | dict.fromkeys(wide, KEEP)
@@ -378,6 +392,7 @@ class Problem:
 
     def render(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
+        params = {**params, UNFUSED: self._unfused(params)}
         # what is 16 bit throughout is torch.autocast itself: what a person gets by writing it around the model
         assignment = {} if self.is_autocast(params) else self.assignment(params)
         table = glob_table(tuple(layer.name for layer in self.report.layers))

@@ -15,7 +15,7 @@ from autoprec.policy import ImplementationPolicy, OptimizerPolicy, resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.problem import Problem, layer_key
+from autoprec.tuning.decide.problem import UNFUSED, Problem, layer_key
 from autoprec.tuning.decide.table import SensitivityTable, parameter_probes, plan_probes
 from tests.tuning.models import even_space, gpt, linear, report
 
@@ -193,6 +193,27 @@ def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -
     assert {"scaling.margin", "scaling.amax_compute_algo", "scaling.amax_history_len", "scaling.power_of_2"} <= fields
     assert {"operands.grad_output", *(f"accumulation.{gemm}" for gemm in GEMMS)} <= fields
     assert "fp8_delayed/wgrad=bf16" in HOPPER.choice_names
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activations", "attention", "differs"),
+    [
+        ("fp32", "keep", "keep", False),
+        ("fp32", "bf16", "keep", True),
+        ("bf16", "keep", "keep", True),
+        ("fp32", "bf16", "fp32", False),
+        ("bf16", "keep", "fp32", False),
+    ],
+)
+def test_attention_is_written_out_in_16_bits_alone(dtype: str, activations: str, attention: str, differs: bool) -> None:
+    found = Problem.build(replace(gpt(), operators=(replace(ATTENTION, dtypes=(dtype,)),)), load_space("cpu"))
+    around = {"activations": activations, "attention": attention}
+    kept, other = (found.params_of("keep", **around | {UNFUSED: way}) for way in ("keep", "unfused"))
+    assert (found.key(kept) != found.key(other)) == differs
+    assert found.is_script(other) == (found.is_script(kept) and not differs)
+    assert found.policy(other).implementation.attention == ("unfused" if differs else "keep")
+    by_hand = replace(ATTENTION, op="aten::bmm", pattern="scores")
+    assert UNFUSED not in Problem.build(replace(gpt(), operators=(by_hand,)), load_space("cpu")).parameters
 
 
 def test_attention_is_not_searched_where_there_is_none() -> None:
