@@ -192,7 +192,7 @@ class GraphReport:
     backward. ``root_called`` is False where the script calls the model's parts, and never the model: what surrounds
     its forward cannot be changed there. ``held`` is the share of the parameters that one rank holds, whose memory this
     is (FSDP2, tensor parallelism). ``fused_update`` says that an optimizer updates with ``fused=True``,
-    ``can_fuse`` that all could, and one does not. ``gelus_by_hand`` are modules that compute GELU in
+    ``can_fuse`` that one could, and does not. ``gelus_by_hand`` are modules that compute GELU in
     several operations.
     ``newton_schulz`` is what Muon multiplies after that, ``updating`` are the operators of its step, and of other
     optimizers' that multiply, matrix by matrix.

@@ -15,6 +15,7 @@ from autoprec.optim.stepping.fused import is_fused, why_not_fused
 from autoprec.optim.stepping.products import multiplies, products_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
+from autoprec.policy.sections import STEPPING
 from autoprec.precision.recipes import KEEP
 
 _STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
@@ -82,10 +83,11 @@ def _products(requested: str, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def joined(rows: dict[str, dict[str, Any]], further: Mapping[str, dict[str, Any]]) -> None:
     """Add the rows of one more optimizer: of several, the first that is not as asked counts.
 
-    Of products it is the first that is as asked: an optimizer beside Muon multiplies nothing.
+    Of how they step it is the first that is as asked: an optimizer beside Muon multiplies nothing, and Muon has no
+    fused update.
     """
     for part, row in further.items():
-        if part not in rows or row["ok"] is (part == "products"):
+        if part not in rows or row["ok"] is (part in STEPPING):
             rows[part] = row
 
 

@@ -26,7 +26,7 @@ from autoprec.optim.communication import install_gradient_hook
 from autoprec.optim.guard import StepGuard, only_makes_state
 from autoprec.optim.holders import models_holding
 from autoprec.optim.loss_scaling import LossScaler
-from autoprec.optim.stepping.fused import check_fused, set_fused
+from autoprec.optim.stepping.fused import check_fused, set_fused, why_not_fused
 from autoprec.optim.stepping.products import set_products
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, muon_update, sgd_update
@@ -329,7 +329,7 @@ def wrap_optimizer(
         choice = OptimizerPolicy(update=choice.update, products=choice.products)
     if choice.stores:  # before anything is changed
         _check(optimizer, choice, _kind(optimizer), model)
-    step_as(optimizer, choice)
+    step_as(optimizer, choice, model)
     if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
         if model is None:
             raise UsageError(
@@ -392,34 +392,41 @@ def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.
     """
     if policy.optimizer.stores and not _has_nothing(optimizer, model):
         _check(optimizer, policy.optimizer, _kind(optimizer), model)
-    check_step(optimizer, policy.optimizer)
+    check_step(optimizer, policy.optimizer, model)
 
 
-def check_step(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy) -> None:
+def check_step(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, model: nn.Module | None = None) -> None:
     """Refuse now what :func:`step_as` would refuse; changes nothing.
 
     Args:
         optimizer: before or after its first step.
         choice: how it is to step.
+        model: whose parameters it trains; None where that is not known.
 
     Raises:
-        UnsupportedError: it cannot update in one kernel.
+        UnsupportedError: it cannot update in one kernel, and trains all of its model.
     """
-    if choice.update == "fused":
+    if _fuses(optimizer, choice, model):
         check_fused(optimizer)
 
 
-def step_as(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy) -> None:
+def _fuses(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, model: nn.Module | None) -> bool:
+    """Say whether a fused update is about an optimizer: Muon has none, and AdamW beside it has."""
+    return choice.update == "fused" and not (why_not_fused(optimizer) and _others(optimizer, model))
+
+
+def step_as(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, model: nn.Module | None = None) -> None:
     """Let an optimizer step as a policy says, or as the script has it; storage is left alone.
 
     Args:
         optimizer: before or after its first step.
         choice: how it is to step.
+        model: whose parameters it trains; None where that is not known.
 
     Raises:
-        UnsupportedError: it cannot update in one kernel.
+        UnsupportedError: it cannot update in one kernel, and trains all of its model.
     """
-    set_fused(optimizer, wanted=choice.update == "fused")
+    set_fused(optimizer, wanted=_fuses(optimizer, choice, model))
     set_products(optimizer, choice.products)
 
 
@@ -438,7 +445,7 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
     """
     install_gradient_hook(model, policy.communication.gradients)
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
-    step_as(optimizer, policy.optimizer)
+    step_as(optimizer, policy.optimizer, model)
     stored = OptimizerPolicy() if runtime is None else runtime.choice
     if stored.stores_as(policy.optimizer) and (scaler is not None) == (policy.loss_scaling == "dynamic"):
         return

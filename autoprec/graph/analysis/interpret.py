@@ -185,5 +185,5 @@ def interpret(
         newton_schulz=orthogonal,
         fused_update=any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups),
         gelus_by_hand=tuple(clean_name(name) for name in gelus_by_hand(names.root)),
-        can_fuse=bool(optimizers) and not any(map(why_not_fused, optimizers)) and not all(map(is_fused, optimizers)),
+        can_fuse=any(not why_not_fused(optimizer) and not is_fused(optimizer) for optimizer in optimizers),
     )

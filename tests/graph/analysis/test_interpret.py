@@ -53,7 +53,8 @@ def test_whether_the_update_could_be_fused():
     adam, rms = torch.optim.AdamW(model.parameters()), torch.optim.RMSprop(model.parameters())
     assert could(adam) == (True, False)
     assert could(torch.optim.AdamW(model.parameters(), fused=True)) == (False, True)
-    assert could(adam, rms) == could() == (False, False)
+    assert could(rms) == could() == (False, False)
+    assert could(adam, rms) == could(rms, adam) == (True, False)
 
 
 def test_what_could_not_be_seen_is_noted():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoprec.errors import UnsupportedError
-from autoprec.optim.audit import audit_optimizer
+from autoprec.optim.audit import audit_optimizer, audit_optimizers
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
 from autoprec.optim.stepping.fused import fuse, is_fused, unfuse, why_not_fused
 from autoprec.policy import OptimizerPolicy, Policy
@@ -109,6 +109,22 @@ def test_what_has_no_fused_step_is_refused(make, why):
     for refuse in (lambda: wrap_optimizer(optimizer, FUSED), lambda: check_optimizer(optimizer, FUSED)):
         with pytest.raises(UnsupportedError, match="has no fused step"):
             refuse()
+
+
+def test_what_is_beside_muon_is_fused():
+    """The update of AdamW was not offered where Muon trains the matrices."""
+    model = torch.nn.Linear(8, 4)
+    pair = torch.optim.Muon([model.weight], lr=0.02), torch.optim.AdamW([model.bias], lr=1e-3)
+    for optimizer in pair:
+        check_optimizer(optimizer, FUSED)
+        wrap_optimizer(optimizer, FUSED, model)
+    for optimizer in pair:
+        train(model, optimizer)
+    assert [bool(optimizer.param_groups[0].get("fused")) for optimizer in pair] == [False, True]
+    for order in (pair, pair[::-1]):
+        assert audit_optimizers(FUSED, order, model)["optimizer.update"]["ok"]
+    row = audit_optimizers(FUSED, pair[:1], model)["optimizer.update"]
+    assert (row["ok"], row["reason"]) == (False, "Muon has no fused step of torch's")
 
 
 def test_complex_parameters_and_other_devices_have_none():
