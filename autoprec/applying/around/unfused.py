@@ -32,7 +32,7 @@ def may_be_unfused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (
         plain
         and len(tensors) >= 3
-        and min(each.ndim for each in tensors[:3]) >= 2
+        and min(each.ndim for each in tensors) >= 2
         and 0.0 <= (dropout := given.get("dropout_p", 0.0)) < 1.0
         and not (dropout and torch.compiler.is_compiling())  # Inductor draws other numbers in another graph
         and not (given.get("is_causal") and len(tensors) == 4)  # which torch refuses

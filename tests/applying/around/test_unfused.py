@@ -49,6 +49,8 @@ CALLS = {
     "added, a token without a key": (given(), {"attn_mask": added(without_a_key(), -torch.inf)}),
     "added, finite": (given(), {"attn_mask": added(without_a_key(), -1e9)}),
     "a learnt bias": (given(), {"attn_mask": torch.randn(TOKENS, TOKENS, dtype=torch.float64).requires_grad_()}),
+    "a mask a head": (given(), {"attn_mask": added(padding().expand(2, 4, -1, -1), -1e4)}),
+    "a mask of keys": (given(), {"attn_mask": torch.arange(TOKENS)[None] < KEYS}),
     "one head": ([each[:, 0].detach().requires_grad_() for each in given()], {"is_causal": True}),
 }
 
@@ -87,6 +89,7 @@ def test_what_torch_refuses_or_no_product_takes_is_left_to_torch():
     assert not may_be_unfused((q, k, v, padding()), {"is_causal": True})
     assert not may_be_unfused((q, k, v), {"dropout_p": 1.0})
     assert not may_be_unfused((q, k), {})
+    assert not may_be_unfused((q, k, v, torch.ones(TOKENS)), {})
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     assert not may_be_unfused((nested, k, v), {})
     seen = []
