@@ -230,7 +230,9 @@ class SimulatedRunner(Runner):
             name: self._train(TrainSpec(policy=p, by_block=spec.by_block), in_duel=True).step_ms[-1]
             for name, p in asked.items()
         }
-        return TrialResult("ok", answer=DuelRounds((ms,) * 8, steps=8, block=1, refused=refused))
+        return TrialResult(
+            "ok", answer=DuelRounds((ms,) * 8, steps=8, block=int(spec.side_by_side == 1), refused=refused)
+        )
 
     def _train(self, spec: TrainSpec, *, in_duel: bool = False) -> TrialResult:
         script, steps = self.script, spec.steps + spec.warmup

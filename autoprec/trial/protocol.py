@@ -319,9 +319,9 @@ class DuelRounds:
     Attributes:
         rounds: milliseconds per step by contender, :data:`REFERENCE` among them, of each round.
         steps: optimizer steps that were taken in all.
-        block: steps of a block; 0 where it has as many as take a certain time.
+        block: steps of a block where one process times all contenders; 0 where each block has a process.
         refused: why a contender was not timed, by its name.
-        settled_s: seconds until all contenders had settled, where one process times them.
+        settled_s: seconds in which contenders compiled, and in one process settled as well.
     """
 
     kind: ClassVar[str] = "duel"

@@ -5,8 +5,9 @@ blocks of a few steps take turns in random order, and of each round the ratio of
 them slows the other as well. The median of these ratios has a 95 % interval (:mod:`autoprec.trial.intervals`), and a
 duel goes on until that is narrow enough.
 
-This is the duel in one process, of scripts that cannot be forked (CUDA, several ranks) or that compile: policies are
-put on and taken off between blocks. Of all others each block has a process (:mod:`autoprec.trial.inside.forked_duel`).
+This is the duel in one process, of scripts that cannot be forked (CUDA, several ranks) or that would compile too long:
+policies are put on and taken off between blocks. Of all others each block has a process
+(:mod:`autoprec.trial.inside.forked_duel`).
 
 Policies are exchanged while the clock is stopped, and the first steps after an exchange are not timed, because caches
 are cold. Whatever compiles does so before the first round; a duel's own seconds begin only then. All policies go on
@@ -41,7 +42,7 @@ _BLOCK_S, _MOST_STEPS = 0.5, 32
 #: Steps that go by untimed after an exchange, and the first time that a policy is on.
 _SETTLING, _SETTLING_FIRST = 1, 2
 #: Steps that a policy may go on compiling before it is timed all the same.
-_MOST_SETTLING = 40
+MOST_SETTLING = 40
 #: Rounds and steps of a block where several ranks must all do the same: none looks at its own clock.
 _RANKED_ROUNDS, _RANKED_STEPS = 12, 2
 #: On a busy machine a duel may take so many times longer than its own seconds.
@@ -104,7 +105,7 @@ class Duel:
     # ---------------------------------------------------------------- between two steps: the clock stands still
     def _stepped(self, loop: Loop) -> None:
         if self._settle:
-            compiled = loop.graphs[-1] > loop.graphs[-2] and loop.steps - self._since < _MOST_SETTLING
+            compiled = loop.graphs[-1] > loop.graphs[-2] and loop.steps - self._since < MOST_SETTLING
             compiled = any_rank(compiled, self._found.parameters[0].device)  # else one goes on settling alone
             self._settle = max(self._settle - 1, int(compiled))
             if not self._settle and self._unsettled:

@@ -9,6 +9,10 @@ Two processes of one program differ as well, by where their memory lies, and by 
 differ from each other: an interval over blocks of few processes is too narrow. So each block has a process of its own,
 whose heap is first filled in a random way, and what a duel returns are independent samples of how a process of this
 program may fare (Curtsinger and Berger, "Stabilizer: statistically sound performance evaluation", ASPLOS 2013).
+
+What compiles does so in each block, mostly out of torch's cache. A fork of a process that has compiled and trained
+already would be faster, and wrong: its steps find the heap that those before the fork have left (a convolutional net in
+bf16 gained 7 to 12 % then, and 19 to 21 % in processes of its own and in blocks that compile).
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from autoprec.applying.compiling import cache_graphs, is_compiled
 from autoprec.errors import AutoPrecError
+from autoprec.policy import compiles
 from autoprec.trial.inside.applying import apply_document, by_its_backend
-from autoprec.trial.inside.duel import is_late, undecided
+from autoprec.trial.inside.duel import MOST_SETTLING, is_late, undecided
 from autoprec.trial.inside.forking import take_threads
 from autoprec.trial.inside.isolate.answering import Unanswered, answer, await_answer, fork_to_answer
 from autoprec.trial.inside.isolate.isolation import before_forks
@@ -42,6 +48,8 @@ _BLOCK_S = 0.4
 #: narrow formats loses more of its gain to that than the script (6 % after two steps, 4 % after five, after thirty no
 #: less than after ten that could be measured: ``benchmarks/results/2026-11-28_settled.md``).
 _SETTLING, _SETTLING_S, _LEAST_SETTLING = 10, 1.0, 2
+#: The fewest rounds, without which there is no interval, may take so many times as long as a duel was given.
+_FEWEST_TAKE = 2.0
 
 
 class ForkedDuel:
@@ -68,7 +76,8 @@ class ForkedDuel:
         self._policies = {REFERENCE: spec.policy} | {probe.id: probe.policy for probe in spec.probes}
         self._random = random.Random(0)
         self.loop: Loop | None = None
-        self._writer, self._settled, self._block = -1, 0, 0
+        self._writer, self._since, self._settled, self._block = -1, 0, 0, 0
+        self._began = self._own_began = self._compile_s = 0.0
 
     def run(self) -> DuelRounds | Unanswered | None:
         """Return what was timed, in this process; None in a contender, which goes on into its forward."""
@@ -76,8 +85,8 @@ class ForkedDuel:
         rounds: list[dict[str, float]] = []
         refused: dict[str, str] = {}
         open_, began, own_s = list(self._policies), time.monotonic(), 0.0
-        steps = 0
-        while len(open_) > 1 and REFERENCE not in refused and not is_late(self._spec, own_s, began):
+        steps, compile_s = 0, 0.0
+        while len(open_) > 1 and REFERENCE not in refused and not self._is_late(len(rounds), own_s, began, compile_s):
             times: dict[str, float] = {}
             for name in self._random.sample(open_, len(open_)):
                 pid, descriptor = fork_to_answer()
@@ -88,7 +97,7 @@ class ForkedDuel:
                 self._beat()
                 if isinstance(found, str):
                     found = {"failed": f"no block of steps: {found}"}
-                own_s += found.get("own_s", 0.0)
+                own_s, compile_s = own_s + found.get("own_s", 0.0), compile_s + found.get("compile_s", 0.0)
                 if "failed" in found:
                     refused[name] = found["failed"]
                 elif found["steps"]:
@@ -101,7 +110,13 @@ class ForkedDuel:
             open_ = [REFERENCE, *undecided(rounds, open_, self._spec.precision)]
         if REFERENCE in refused:
             return Unanswered(f"the reference of a duel failed: {refused[REFERENCE]}")
-        return DuelRounds(tuple(rounds), steps, refused=refused)
+        return DuelRounds(tuple(rounds), steps, refused=refused, settled_s=compile_s)
+
+    def _is_late(self, rounds: int, own_s: float, began: float, compile_s: float) -> bool:
+        """Say whether the time is used up: on the clock, or, without what compiles, after the fewest rounds."""
+        if self._spec.on_the_clock:
+            return is_late(self._spec, own_s, began)
+        return is_late(self._spec, own_s / (1.0 if rounds >= FEWEST else _FEWEST_TAKE), began + compile_s)
 
     # ---------------------------------------------------------------- in a contender
     def _contend(self, name: str, writer: int) -> None:
@@ -109,12 +124,15 @@ class ForkedDuel:
         self._writer = writer
         take_threads()
         self._kept = some_heap(os.getpid())  # another one in every search, too
+        self._began, self._own_began = time.monotonic(), self._own_seconds()
         sys.excepthook = lambda kind, error, _trace: self._say(failed=f"{kind.__name__}: {error}"[:300])
         self._on_exit(self._ended)
+        document = self._policies[name]
+        if is_compiled(self._found.root) or (document is not None and compiles(document)):
+            cache_graphs()
         try:
-            named = self._policies[name] if self._spec.by_backend else None
-            with by_its_backend(named, self._found.root):
-                apply_document(self._policies[name], self._found, self._spec.backend)
+            with by_its_backend(document if self._spec.by_backend else None, self._found.root):
+                apply_document(document, self._found, self._spec.backend)
         except AutoPrecError as error:
             self._say(failed=str(error))
         self.loop = Loop(
@@ -138,22 +156,30 @@ class ForkedDuel:
             self._ended()
 
     def _settle(self, loop: Loop) -> None:
-        """Begin the block once steps have settled, and say how many it has."""
+        """Begin the block once nothing compiles any more and steps have settled, and say how many it has."""
+        if loop.graphs[-1] > loop.graphs[-2] and loop.steps < MOST_SETTLING:
+            self._since, self._compile_s = loop.steps, time.monotonic() - self._began
+            self._own_began = self._own_seconds()
+            return
         block_s, settling_s = _BLOCK_S, _SETTLING_S
         if self._spec.within_s is not None:  # the fewest rounds take half of the time
             share = self._spec.within_s / (2 * FEWEST * len(self._policies))
             block_s, settling_s = min(block_s, share), min(settling_s, share)
-        spans = loop.clock.milliseconds()
-        enough = loop.steps >= _SETTLING or sum(spans) / 1e3 >= settling_s
-        if loop.steps >= _LEAST_SETTLING and enough:
+        spans = loop.clock.milliseconds()[self._since :]
+        enough = len(spans) >= _SETTLING or sum(spans) / 1e3 >= settling_s
+        if len(spans) >= _LEAST_SETTLING and enough:
             self._settled = loop.steps
             self._block = math.ceil(block_s / max(spans[-1] / 1e3, 1e-6))
 
     def _ended(self) -> NoReturn:
         """Answer with the steps of the block, or as many as the script had."""
         spans = self.loop.clock.milliseconds() if self.loop is not None else []
-        spans = spans[self._settled or _LEAST_SETTLING :]
+        spans = spans[self._settled or self._since + _LEAST_SETTLING :]
         self._say(ms=sum(spans) / max(len(spans), 1), steps=len(spans))
 
     def _say(self, **what: Any) -> NoReturn:
-        answer(self._writer, what | {"own_s": own_seconds(self._found.parameters[0].device)})
+        own_s = self._own_seconds() - self._own_began
+        answer(self._writer, what | {"own_s": own_s, "compile_s": self._compile_s})
+
+    def _own_seconds(self) -> float:
+        return own_seconds(self._found.parameters[0].device)

@@ -212,7 +212,7 @@ class Trial:
         from autoprec.trial.inside.forked_duel import ForkedDuel
 
         self._begun = time.monotonic()
-        if self._may_fork and spec.side_by_side > 1 and not is_compiled(self.found.root):
+        if self._may_fork and spec.side_by_side > 1:
             forked = ForkedDuel(spec, self.found, self.hooks, self.on_exit, self._beat)
             answer = forked.run()
             if answer is not None:  # None in a contender, which goes on into the forward

@@ -58,6 +58,8 @@ _ROUGH, _MOST_AGAIN = 0.04, 3
 PROCESS_SD = 0.03
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
+#: Seconds in which a script's graphs may be read from torch's cache in each block of a duel.
+_MOST_COMPILE_S = 5.0
 #: Policies of one duel: each holds its compiled graphs, or a model; and of those whose whole runs take turns instead.
 MOST_AT_ONCE, MOST_APART = 4, 2
 
@@ -109,10 +111,8 @@ class Duels:
         """Return the wall-clock seconds of the shortest duel that gives these runs an interval; 0 without runs."""
         wanted = self.wanted(runs, whole=whole)[:MOST_AT_ONCE]
         together = sum(can_be_exchanged(run.policy) for run in wanted)
-        whole_s = self._whole_runs_s(len(wanted) - together)
-        return whole_s + (
-            self._least_s(together) + self._compile_s(together, self._by_block(whole)) if together else 0.0
-        )
+        whole_s, by_block = self._whole_runs_s(len(wanted) - together), self._by_block(whole)
+        return whole_s + (self._least_s(together, by_block) + self._compile_s(together, by_block) if together else 0.0)
 
     def time(self, runs: Sequence[Run], rivals: Sequence[Run] = (), *, whole: bool = False) -> bool:
         """Time policies that were not yet, a few at once; returns whether anything was learnt.
@@ -127,7 +127,7 @@ class Duels:
             return False
 
         def seconds() -> float:
-            return self._seconds(len(wanted), may_overrun=True, compile_s=self._compile_s(len(wanted), by_block))
+            return self._seconds(len(wanted), by_block, may_overrun=True)
 
         while wanted and seconds() <= 0:
             wanted.pop()
@@ -148,13 +148,14 @@ class Duels:
             picked: policies, each of them timed.
             rivals: are timed beside them if they were timed; all once, what is still rough up to three times.
         """
-        known = {name: half_width(run) for name, run in self.known().items()}
+        known = {name: half_width(run) for name, run in self.known(whole=True).items()}
+        enough = _ROUGH if self._setup.host.compiled else PRECISE  # each block compiles before it is timed
 
         def may(run: Run) -> bool:
             most = _MOST_AGAIN if known.get(run.name, 0.0) > _ROUGH else 1
             return run.name in known and self._again[run.name] < most
 
-        unsure = [run for run in picked if may(run) and known[run.name] > PRECISE]
+        unsure = [run for run in picked if may(run) and known[run.name] > enough]
         wanted = _beside(unsure, list(filter(may, rivals)), AGAIN)
         if not self._setup.measured or not wanted or not self._can_fork(wanted):
             return False
@@ -178,7 +179,7 @@ class Duels:
         began = time.time(), time.monotonic()
         here = [run for run in wanted if not self._runner.is_elsewhere(run.params)]
         together, alone, failure, known = list[Run](), set[str](), "", self._rounds[by_block]
-        for forks, group in self._groups(here):
+        for forks, group in self._groups(here, by_block):
             exchanged = [run for run in group if forks or can_be_exchanged(run.policy)]
             spec = self._spec(forks=forks, by_block=by_block)
             policies = {run.name: self._runner.as_run(run.policy) for run in exchanged}
@@ -187,7 +188,7 @@ class Duels:
             self._ends_after = timed.ends_after or self._ends_after
             failure = failure or timed.failed or "; ".join(f"{name}: {why}" for name, why in timed.refused.items())
             together += exchanged
-            if self._setup.target.is_cpu and not forks:
+            if self._setup.target.is_cpu and timed.alone:
                 alone |= {run.name for run in exchanged}
         apart = [run for run in wanted if run not in together]
         if short := self._lacking(together, by_block):  # the script ends too soon, or cannot hold them all
@@ -250,12 +251,12 @@ class Duels:
             ends_after=None if forks else self._ends_after,
         )
 
-    def _groups(self, runs: Sequence[Run]) -> Iterator[tuple[bool, list[Run]]]:
-        """Yield policies that are timed in one way, and whether each has a process: none does that compiles."""
+    def _groups(self, runs: Sequence[Run], by_block: bool) -> Iterator[tuple[bool, list[Run]]]:
+        """Yield policies that are timed in one way, and whether each block has a process."""
         for compiled in (False, True):
             group = [run for run in runs if compiles(run.policy) is compiled]
             if group:
-                yield self._can_fork(group), group
+                yield self._can_fork(group) and not by_block, group
 
     def by_backend(self, run: Run, policies: Mapping[str, Document]) -> tuple[list[dict[str, float]], dict[str, str]]:
         """Time a policy beside itself, as it is run by each of several backends.
@@ -297,11 +298,10 @@ class Duels:
     ) -> tuple[list[dict[str, float]], dict[str, str]]:
         """Time documents that are no run of the search, and return their rounds, and why one was not timed."""
         by_block = self._by_block(False)
-        compile_s = self._compile_s(len(policies), by_block)
-        within = self._seconds(len(policies), usual_s=usual_s, compile_s=compile_s)
+        within = self._seconds(len(policies), by_block, usual_s=usual_s)
         if within <= 0 or self._runner.is_elsewhere(run.params) or not all(map(can_be_exchanged, policies.values())):
             return [], {}
-        spec = self._spec(forks=self._can_fork([run]), by_block=by_block)
+        spec = self._spec(forks=self._can_fork([run]) and not by_block, by_block=by_block)
         spec = replace(spec, by_backend=by_backend, precision=precision)
         with self._booked(names):
             timed = timed_together(self._runner.duel, spec, policies, within)
@@ -336,37 +336,45 @@ class Duels:
         return done
 
     def _can_fork(self, runs: Sequence[Run]) -> bool:
-        """Say whether each contender can have a process: nothing is compiled, and memory holds another model."""
-        eager = not any(compiles(run.policy) for run in runs)
-        host, fits = self._setup.host, room_for(max(1, int(self._state.reference.memory_bytes))) > 0
-        return host.launch == "fork" and eager and not host.compiled and fits
+        """Say whether each block can have a process: memory holds another model, and torch's cache what compiles."""
+        host, compile_s = self._setup.host, self._state.seconds.cached_compile_s
+        if host.compiled:
+            is_short = compile_s is not None and compile_s <= _MOST_COMPILE_S
+        else:  # how long what a policy compiles takes out of the cache is not known
+            is_short = not any(compiles(run.policy) for run in runs)
+        return host.launch == "fork" and is_short and room_for(max(1, int(self._state.reference.memory_bytes))) > 0
 
-    def _seconds(self, count: int, *, usual_s: float = 0.0, may_overrun: bool = False, compile_s: float = 0.0) -> float:
+    def _seconds(self, count: int, by_block: bool = False, *, usual_s: float = 0.0, may_overrun: bool = False) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
 
         Without a budget they are the process's own; with one they are on the clock. What the answer rests on may end
         after the budget, as a trial may (``may_overrun``).
         """
         state, budget = self._state, self._setup.options.budget_s
-        least = self._least_s(count)
-        most = max(least, usual_s or usual_seconds(count), _RUNS * self._run_s())
+        usual_s = max(usual_s or usual_seconds(count), _RUNS * self._run_s())
         if budget is None:
-            return most
-        used = state.elapsed() + state.seconds_to_close() + compile_s
+            return max(usual_s, (count + 1) * FEWEST * self._block_s())
+        least = self._least_s(count, by_block)
+        most = max(least, usual_s)
+        used = state.elapsed() + state.seconds_to_close() + self._compile_s(count, by_block)
         if budget - used >= least:
             return min(most, budget - used)
         return least if may_overrun and OVERRUN * budget - used >= least else 0.0
 
-    def _least_s(self, count: int) -> float:
+    def _least_s(self, count: int, by_block: bool) -> float:
         """Return the seconds on the clock of the fewest rounds of so many policies, the start of the process included.
 
-        A round has a block of each contender, in a process that starts, and steps before it that are not timed; a
-        script that compiles its model has one process, which compiles before the first round.
+        A round has a block of each contender, in a process that starts and compiles, and steps before it that are not
+        timed; what takes long to compile, or is compiled by block, has one process for all.
         """
-        options, start_s = self._setup.options, self._runner.work.start_s
-        step_s = self._run_s() / (options.steps + options.warmup)
-        each_s = 0.0 if self._setup.host.compiled else start_s
-        return start_s + (count + 1) * FEWEST * (each_s + max(step_s, _SHORT_BLOCK_S) + WARMUP_APART * step_s)
+        start_s, forks = self._runner.work.start_s, self._can_fork([]) and not by_block
+        each_s = start_s + (self._state.seconds.cached_compile_s or 0.0) if forks else 0.0
+        return start_s + (count + 1) * FEWEST * (each_s + self._block_s())
+
+    def _block_s(self) -> float:
+        """Return the seconds of the shortest block and of the steps before it that are not timed."""
+        step_s = self._run_s() / (self._setup.options.steps + self._setup.options.warmup)
+        return max(step_s, _SHORT_BLOCK_S) + WARMUP_APART * step_s
 
     def _run_s(self) -> float:
         """Return the seconds of a run of the reference, without what it compiles."""
@@ -378,13 +386,14 @@ class Duels:
         """Return the seconds in which so many contenders of a duel and the reference compile; 0 for an eager script.
 
         What ran before is in torch's cache: of whole models where trials compile blocks, the reference and one policy.
+        Where each block compiles, what it reads from there is a part of the block (:meth:`_least_s`).
         """
         seconds = self._state.seconds
         compile_s, cached_s = seconds.compile_s or 0.0, seconds.cached_compile_s or 0.0
         if by_block:
             return cached_s * (count + 1) / self._setup.host.blocks
         others = count - 1 if self._runner.by_block.active else 0
-        return (count + 1 - others) * cached_s + others * compile_s
+        return (0.0 if self._can_fork([]) else (count + 1 - others) * cached_s) + others * compile_s
 
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:

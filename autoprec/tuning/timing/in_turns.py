@@ -43,12 +43,14 @@ class Timed:
         failed: why a process failed; empty where none did.
         refused: why policies were not timed, by name.
         ends_after: steps after which the script ends; None where that is not known.
+        alone: one process has timed all contenders, so that how it differs from others is not seen.
     """
 
     rounds: list[dict[str, float]] = field(default_factory=list)
     failed: str = ""
     refused: dict[str, str] = field(default_factory=dict)
     ends_after: int | None = None
+    alone: bool = False
 
 
 def contenders(ends_after: int | None) -> int | None:
@@ -83,7 +85,7 @@ def timed_together(
             without a budget, those in which it starts and compiles are not among them.
     """
     rounds: list[dict[str, float]] = []
-    waiting, spent = list(policies), 0.0
+    waiting, spent, alone = list(policies), 0.0, False
     left = PROCESSES * _groups(len(waiting), spec.ends_after)
     while waiting and left > 0:
         some, began = waiting[: contenders(spec.ends_after)], time.monotonic()
@@ -93,10 +95,10 @@ def timed_together(
         result = run(replace(spec, probes=probes, within_s=max(1.0, within_s - spent)))
         answer = result.answer
         if not isinstance(answer, DuelRounds):
-            return Timed(rounds, f"{result.status}: {result.reason}", {}, spec.ends_after)
-        rounds += answer.rounds
+            return Timed(rounds, f"{result.status}: {result.reason}", {}, spec.ends_after, alone)
+        rounds, alone = [*rounds, *answer.rounds], alone or answer.block > 0
         if answer.refused:
-            return Timed(rounds, "", dict(answer.refused), spec.ends_after)
+            return Timed(rounds, "", dict(answer.refused), spec.ends_after, alone)
         waiting = [name for name in waiting if len(times_of(rounds, name)) < FEWEST]
         before_s, took_s = result.start_s + answer.settled_s, time.monotonic() - began
         spent += took_s if spec.on_the_clock else max(0.0, took_s - before_s)
@@ -108,7 +110,7 @@ def timed_together(
             left *= _groups(len(waiting), answer.steps)
         elif not answer.rounds:
             break
-    return Timed(rounds, "", {}, spec.ends_after)
+    return Timed(rounds, "", {}, spec.ends_after, alone)
 
 
 def in_turns(

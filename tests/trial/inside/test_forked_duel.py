@@ -10,10 +10,10 @@ import pytest
 from autoprec.policy import Policy
 from autoprec.trial.inside import forked_duel
 from autoprec.trial.inside.duel import ratios_of
-from autoprec.trial.intervals import median_interval
+from autoprec.trial.intervals import FEWEST, median_interval
 from autoprec.trial.protocol import REFERENCE, DuelSpec, Probe, TrialResult
 from tests.trial.conftest import uniform
-from tests.trial.inside.test_duel import SCRIPT, named
+from tests.trial.inside.test_duel import COMPILED, SCRIPT, named
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,18 @@ def test_a_reference_that_crashes_fails_the_duel(host: Any, tmp_path: Path) -> N
     result = duel(host, tmp_path, 100_000, EMPTY, script=script)
     assert not result.ok
     assert "RuntimeError: always" in result.reason
+
+
+@pytest.mark.usefixtures("compiler", "short_blocks")
+def test_what_compiles_does_so_in_each_block_and_off_its_clock(host: Any, tmp_path: Path) -> None:
+    """In one process a duel cannot see by how much two processes of one program differ."""
+    result = duel(host, tmp_path, 100_000, Probe("bf16", uniform("bf16")), script=COMPILED, within_s=0.5)
+    assert result.ok, result.reason + result.tail
+    found = result.answer
+    assert found.block == 0
+    assert not found.refused
+    assert len(found.rounds) >= FEWEST
+    assert found.settled_s > 0.5, "compiling takes a process a few tenths of a second"
 
 
 LOADS = """

@@ -117,7 +117,8 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedScript, *, s
     monkeypatch.setattr(SearchState, "seconds_to_close", lambda _state: 5.0)
     monkeypatch.setattr(SearchState, "seconds_per_seed", lambda *_: 2 * 23 * step_s)
     monkeypatch.setattr(SearchState, "seconds_per_run", lambda _state: 23 * step_s)
-    monkeypatch.setattr(Duels, "_least_s", lambda _duels, count: duel_s * count)
+    monkeypatch.setattr(Duels, "_least_s", lambda _duels, count, _by_block: duel_s * count)
+    monkeypatch.setattr(Duels, "_block_s", lambda _duels: 0.0)
     monkeypatch.setattr(Duels, "_whole_runs_s", lambda _duels, count: FEWEST * (count + 1) * 8 * step_s)
 
 
@@ -202,7 +203,8 @@ def test_duels_of_a_session_that_was_killed_count(here: Path, monkeypatch: pytes
     made, result = search(SimulatedScript(), options(target="cpu", space="cpu", trials=6))
     own = [run for run in made.records if run.kind == DUEL and run.name == result.best["name"]]
     state = SimpleNamespace(store=SimpleNamespace(records=own[-1:] * (1 + duels._MOST_AGAIN)), seconds=None)
-    setup, runner = SimpleNamespace(measured=True), SimpleNamespace(by_block=SimpleNamespace(active=False))
+    host = SimpleNamespace(compiled=False)
+    setup, runner = SimpleNamespace(measured=True, host=host), SimpleNamespace(by_block=SimpleNamespace(active=False))
     again = Duels(setup, runner, state)
     assert not again.time_again(own[-1:], ())
     assert again._again == {result.best["name"]: duels._MOST_AGAIN}
@@ -268,24 +270,27 @@ def test_to_stay_is_sure_only_where_what_people_write_was_timed_well_enough(
 
 
 @pytest.mark.parametrize(
-    ("free", "execution", "launch", "can"),
+    ("free", "execution", "launch", "cached_s", "can"),
     [
-        (300, "keep", "fork", True),
-        (150, "keep", "fork", False),  # another model would take more than half of it
-        (None, "keep", "fork", False),  # macOS does not say
-        (300, "compile", "fork", False),
-        (300, "compile_whole", "fork", False),
-        (300, "eager", "fork", True),  # of a script that compiles nothing
-        (300, "keep", "process", False),
+        (300, "keep", "fork", None, True),
+        (150, "keep", "fork", None, False),  # another model would take more than half of it
+        (None, "keep", "fork", None, False),  # macOS does not say
+        (300, "compile", "fork", None, False),
+        (300, "compile_whole", "fork", None, False),
+        (300, "eager", "fork", None, True),  # of a script that compiles nothing
+        (300, "keep", "process", None, False),
+        (300, "keep", "fork", 3.0, True),  # of one that compiles its model
+        (300, "keep", "fork", 30.0, False),
     ],
 )
 def test_contenders_have_processes_where_memory_that_can_be_had_holds_them(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, execution: str, launch: str, can: bool
+    monkeypatch: pytest.MonkeyPatch, free: int | None, execution: str, launch: str, cached_s: float | None, can: bool
 ) -> None:
     monkeypatch.setattr("autoprec.tuning.paired.free_bytes", lambda: free)
+    seconds = Seconds(cached_compile_s=cached_s)
     made: Any = SimpleNamespace(
-        _state=SimpleNamespace(reference=SimpleNamespace(memory_bytes=100)),
-        _setup=SimpleNamespace(host=SimpleNamespace(launch=launch, compiled=False)),
+        _state=SimpleNamespace(reference=SimpleNamespace(memory_bytes=100), seconds=seconds),
+        _setup=SimpleNamespace(host=SimpleNamespace(launch=launch, compiled=cached_s is not None)),
     )
     assert Duels._can_fork(made, [Run(0, DUEL, "a", {}, {"execution": execution}, "ok")]) is can
 
@@ -349,15 +354,23 @@ def test_where_whole_runs_fail_as_well_that_is_said(here: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("by_block", "trials_by_block", "seconds"),
-    [(True, True, 4 * 3.0 / 6), (False, True, 2 * 3.0 + 2 * 40.0), (False, False, 4 * 3.0)],
+    ("by_block", "trials_by_block", "cached_s", "seconds"),
+    [
+        (True, True, 3.0, 4 * 3.0 / 6),
+        (False, True, 6.0, 2 * 6.0 + 2 * 40.0),
+        (False, False, 6.0, 4 * 6.0),
+        (False, True, 3.0, 2 * 40.0),  # each block reads what it compiles from the cache, and has time for it
+        (False, False, 3.0, 0.0),
+    ],
 )
 def test_what_a_duel_compiles_is_what_no_trial_compiled_before(
-    by_block: bool, trials_by_block: bool, seconds: float
+    monkeypatch: pytest.MonkeyPatch, by_block: bool, trials_by_block: bool, cached_s: float, seconds: float
 ) -> None:
     """Three policies and the reference: blocks, and whole models after trials by block or of whole models."""
+    monkeypatch.setattr("autoprec.tuning.paired.free_bytes", lambda: 1 << 30)
     made: Any = object.__new__(Duels)
-    made._setup = SimpleNamespace(host=SimpleNamespace(blocks=6))
-    made._state = SimpleNamespace(seconds=Seconds(compile_s=40.0, cached_compile_s=3.0))
+    made._setup = SimpleNamespace(host=SimpleNamespace(blocks=6, compiled=True, launch="fork"))
+    known = Seconds(compile_s=40.0, cached_compile_s=cached_s)
+    made._state = SimpleNamespace(seconds=known, reference=SimpleNamespace(memory_bytes=100))
     made._runner = SimpleNamespace(by_block=SimpleNamespace(active=trials_by_block))
     assert made._compile_s(3, by_block) == pytest.approx(seconds)
