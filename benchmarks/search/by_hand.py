@@ -73,6 +73,7 @@ SCRIPTS |= {
     "gpt": (_GPT,),
     "gpt-768": (_GPT, "--width", "768", "--heads", "12"),
     "gpt2-autocast": (str(TRAIN), "gpt2", "--autocast"),
+    "gpt6": (str(TRAIN), "gpt6"),
 }
 #: The contenders that are there without a policy.
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast by hand", "all bf16"

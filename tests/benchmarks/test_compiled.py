@@ -1,16 +1,18 @@
-"""The benchmark of scripts that compile their model: what counts as a right claim, and how contenders are timed."""
+"""The benchmark of scripts that compile their model: what counts as a right claim, and who is timed."""
 
 from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.search import compiled
-from benchmarks.search.compiled import ADOPTED, AUTOCAST, BF16, FOLDER, WRITTEN, Row, claims, interleaved
+from benchmarks.search.by_hand import ADOPTED, AUTOCAST, BF16, FOLDER, WRITTEN
+from benchmarks.search.compiled import Row, claims
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,15 @@ def test_claims_are_those_of_the_answer_and_of_what_is_done_by_hand() -> None:
     assert [row.what for row in claims("gpt6", result, times)] == [BF16, ADOPTED]
 
 
-def test_contenders_settle_and_then_take_turns() -> None:
-    asked: list[str] = []
-    times = interleaved({who: lambda who=who: asked.append(who) for who in "ab"}, rounds=3)  # type: ignore[misc]
-    assert {who: len(ms) for who, ms in times.items()} == {"a": 3, "b": 3}
-    each = compiled.SETTLING + 3 * (compiled.AGAIN + compiled.STEPS)
-    assert [asked.count(who) for who in "ab"] == [each, each]
+def test_the_truth_is_that_of_processes_whose_model_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(compiled, "race", lambda *arguments: asked.append(arguments))
+    policy = tmp_path / "policy.yaml"
+    compiled.truth("conv", policy, 8)
+    contenders = {WRITTEN: "script --compile", AUTOCAST: f"{AUTOCAST} --compile", BF16: "all bf16 --compile"}
+    assert asked == [("conv", contenders | {ADOPTED: f"{policy} --compile"}, 8)]
 
 
 def test_the_script_of_six_blocks_trains(monkeypatch: pytest.MonkeyPatch) -> None:
