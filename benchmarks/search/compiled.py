@@ -4,10 +4,10 @@
     python benchmarks/search/compiled.py gpt6 --policy policy.yaml
 
 The scripts are those of ``benchmarks/scripts/by_hand``, with ``--compile``. For the truth the script as written, under
-``torch.autocast("cpu", bfloat16)``, with every layer in bf16, and with the policy train in processes of their own, eight
-each, as in ``by_hand.py`` (with ``OMP_NUM_THREADS=1`` in CPU time). Two processes of one program differ by 2 to 6 % for
-all of their life, and copies of a model in one process share its heap: one process knows a speed-up less well than the
-blocks of it seem to say.
+``torch.autocast("cpu", bfloat16)``, with every layer in bf16, and with the policy train in processes of their own,
+eight each, as in ``by_hand.py`` (with ``OMP_NUM_THREADS=1`` in CPU time). Two processes of one program differ by 2 to
+6 % for all of their life, and copies of a model in one process share its heap: one process knows a speed-up less well
+than its blocks seem to say.
 
 With ``--search`` the policy is what ``autoprec search`` adopts, and its claims stand beside the truth: of its answer,
 and of autocast and all bf16 where their loss is within the budget. A claim is right where its interval overlaps the
