@@ -65,7 +65,7 @@ from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec, Probe
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "scripts" / "by_hand"
 TRAIN, PASSIVE = FOLDER / "train.py", {"OMP_WAIT_POLICY": "PASSIVE"}
-_MODELS = "conv tab lstm unet moe dlrm seq2seq muon vit convnext mixer bert gpt2 whisper"
+_MODELS = "conv tab lstm unet moe dlrm seq2seq muon vit convnext mixer bert gpt2 whisper gpt6"
 #: What is searched, as the words of a command line.
 SCRIPTS = {name: (str(TRAIN), name) for name in _MODELS.split()}
 _GPT = str(ROOT / "examples" / "train_gpt.py")
@@ -73,7 +73,6 @@ SCRIPTS |= {
     "gpt": (_GPT,),
     "gpt-768": (_GPT, "--width", "768", "--heads", "12"),
     "gpt2-autocast": (str(TRAIN), "gpt2", "--autocast"),
-    "gpt6": (str(TRAIN), "gpt6"),
 }
 #: The contenders that are there without a policy.
 BY_HAND = WRITTEN, AUTOCAST, BF16 = "script", "autocast by hand", "all bf16"
