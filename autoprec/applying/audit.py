@@ -22,7 +22,7 @@ from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.optim.audit import audit_optimizers
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
-from autoprec.policy.sections import FEWEST_CLASSES
+from autoprec.policy.sections import FEWEST_CLASSES, MOST_SCORES
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
@@ -324,7 +324,8 @@ def _runs(found: Any) -> str:
 #: Why a way to compute was not taken.
 _NOT_TAKEN = {
     "loss": f"no F.cross_entropy over {FEWEST_CLASSES:,} classes or more was computed of its output, or in its forward",
-    "attention": "no F.scaled_dot_product_attention ran in 16 bits in the model's forward",
+    "attention": "no F.scaled_dot_product_attention ran in 16 bits in the model's forward, of at most "
+    f"{MOST_SCORES:,} scores a head",
     "gelu": "no module computes by hand what F.gelu is",
     "layout": "the model was given no images or volumes that lie with their channels first",
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 
 from autoprec.graph.analysis.flops import FOURIER
 from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.graph.trace import OTHER_MODEL, bare_name
-from autoprec.policy.sections import FEWEST_CLASSES
+from autoprec.policy.sections import FEWEST_CLASSES, MOST_SCORES
 
 #: Multiples that kernels ask of M, K and N. 8: fp16 and bf16 Tensor Cores at full speed; 16: ``torch._scaled_mm``,
 #: cuBLASLt FP8 and Transformer Engine; 32: MXFP8 blocks (OCP Microscaling 1.0); 128: DeepSeek-style 1x128 and 128x128
@@ -68,9 +69,15 @@ def is_large_log_softmax(operator: Operator) -> bool:
 
 
 def has_fused_attention(report: GraphReport) -> bool:
-    """Say whether a step calls torch's attention, in a kernel or written out by torch (``_safe_softmax``)."""
-    forward = (bare_name(operator.op) for operator in report.operators if operator.phase == "forward")
-    return any(name.startswith(("_scaled_dot_product", "_safe_softmax")) for name in forward)
+    """Say whether a step calls attention of torch that may be written out: a kernel, or its own ``_safe_softmax``."""
+    for operator in report.operators:
+        name, shapes = bare_name(operator.op), operator.shapes
+        if operator.phase != "forward" or not name.startswith(("_scaled_dot_product", "_safe_softmax")):
+            continue
+        scores = next(iter(shapes), ())[-2:] if name == "_safe_softmax" else tuple(shape[-2] for shape in shapes[:2])
+        if math.prod(scores) <= MOST_SCORES:
+            return True
+    return False
 
 
 def has_images(report: GraphReport) -> bool:

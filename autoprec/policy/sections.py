@@ -96,6 +96,8 @@ class OptimizerPolicy(Frozen):
 
 #: Classes from which on a loss in slices pays: below, the logits of some thousand tokens lie in the cache as a whole.
 FEWEST_CLASSES = 4096
+#: Scores of a head up to which attention is written out: of more, kernels are as fast, and they would fill the memory.
+MOST_SCORES = 2**21
 
 
 class ImplementationPolicy(Frozen):

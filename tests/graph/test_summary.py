@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from autoprec.graph import summary
 from autoprec.graph.recorder import record_step
-from autoprec.graph.summary import alignment, class_shares, coverage_line, remainders, shape_text
+from autoprec.graph.summary import (
+    alignment,
+    class_shares,
+    coverage_line,
+    has_fused_attention,
+    remainders,
+    shape_text,
+)
 from tests.graph.models import Decoder, Mixture, decoder_step
 
 
@@ -94,3 +103,20 @@ def test_products_with_another_models_weights_are_told_as_such():
     assert {name: flops for name, *_, flops, _ in class_shares(report) if flops > 1e4}["product"] == flops
     assert "attention" not in [name for name, *_ in class_shares(report)]
     assert flops > report.total_flops / 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])  # of which torch writes attention out itself
+def test_attention_that_may_be_written_out_is_torchs_own_of_few_tokens(dropout, monkeypatch):
+    class Attention(nn.Linear):
+        def forward(self, x, by_hand=False):
+            q = k = v = super().forward(x)
+            if by_hand:
+                return F.dropout((q @ k.transpose(-2, -1)).softmax(-1), dropout) @ v
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+
+    model, x = Attention(8, 8), torch.randn(2, 1, 5, 8)
+    report = record_step(model, lambda: model(x).sum().backward())
+    assert has_fused_attention(report)
+    assert not has_fused_attention(record_step(model, lambda: model(x, by_hand=True).sum().backward()))
+    monkeypatch.setattr(summary, "MOST_SCORES", 24)
+    assert not has_fused_attention(report)

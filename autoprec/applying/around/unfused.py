@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.policy.sections import MOST_SCORES
+
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -33,6 +35,7 @@ def may_be_unfused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         plain
         and len(tensors) >= 3
         and min(each.ndim for each in tensors) >= 2
+        and tensors[0].shape[-2] * tensors[1].shape[-2] <= MOST_SCORES
         and 0.0 <= (dropout := given.get("dropout_p", 0.0)) < 1.0
         and not (dropout and torch.compiler.is_compiling())  # Inductor draws other numbers in another graph
         and not (given.get("is_causal") and len(tensors) == 4)  # which torch refuses

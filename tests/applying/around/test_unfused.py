@@ -89,6 +89,9 @@ def test_what_torch_refuses_or_no_product_takes_is_left_to_torch():
     assert not may_be_unfused((q, k, v, padding()), {"is_causal": True})
     assert not may_be_unfused((q, k, v), {"dropout_p": 1.0})
     assert not may_be_unfused((q, k), {})
+    long = torch.empty(1, 2048, WIDTH, device="meta")
+    assert may_be_unfused((long[:, :512], long, long), {})
+    assert not may_be_unfused((long, long, long), {})  # their scores fill the memory
     assert not may_be_unfused((q, k, v, torch.ones(TOKENS)), {})
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     assert not may_be_unfused((nested, k, v), {})
