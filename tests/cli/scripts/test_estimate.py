@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,33 @@ from click.testing import CliRunner
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record_step
 from autoprec.cli.scripts.estimate import estimate
+from autoprec.cost.configuration import config_report
 from autoprec.errors import FileError, NothingAcceptableError, UnknownNameError, UsageError
+from autoprec.graph.report import GraphReport
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
 from benchmarks.cost.decoder import DecoderConfig, decoder_report
 from tests.stub_transformers import LLAMA_8B, install
+
+
+@functools.cache
+def report_of(text: str, folder: Path, **how: Any) -> GraphReport:
+    """Return the step of a configuration, recorded once for all tests: a second of an 8B model each."""
+    path = folder / "config.json"
+    path.write_text(text)
+    return config_report(path, **how)
+
+
+@pytest.fixture(autouse=True)
+def each_configuration_is_recorded_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+
+    def recorded(path: Path | str, **how: Any) -> GraphReport:
+        return report_of(Path(path).read_text(), folder, **how) if Path(path).is_file() else config_report(path, **how)
+
+    monkeypatch.setattr("autoprec.cost.configuration.config_report", recorded)
 
 
 def run(*args: str) -> Any:
@@ -36,6 +59,13 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(LLAMA_8B))
     return str(path)
+
+
+@pytest.fixture
+def shallow(llama: str) -> str:
+    """A quarter of its blocks, where what is asked does not depend on how many there are."""
+    Path(llama).write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 8}))
+    return llama
 
 
 @pytest.fixture
@@ -138,20 +168,20 @@ def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str, llam
     assert document["best_uniform"]["saved"] < document["baseline"]["saved"]
 
 
-def test_the_choice_that_wins_at_the_memory_limit_is_named(llama: str) -> None:
+def test_the_choice_that_wins_at_the_memory_limit_is_named(shallow: str) -> None:
     """Eight choices and no ratio, in 3.818e+04 tokens/s, left that to the reader."""
     args = ("--target", "b200", "--shards", "8")
-    rows = {row["choice"]: row for row in json.loads(run(*args, "--json", llama).stdout)["memory"]["largest"]}
+    rows = {row["choice"]: row for row in json.loads(run(*args, "--json", shallow).stdout)["memory"]["largest"]}
     first, best = rows["bf16"], max(rows.values(), key=lambda row: row["tokens_per_s"])
     gain = best["tokens_per_s"] / first["tokens_per_s"]
     said = f"{best['choice']} {best['micro_batch']} ({best['tokens_per_s']:,.0f} tokens/s, {gain:.2f}x)"
-    line = next(line for line in run(*args, llama).output.splitlines() if line.startswith("batch"))
+    line = next(line for line in run(*args, shallow).output.splitlines() if line.startswith("batch"))
     assert said in line
     assert line.endswith(f"; {best['choice']} is the fastest there")
 
 
 def test_recomputation_and_shards_are_numbers_of_a_configuration(llama: str) -> None:
-    Path(llama).write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 8, "vocab_size": 4096}))
+    Path(llama).write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 4, "vocab_size": 4096}))
 
     def memory(*args: str) -> dict[str, int]:
         size = ("--batch", "4", "--seq", "4096")
@@ -183,7 +213,7 @@ def test_the_choices_and_the_space_are_named(graph: str) -> None:
     )
 
 
-def test_a_users_own_hopper_is_offered_fp8(tmp_path: Path, llama: str) -> None:
+def test_a_users_own_hopper_is_offered_fp8(tmp_path: Path, shallow: str) -> None:
     path = tmp_path / "card.yaml"
     path.write_text(
         """schema: autoprec.targets/1
@@ -192,7 +222,7 @@ targets:
            bandwidth: 1500, peaks: {bf16: 400, fp8: 800}, links: {}, source: me, date: "2026-02"}
 """
     )
-    document = json.loads(run("--target", str(path), "--json", llama).stdout)
+    document = json.loads(run("--target", str(path), "--json", shallow).stdout)
     assert (document["target"], document["space"]) == ("MyCard", "hopper-fp8")
     assert document["verdict"]["bound_speedup"] > 1.2
 
