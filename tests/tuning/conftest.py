@@ -24,6 +24,13 @@ def empty_database() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_timed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search times three products of this CPU in a process with PyTorch; here, where a test asks for their rates."""
+    if "autoprec.tuning.engine" in sys.modules:
+        monkeypatch.setattr("autoprec.tuning.engine.cpu_rates", lambda: None)
+
+
+@pytest.fixture(autouse=True)
 def databases_begin_with_their_tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy Optuna's tables into a study's new database, but where the study's own storage is what is tested."""
     study = sys.modules.get("autoprec.tuning.study.study")
