@@ -35,8 +35,8 @@ _NONE: Mapping[str, str] = {}
 #: How a script has what is computed in another way of torch's.
 _BY_HAND = {
     "loss": "the loss of all logits at once: nn.LinearCrossEntropyLoss with options computes it in chunks",
-    "attention": "in torch's kernel: with sdpa_kernel(SDPBackend.MATH) around the step, and "
-    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True), write it out",
+    "attention": "in torch's kernel: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True), "
+    "and sdpa_kernel(SDPBackend.MATH) around the forward, have it written out",
     "gelu": "as its modules compute it: put nn.GELU(approximate='tanh') in their place",
     "layout": "as the script gives it: model.to(memory_format=torch.channels_last), and its images",
 }
