@@ -341,13 +341,14 @@ class SearchSpace(Frozen):
     def with_bf16(self, *, multiplied: bool) -> SearchSpace:
         """Return the space for a device that multiplies bf16, or for a CPU that has no instructions for it.
 
-        There autocast, and an optimizer's products, are many times slower in bf16 than in fp32; elsewhere in fp32.
+        There autocast, attention and an optimizer's products are many times slower in bf16; elsewhere in fp32.
         """
         slow, found = "fp32" if multiplied else "bf16", dict[str, Any]()
         products = tuple(value for value in self.optimizer.products if value != slow) or ("keep",)
         found["optimizer"] = self.optimizer.model_copy(update={"products": products})
         if not multiplied:
-            found["activations"] = tuple(value for value in self.activations if value != "bf16") or ("keep",)
+            for name in ("activations", "attention"):
+                found[name] = tuple(value for value in getattr(self, name) if value != "bf16") or ("keep",)
         return self.model_copy(update=found)
 
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:

@@ -289,7 +289,7 @@ class Problem:
         if "attention" in values:
             values["attention"] = self._attention(params)
         if UNFUSED in values:
-            values[UNFUSED] = self._unfused(params)
+            values[UNFUSED] = self.unfused(params)
         values |= {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         values |= {ROLLOUT: self._rollout(params)} if ROLLOUT in values else {}
         return (index.tobytes(), *values.values(), *self._canonical(used, params))
@@ -306,11 +306,11 @@ class Problem:
         return tuple(found)
 
     def _attention(self, params: Params) -> str:
-        """Return what is asked of attention: ``keep`` where the script computes it in the dtype that is named."""
-        value = str(self.value(params, "attention"))
-        return KEEP if self.value(params, "activations") == KEEP and {value} == self._attention_dtypes else value
+        """Return what is asked of attention: ``keep`` where it is in the dtype that is named without it."""
+        value, around = str(self.value(params, "attention")), self.value(params, "activations")
+        return KEEP if {value} == (self._attention_dtypes if around == KEEP else {around}) else value
 
-    def _unfused(self, params: Params) -> str:
+    def unfused(self, params: Params) -> str:
         """Return how attention is computed: ``keep`` where it is not in 16 bits, in which alone it is written out."""
         asked = [str(self.value(params, name)) for name in ("attention", "activations")]
         dtype = next((value for value in asked if value != KEEP), KEEP)
@@ -352,7 +352,7 @@ class Problem:
         plain = dict(_AS_WRITTEN)
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)
-        values[UNFUSED] = self._unfused(params)
+        values[UNFUSED] = self.unfused(params)
         values[ROLLOUT] = self._rollout(params)
         wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         values, plain = values | wide, plain | dict.fromkeys(wide, KEEP)
@@ -392,7 +392,7 @@ class Problem:
 
     def render(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
-        params = {**params, UNFUSED: self._unfused(params)}
+        params = {**params, UNFUSED: self.unfused(params)}
         # what is 16 bit throughout is torch.autocast itself: what a person gets by writing it around the model
         assignment = {} if self.is_autocast(params) else self.assignment(params)
         table = glob_table(tuple(layer.name for layer in self.report.layers))

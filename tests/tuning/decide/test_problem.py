@@ -67,6 +67,8 @@ def test_attention_in_the_scripts_own_dtype_makes_no_difference() -> None:
     for choice, activations in itertools.product(("keep", "bf16"), ("keep", "bf16")):
         kept, named = (found.params_of(choice, activations=activations, attention=a) for a in ("keep", "fp32"))
         assert (found.key(kept) == found.key(named)) == (activations == "keep")  # autocast hands it 16 bits
+        low = found.params_of(choice, activations=activations, attention="bf16")
+        assert (found.key(kept) == found.key(low)) == (activations == "bf16")
     assert found.is_script(found.params_of("keep", attention="fp32"))
     low = Problem.build(replace(gpt(), operators=(replace(ATTENTION, dtypes=("bf16",) * 3),)), load_space("cpu"))
     assert low.key(low.params_of("keep", attention="fp32")) != low.key(low.params_of("keep"))
@@ -200,6 +202,7 @@ def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -
     [
         ("fp32", "keep", "keep", False),
         ("fp32", "bf16", "keep", True),
+        ("fp32", "keep", "bf16", True),
         ("bf16", "keep", "keep", True),
         ("fp32", "bf16", "fp32", False),
         ("bf16", "keep", "fp32", False),

@@ -14,8 +14,9 @@ from typing import Any
 from autoprec.policy import LayerPlan
 from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
+from autoprec.precision.recipes import KEEP
 from autoprec.support.arrays import np
-from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
+from autoprec.tuning.decide.problem import UNFUSED, GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import TIMED_NOISE, DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable
 
@@ -95,8 +96,12 @@ def build_prior(
         return 0.0 if is_baseline else held({**baseline, layer_key(group.name): choice}) - whole
 
     def effects(measure: Callable[[Params], float], base: float) -> dict[tuple[str, Any], float]:
-        changed = {(n, v): problem.params_of(problem.baseline, **{n: v}) for n, v in features_of(problem)}
-        return {feature: measure(params) - base for feature, params in changed.items()}
+        found, low = {}, [value for value in problem.parameters.get("activations", ()) if value != KEEP]
+        for name, value in features_of(problem):
+            around = {"activations": low[0]} if low and name == UNFUSED else {}  # it is about 16 bits alone
+            before = measure(problem.params_of(problem.baseline, **around)) if around else base
+            found[name, value] = measure(problem.params_of(problem.baseline, **around, **{name: value})) - before
+        return found
 
     base, whole = beyond_groups(baseline), held(baseline) if with_memory else 0.0
     return Prior(
@@ -131,7 +136,11 @@ def points_of(problem: Problem, many: Sequence[Params], error2: Callable[[Params
     """
     features = features_of(problem)
     index = np.array([problem.indices(params) for params in many], dtype=np.int64)
-    has = [[problem.value(params, name) == value for name, value in features] for params in many]
+
+    def ran(params: Params, name: str) -> Any:
+        return problem.unfused(params) if name == UNFUSED else problem.value(params, name)
+
+    has = [[ran(params, name) == value for name, value in features] for params in many]
     return Points(
         index.reshape(len(many), len(problem.groups)),
         np.array(has, dtype=np.float64).reshape(len(many), len(features)),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,15 +9,17 @@ import numpy as np
 import pytest
 
 from autoprec.cost import CostModel, CostScale
+from autoprec.graph.report import Operator
 from autoprec.policy import LayerPlan
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
-from autoprec.tuning.decide.problem import Problem, layer_key
+from autoprec.tuning.decide.problem import UNFUSED, Problem, layer_key
 from autoprec.tuning.decide.sampler.prior import (
     HEAD_WEIGHT,
     build_prior,
     divergence_model,
     features_of,
+    points_of,
 )
 from autoprec.tuning.decide.table import SensitivityTable
 from tests.tuning.models import gpt
@@ -49,6 +52,21 @@ def test_autocast_is_not_counted_twice() -> None:
     index = PROBLEM.indices(params)
     predicted = prior.base_time_ms + prior.time_ms[np.arange(len(index)), index].sum() - 3.0 + 1.0
     assert predicted == pytest.approx(step_cost(params)[0])
+
+
+def test_what_is_about_16_bits_is_priced_in_them() -> None:
+    """Attention written out gains nothing in fp32, and no search tried it."""
+    sdpa = Operator("", "h", "aten::_scaled_dot_product_x", "forward", "attention", "", "", (), ("fp32",), 0, 0)
+    problem = Problem.build(replace(gpt(2), operators=(sdpa,)), load_space("cpu"))
+
+    def cost(params: Mapping[str, Any]) -> tuple[float, float]:
+        return 20.0 - 3.0 * (params.get(UNFUSED) == "unfused" and problem.unfused(params) == "unfused"), 0.0
+
+    prior = build_prior(problem, TABLE, layer_time, cost, measured=True)
+    assert prior.parameter_time_ms[UNFUSED, "unfused"] == pytest.approx(-3.0)
+    at = features_of(problem).index((UNFUSED, "unfused"))
+    many = [problem.params_of("keep", **{UNFUSED: "unfused"}, activations=dtype) for dtype in ("keep", "bf16")]
+    assert points_of(problem, many, lambda _: 0.0).features[:, at].tolist() == [0.0, 1.0]
 
 
 def test_memory_is_a_table_against_the_baseline() -> None:
