@@ -354,3 +354,8 @@ def test_a_space_for_both_sides_offers_fp16_wherever_it_offers_bf16(name: str) -
 def test_what_a_space_says_of_the_copy_that_generates_stays() -> None:
     document = {"schema": "autoprec.space/1", "name": "own", "rollout": ["fp16"]}
     assert space_from_dict(document).with_rollout().rollout == ("fp16",)
+
+
+def test_attention_in_bf16_is_offered_where_the_device_multiplies_it() -> None:
+    found = {multiplied: load_space("cpu").with_bf16(multiplied=multiplied).attention for multiplied in (True, False)}
+    assert found == {True: ("keep", "fp32", "bf16"), False: ("keep", "fp32")}
