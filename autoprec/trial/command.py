@@ -115,7 +115,8 @@ class ScriptCommand:
             if len(words) < 2 or not words[1].strip("."):
                 raise UsageError("-m needs a module name", fix="autoprec search -m package.module [args...]")
             return cls("module", words[1], tuple(words[2:]), where)
-        if words[0].endswith((".py", ".pyw")) or (where / words[0]).is_file():
+        starts = Path(words[0]).name in _STARTERS  # also by its path
+        if not starts and (words[0].endswith((".py", ".pyw")) or (where / words[0]).is_file()):
             _must_exist(words[0], where)
             return cls("script", words[0], tuple(words[1:]), where)
         program = _find_program(words[0])

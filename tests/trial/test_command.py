@@ -40,6 +40,8 @@ def test_a_launcher_is_found_beside_this_python(folder: Path) -> None:
     assert not command.single
     assert Path(command.argv()[0]).name == "torchrun"
     assert command.label == "torchrun train.py"
+    by_path = ScriptCommand.parse(["--", command.argv()[0], "--nproc-per-node", "2", "train.py"], cwd=folder)
+    assert by_path == command
 
 
 @pytest.mark.parametrize(

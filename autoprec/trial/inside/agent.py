@@ -104,7 +104,7 @@ class Agent:
         self._overlay = isolate(self.config)
         pick_up(self.reports)
         stop_timers()
-        use_own_ports(Path(self.config["private"]))
+        use_own_ports(lambda: Path(self.config["private"]))
         self._seed()
         atexit.register(self._at_exit)
         first = os.environ.get(MARK_VARIABLE) == self.config["launcher_mark"]  # and not something the script started

@@ -57,11 +57,12 @@ def note_own(folder: Path, port: int) -> None:
     (folder / "ports" / f"own-{port}").touch()
 
 
-def use_own_ports(folder: Path) -> Callable[[], None]:
+def use_own_ports(folder: Callable[[], Path]) -> Callable[[], None]:
     """Let the stores at which ranks meet (``torch.distributed.TCPStore``) use the trial's own ports.
 
     Args:
-        folder: of the trial, for all of its processes.
+        folder: returns that of the trial, for all of its processes. A process that is forked for a trial is told of it
+            after this is called.
 
     Returns:
         What takes this back.
@@ -77,8 +78,8 @@ def use_own_ports(folder: Path) -> Callable[[], None]:
         if not is_here(host_name):
             init(store, host_name, port, *rest, **named)
             return
-        init(store, host_name, own_port(folder, port), *rest, **named)
-        note_own(folder, store.port)
+        init(store, host_name, own_port(folder(), port), *rest, **named)
+        note_own(folder(), store.port)
 
     store_class.__init__ = wrapped(original, meet)
 

@@ -16,7 +16,7 @@ from tests.warm import Forked, run_ranks
 
 def rank_of_a_job(folder: Path, rank: int, port: int, add: float) -> None:
     """Be one rank of a job that meets at a fixed port, as a script that sets MASTER_PORT itself."""
-    use_own_ports(folder)
+    use_own_ports(lambda: folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
     value = torch.tensor(add)
@@ -52,7 +52,7 @@ def stores_meet(folder: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        undo = use_own_ports(folder)
+        undo = use_own_ports(lambda: folder)
         try:
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
             joined = dist.TCPStore("127.0.0.1", port, None, False)
@@ -82,3 +82,20 @@ def test_two_jobs_of_one_fixed_port_at_once_each_have_their_own_ranks(tmp_path: 
     running = [Forked(functools.partial(rank_of_a_job, *job), cwd=tmp_path) for job in jobs]
     said = [one.communicate().strip().splitlines() for one in running]
     assert [lines[-1:] for lines in said] == [["2.0"], ["2.0"], ["20.0"], ["20.0"]]
+
+
+def moves_to_another_trial(folders: list[Path]) -> None:
+    now = folders[0]
+    undo = use_own_ports(lambda: now)
+    try:
+        now = folders[1]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        print(*[(folder / "ports" / f"own-{store.port}").exists() for folder in folders])
+    finally:
+        undo()
+
+
+def test_a_process_that_is_forked_for_a_trial_has_its_ports(tmp_path: Path) -> None:
+    """A script that starts ranks itself is one from the second seed on, and they looked for its port elsewhere."""
+    moved = Forked(functools.partial(moves_to_another_trial, [tmp_path / "zygote", tmp_path / "trial"]), cwd=tmp_path)
+    assert moved.communicate().split() == ["False", "True"]
