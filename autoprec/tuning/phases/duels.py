@@ -146,13 +146,14 @@ class Duels:
 
         Args:
             picked: policies, each of them timed.
-            rivals: are timed beside them if they were timed; all once, what is still rough up to three times.
+            rivals: are timed beside them if they were timed; all once, what is still rough up to three times. Where
+                each block compiles before it is timed, only what is rough is, and once.
         """
         known = {name: half_width(run) for name, run in self.known(whole=True).items()}
-        enough = _ROUGH if self._setup.host.compiled else PRECISE  # each block compiles before it is timed
+        enough, often = (_ROUGH, 1) if self._setup.host.compiled else (PRECISE, _MOST_AGAIN)
 
         def may(run: Run) -> bool:
-            most = _MOST_AGAIN if known.get(run.name, 0.0) > _ROUGH else 1
+            most = often if known.get(run.name, 0.0) > _ROUGH else 1
             return run.name in known and self._again[run.name] < most
 
         unsure = [run for run in picked if may(run) and known[run.name] > enough]

@@ -212,6 +212,23 @@ def test_duels_of_a_session_that_was_killed_count(here: Path, monkeypatch: pytes
     assert not Duels(setup, runner, fresh)._again, "its first duel is none that was done again"
 
 
+@pytest.mark.parametrize(
+    ("compiled", "half", "often"), [(False, 0.03, 1), (False, 0.06, 3), (True, 0.03, 0), (True, 0.06, 1)]
+)
+def test_what_compiles_in_each_block_is_timed_again_once_and_only_if_rough(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, half: float, often: int
+) -> None:
+    """A search of a compiled script took 13 minutes, 8 of them in four duels of the same policies."""
+    known = Run(0, DUEL, "a", {}, {}, "ok", metrics={"speedup": Metric(2.0, low=2 - 2 * half, high=2 + 2 * half)})
+    host = SimpleNamespace(compiled=compiled)
+    state = SimpleNamespace(store=SimpleNamespace(records=[known]))
+    made: Any = Duels(SimpleNamespace(measured=True, host=host), SimpleNamespace(), state)  # type: ignore[arg-type]
+    monkeypatch.setattr(Duels, "_can_fork", lambda *_: True)
+    monkeypatch.setattr(Duels, "_seconds", lambda *_, **__: 40.0)
+    monkeypatch.setattr(Duels, "_time", lambda *_, **__: True)
+    assert [made.time_again([known], ()) for _ in range(4)] == [True] * often + [False] * (4 - often)
+
+
 def test_what_is_written_by_hand_is_timed_beside_the_answer_where_a_busy_minute_made_its_trial_slow(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
