@@ -281,10 +281,7 @@ def test_a_step_that_cannot_be_replayed_has_no_gradient_errors_instead_of_wrong_
 
 @pytest.mark.slow
 def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
-    """Real processes, three of them; what a trial says of several ranks is the test below.
-
-    By its path it was taken for a script: under another seed it was a fork, whose ranks waited for each other for ever.
-    """
+    """Real processes; by its path torchrun was forked for another seed, and its ranks waited for each other for ever."""
     ddp = (str(Path(sys.executable).with_name("torchrun")), *TORCHRUN[1:], "ddp.py")
     with host(*ddp, real=True) as runner, host(*ddp, real=True, seed_offset=1) as other:
         info = runner.start()
