@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 NEEDS = {"hf_trainer": "transformers", "accelerated": "accelerate", "lightning": "lightning"}
 
 
-TORCHRUN = ("torchrun", "--nproc-per-node", "2")
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2")
 WITHOUT_UPDATE = ("gradscaler",)
 
 
@@ -281,13 +281,10 @@ def test_a_step_that_cannot_be_replayed_has_no_gradient_errors_instead_of_wrong_
 
 @pytest.mark.slow
 def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
-    """Real processes; by its path torchrun was forked for another seed, and its ranks waited for each other for ever."""
-    ddp = (str(Path(sys.executable).with_name("torchrun")), *TORCHRUN[1:], "ddp.py")
-    with host(*ddp, real=True) as runner, host(*ddp, real=True, seed_offset=1) as other:
-        info = runner.start()
-        trial = other.run(TrainSpec(steps=1, warmup=0, timeout_s=60.0))
-    assert (info.launch, info.world_size) == ("process", 2)
-    assert trial.status == "ok", trial.reason + trial.tail
+    """Real processes. torchrun by its path was forked for another seed, and its ranks waited for each other."""
+    with host(*TORCHRUN, "ddp.py", real=True) as runner, host(*TORCHRUN, "ddp.py", real=True, seed_offset=1) as other:
+        info, trial = runner.start(), other.run(TrainSpec(steps=1, warmup=0, timeout_s=60.0))
+    assert (info.launch, info.world_size, trial.status) == ("process", 2, "ok"), trial.reason + trial.tail
 
 
 @pytest.fixture
