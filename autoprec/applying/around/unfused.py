@@ -2,7 +2,7 @@
 
 torch's fused kernel never writes scores and probabilities, tokens times tokens for each head, to memory; where its
 inner products are slower than those of a library, it loses all the same. On a CPU with AVX512_BF16 and no AMX it takes
-two to five times as long in bfloat16 as what is written out here (forward and backward, up to 1,024 tokens). Where it
+1.4 to 5 times as long in bfloat16 as what is written out here (forward and backward, up to 512 tokens). Where it
 cannot run, because of dropout, torch writes attention out as well, in float32.
 
 Scores and probabilities are stored in the dtype of queries, keys and values, in 16 bits; a softmax computes in float32
