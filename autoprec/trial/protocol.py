@@ -205,7 +205,7 @@ class DuelSpec(TrialSpec):
         side_by_side: contenders are forks where there may be more than one.
         ends_after: steps after which the script ends, where one process times all: blocks are then so short that half
             as many rounds as an interval takes are done by then. None: not known.
-        by_block: as :attr:`TrainSpec.by_block`.
+        by_block: as :attr:`TrainSpec.by_block`, in one process.
         by_backend: a contender is refused where none of the backends that its evidence names runs a layer.
         log: as :attr:`ScanSpec.log`, of each round.
     """

@@ -105,7 +105,7 @@ class Duel:
     # ---------------------------------------------------------------- between two steps: the clock stands still
     def _stepped(self, loop: Loop) -> None:
         if self._settle:
-            compiled = loop.graphs[-1] > loop.graphs[-2] and loop.steps - self._since < MOST_SETTLING
+            compiled = loop.has_compiled and loop.steps - self._since < MOST_SETTLING
             compiled = any_rank(compiled, self._found.parameters[0].device)  # else one goes on settling alone
             self._settle = max(self._settle - 1, int(compiled))
             if not self._settle and self._unsettled:

@@ -12,7 +12,7 @@ program may fare (Curtsinger and Berger, "Stabilizer: statistically sound perfor
 
 What compiles does so in each block, mostly out of torch's cache. A fork of a process that has compiled and trained
 already would be faster, and wrong: its steps find the heap that those before the fork have left (a convolutional net in
-bf16 gained 7 to 12 % then, and 19 to 21 % in processes of its own and in blocks that compile).
+bf16 gained 7 to 12 % then, 19 to 21 % in processes of its own: 2026-11-30_compiled_processes.md).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ForkedDuel:
 
     def _settle(self, loop: Loop) -> None:
         """Begin the block once nothing compiles any more and steps have settled, and say how many it has."""
-        if loop.graphs[-1] > loop.graphs[-2] and loop.steps < MOST_SETTLING:
+        if loop.has_compiled and loop.steps < MOST_SETTLING:
             self._since, self._compile_s = loop.steps, time.monotonic() - self._began
             self._own_began = self._own_seconds()
             return

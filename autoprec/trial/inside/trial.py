@@ -257,8 +257,8 @@ class Trial:
             return
         if loop.steps == 1:
             self._first_step = now  # it may compile
-        compiled = loop.graphs[-1] > loop.graphs[-2]  # a function whose first step ran as eager code to find the model
-        each_s = now - self._first_step if loop.steps == 2 and not compiled else 0.0
+        # the second step of a function compiles, too, whose first ran as eager code to find the model
+        each_s = now - self._first_step if loop.steps == 2 and not loop.has_compiled else 0.0
         needed_s = now - self._asked + (loop.total - loop.steps) * each_s
         if world_size() > 1 and loop.steps > 2 and loop.steps % 8:
             return

@@ -285,14 +285,15 @@ class Problem:
         """Return what identifies the numerics of a point: equal keys run the same, whatever the params say."""
         index = self.indices(params)
         used = {recipe for column in set(index.tolist()) for recipe in self._recipes_of[column]}
-        values = {name: self.value(params, name) for name in self.parameters if name not in self.space.parameters}
-        if "attention" in values:
-            values["attention"] = self._attention(params)
-        if UNFUSED in values:
-            values[UNFUSED] = self.unfused(params)
-        values |= {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
-        values |= {ROLLOUT: self._rollout(params)} if ROLLOUT in values else {}
-        return (index.tobytes(), *values.values(), *self._canonical(used, params))
+        values = [self._in_effect(params, name) for name in self.parameters if name not in self.space.parameters]
+        return (index.tobytes(), *values, *self._canonical(used, params))
+
+    def _in_effect(self, params: Params, name: str) -> Any:
+        """Return the value of a parameter, or the one that stands for it where another computes the same."""
+        if name in WIDE_OPERATORS:
+            return self._wide(params, name)
+        own = {"attention": self._attention, UNFUSED: self.unfused, ROLLOUT: self._rollout}.get(name)
+        return self.value(params, name) if own is None else own(params)
 
     def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
         """Return the recipes in use that have parameters, as what they compute in a trial."""
@@ -307,15 +308,19 @@ class Problem:
 
     def _attention(self, params: Params) -> str:
         """Return what is asked of attention: ``keep`` where it is in the dtype that is named without it."""
-        value, around = str(self.value(params, "attention")), self.value(params, "activations")
-        return KEEP if {value} == (self._attention_dtypes if around == KEEP else {around}) else value
+        value = str(self.value(params, "attention"))
+        return KEEP if {value} == self._unasked_dtypes(params) else value
 
     def unfused(self, params: Params) -> str:
         """Return how attention is computed: ``keep`` where it is not in 16 bits, in which alone it is written out."""
-        asked = [str(self.value(params, name)) for name in ("attention", "activations")]
-        dtype = next((value for value in asked if value != KEEP), KEEP)
-        narrow = bool({"bf16", "fp16"} & (self._attention_dtypes if dtype == KEEP else {dtype}))
-        return str(self.value(params, UNFUSED)) if narrow else KEEP
+        asked = str(self.value(params, "attention"))
+        dtypes = self._unasked_dtypes(params) if asked == KEEP else {asked}
+        return KEEP if dtypes.isdisjoint(("bf16", "fp16")) else str(self.value(params, UNFUSED))
+
+    def _unasked_dtypes(self, params: Params) -> set[str]:
+        """Return the dtypes of attention where none is asked of it: those of activations, or of the script."""
+        around = str(self.value(params, "activations"))
+        return self._attention_dtypes if around == KEEP else {around}
 
     def _wide(self, params: Params, name: str) -> str:
         """Return what is asked of a class of operators: ``keep`` where nothing reaches it in 16 bits."""
@@ -349,15 +354,10 @@ class Problem:
     def is_script(self, params: Params) -> bool:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
-        plain = dict(_AS_WRITTEN)
-        values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
-        values["attention"] = self._attention(params)
-        values[UNFUSED] = self.unfused(params)
-        values[ROLLOUT] = self._rollout(params)
-        wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
-        values, plain = values | wide, plain | dict.fromkeys(wide, KEEP)
+        plain = _AS_WRITTEN | dict.fromkeys(WIDE_OPERATORS, KEEP)
         plain |= {name: options[0] for name, options in self.parameters.items() if name == VARIANT}
-        return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
+        names = [name for name in {**self.fixed, **self.parameters} if name not in self.space.parameters]
+        return quiet and all(self._in_effect(params, name) == plain.get(name, "fp32") for name in names)
 
     def is_autocast(self, params: Params) -> bool:
         """True where activations are in 16 bits and every layer runs what ``torch.autocast`` gives it."""

@@ -257,7 +257,7 @@ class Duels:
         for compiled in (False, True):
             group = [run for run in runs if compiles(run.policy) is compiled]
             if group:
-                yield self._can_fork(group) and not by_block, group
+                yield self._can_fork(group, by_block), group
 
     def by_backend(self, run: Run, policies: Mapping[str, Document]) -> tuple[list[dict[str, float]], dict[str, str]]:
         """Time a policy beside itself, as it is run by each of several backends.
@@ -302,7 +302,7 @@ class Duels:
         within = self._seconds(len(policies), by_block, usual_s=usual_s)
         if within <= 0 or self._runner.is_elsewhere(run.params) or not all(map(can_be_exchanged, policies.values())):
             return [], {}
-        spec = self._spec(forks=self._can_fork([run]) and not by_block, by_block=by_block)
+        spec = self._spec(forks=self._can_fork([run], by_block), by_block=by_block)
         spec = replace(spec, by_backend=by_backend, precision=precision)
         with self._booked(names):
             timed = timed_together(self._runner.duel, spec, policies, within)
@@ -336,14 +336,22 @@ class Duels:
         self._state.store.add(done)
         return done
 
-    def _can_fork(self, runs: Sequence[Run]) -> bool:
-        """Say whether each block can have a process: memory holds another model, and torch's cache what compiles."""
+    def _can_fork(self, runs: Sequence[Run], by_block: bool = False) -> bool:
+        """Say whether each block can have a process: memory holds another model, and torch's cache what compiles.
+
+        A duel of compiled blocks only ranks, and has one process.
+        """
         host, compile_s = self._setup.host, self._state.seconds.cached_compile_s
         if host.compiled:
             is_short = compile_s is not None and compile_s <= _MOST_COMPILE_S
         else:  # how long what a policy compiles takes out of the cache is not known
             is_short = not any(compiles(run.policy) for run in runs)
-        return host.launch == "fork" and is_short and room_for(max(1, int(self._state.reference.memory_bytes))) > 0
+        return (
+            not by_block
+            and host.launch == "fork"
+            and is_short
+            and room_for(max(1, int(self._state.reference.memory_bytes))) > 0
+        )
 
     def _seconds(self, count: int, by_block: bool = False, *, usual_s: float = 0.0, may_overrun: bool = False) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
@@ -368,7 +376,7 @@ class Duels:
         A round has a block of each contender, in a process that starts and compiles, and steps before it that are not
         timed; what takes long to compile, or is compiled by block, has one process for all.
         """
-        start_s, forks = self._runner.work.start_s, self._can_fork([]) and not by_block
+        start_s, forks = self._runner.work.start_s, self._can_fork([], by_block)
         each_s = start_s + (self._state.seconds.cached_compile_s or 0.0) if forks else 0.0
         return start_s + (count + 1) * FEWEST * (each_s + self._block_s())
 

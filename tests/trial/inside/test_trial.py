@@ -18,6 +18,7 @@ from autoprec.trial.inside.applying import apply_document, by_block
 from autoprec.trial.inside.observe import hooks
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
+from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.protocol import TrainSpec, TrialResult
 from tests.trial.conftest import uniform
 
@@ -142,5 +143,7 @@ def test_a_step_in_which_something_compiles_is_not_how_long_steps_take(
     monkeypatch.setattr(made, "finish", lambda status, _reason: late.append(status))
     spec = TrainSpec(steps=20, warmup=0, within_s=60.0)
     for steps in (1, 2, 3):
-        made._look_at_the_time(spec, SimpleNamespace(steps=steps, total=20, graphs=graphs[: steps + 1]))
+        loop = object.__new__(Loop)
+        loop.steps, loop.total, loop.graphs = steps, 20, graphs[: steps + 1]
+        made._look_at_the_time(spec, loop)
     assert late == ["out_of_time"] * ends

@@ -204,6 +204,11 @@ class Loop(Events):
         return not parameter_ids(optimizer).isdisjoint(map(id, self.found.root.parameters()))
 
     @property
+    def has_compiled(self) -> bool:
+        """Whether the last step compiled anything."""
+        return self.graphs[-1] > self.graphs[-2]
+
+    @property
     def taken(self) -> str:
         """How many steps were taken, in words; beyond those asked for only while a gradient scaler skips them."""
         if self.steps < self.total or not self.skipped:
