@@ -26,8 +26,8 @@ CONTENDERS = 2
 #: Trials and further seeds after which searches ended by themselves, 1 to 5 and 1 or 2 (2026-11-23_search_cost.md), and
 #: trials of those that time steps, 7 to 14 (2026-11-28_by_hand.md): they try what their tables may be wrong about.
 USUAL_TRIALS, USUAL_SEEDS, TIMED_TRIALS = 4, 2, 10
-#: Duels that a search usually has, each of them one start of the script: of what was tried, and of what decides.
-DUELS = 2
+#: Duels that a search usually has, each of them one start of the script: two of what was tried, one of what decides.
+DUELS = 3
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form: row-wise FP8, each block more of one

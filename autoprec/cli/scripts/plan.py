@@ -128,7 +128,7 @@ def _document(bound: Bound, label: str, variants: list[str], recorded: TrialResu
 def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
     """Return the trials, runs under further seeds, and seconds of a search."""
     from autoprec.tuning.paired import finalists_at_once, probes_at_once, trials_at_once
-    from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
+    from autoprec.tuning.phases.duels import usual_search_s
     from autoprec.tuning.schedule import CLOSING_S, Pace, schedule
 
     setup, step_s = bound.setup, _step_s(bound.setup)
@@ -148,7 +148,7 @@ def _counts(bound: Bound, recorded: TrialResult, slots: int) -> dict[str, Any]:
             final_workers=finalists_at_once(setup, slots),
             turns=setup.takes_turns,
             usual=name == "usual",
-            duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
+            duels_s=usual_search_s() if setup.measured else 0.0,
             closing_s=CLOSING_S,
         )
         rows[name] = {"trials": 0, "runs": 0, "seconds": _only(host, CLOSING_S)} if bound.ends else _row(found)

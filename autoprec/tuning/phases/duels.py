@@ -13,7 +13,6 @@ would be the answer, and what people write by hand, is in a last one of whole mo
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,13 +25,11 @@ from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
 from autoprec.trial.protocol import DuelSpec
 from autoprec.tuning.decide.decision import Standing
-from autoprec.tuning.decide.noise import student95
-from autoprec.tuning.decide.sampler.expectation import MODEL_RESOLUTION
 from autoprec.tuning.libraries.choice import BACKENDS
 from autoprec.tuning.paired import OVERRUN, PairedRunner, room_for
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
-from autoprec.tuning.study.run import BY_BLOCK, DUEL, LEAST_NOISE, MOST_NOISE, Metric, Run, last_duels
+from autoprec.tuning.study.run import BY_BLOCK, DUEL, Metric, Run, last_duels
 from autoprec.tuning.timing.in_turns import (
     STEPS_APART,
     WARMUP_APART,
@@ -58,6 +55,8 @@ _ROUGH, _MOST_AGAIN = 0.04, 3
 PROCESS_SD = 0.03
 #: Seconds of a block in the shortest duel that a time budget keeps time for.
 _SHORT_BLOCK_S = 0.25
+#: Seconds of its own of a usual block that has a process: steps until it has settled, and those that are timed.
+_WHOLE_BLOCK_S = 1.4
 #: Seconds in which a script's graphs may be read from torch's cache in each block of a duel.
 _MOST_COMPILE_S = 5.0
 #: Policies of one duel: each holds its compiled graphs, or a model; and of those whose whole runs take turns instead.
@@ -421,6 +420,19 @@ def usual_seconds(count: int) -> float:
     return _FIRST_S + _EACH_S * count
 
 
+def usual_search_s(cached_compile_s: float = 0.0) -> float:
+    """Return the seconds of its own that a search usually gives to duels: two, and one of what decides.
+
+    Args:
+        cached_compile_s: seconds in which a script's graphs are read from torch's cache, in each block of a duel of
+            whole models; 0 for an eager script.
+    """
+    one_s = usual_seconds(MOST_AT_ONCE)
+    is_short = cached_compile_s <= _MOST_COMPILE_S
+    blocks = (one_s + AGAIN_S) / _WHOLE_BLOCK_S if is_short else MOST_AT_ONCE + 1
+    return 2 * one_s + AGAIN_S + blocks * cached_compile_s
+
+
 def duel_run(
     name: str, policy: Document, times: Sequence[tuple[float, float]], reference_ms: float, process_sd: float = 0.0
 ) -> Run:
@@ -439,33 +451,3 @@ def duel_run(
     step = Metric(reference_ms / middle, low=reference_ms / high, high=reference_ms / low)
     metrics = {"speedup": Metric(middle, low=low, high=high), "step_time_ms": step}
     return Run(0, DUEL, name, {}, policy, "ok", metrics=metrics)
-
-
-def drift(speedups: Sequence[tuple[float, float]]) -> float:
-    """Return by what factor the speed-ups of trials are off on a machine that has changed since the reference ran.
-
-    The reference of all trials ran minutes before them: its time divides every one of their speed-ups. Where policies
-    were in a duel as well, their ratios (standard deviation 3 %, that of the reference's time 6 %) say how it is now.
-
-    Args:
-        speedups: (by its trial, by its duel) of each policy that has both.
-    """
-    logs = [math.log(duel / trial) for trial, duel in speedups if trial > 0.0]
-    return math.exp(sum(logs) / (len(logs) + 0.25)) if logs else 1.0
-
-
-def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:
-    """Return the relative difference of two median speed-ups that noise alone stays below with 95 %.
-
-    The spread over the seeds is pooled over the candidates; with few seeds it is itself uncertain (Student's t).
-    Modelled ones have the model's resolution instead.
-    """
-    if not measured_times:
-        return MODEL_RESOLUTION
-    several = [s for s in speedups if len(s) > 1]
-    if not several:
-        return MOST_NOISE
-    free = sum(len(s) - 1 for s in several)
-    spread = math.sqrt(sum((len(s) - 1) * (statistics.stdev(s) / statistics.fmean(s)) ** 2 for s in several) / free)
-    error = spread * math.sqrt(2 / statistics.fmean(len(s) for s in several))
-    return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))

@@ -20,7 +20,7 @@ from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.paired import OVERRUN, PairedRunner
-from autoprec.tuning.phases.duels import PRECISE, Duels, drift, timing_noise
+from autoprec.tuning.phases.duels import PRECISE, Duels
 from autoprec.tuning.phases.gains import beside_compiled, best_preset, over_compiled, over_preset
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
 from autoprec.tuning.phases.reasons import why_nothing, with_faster, with_unsure
@@ -31,6 +31,7 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, sixteen_bit_speedup
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.run import Metric, Run
+from autoprec.tuning.timing.speeds import drift, timing_noise, worth_timing
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
@@ -264,10 +265,7 @@ class SeedAllocation:
         return replace(one, memory_bytes=memory, preset=preset, run=record)
 
     def _decide(self) -> Decision | None:
-        """Return the decision over everything measured; None where nothing was measured under enough seeds.
-
-        The script as written is the first of its ranking.
-        """
+        """Return the decision over the script and everything measured; None where nothing was under enough seeds."""
         setup, state = self._setup, self._state
         # lowerings that were taken back are confirmed by one run: the policy itself was measured under more
         final = [one for one in self.now.standings if one.seeds >= self.fewest or SAFER in _run(one).tags]
@@ -282,7 +280,7 @@ class SeedAllocation:
             final = [one for one in final if self._is_known(_run(one)) or one.name in timed or one.name not in fit]
         noise = timing_noise(setup.measured, [self._comparable(_run(one)) for one in final])
         decision = choose(
-            [script, *final],
+            [script, *worth_timing(final, noise)],
             self._rules(),
             objective=setup.options.objective,
             timing_noise=noise,

@@ -14,7 +14,7 @@ from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, s
 from autoprec.tuning.decide.noise import tells_training, uninformative
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import NOT_STARTED, OVERRUN, PairedRunner, baseline_of, other_work, perturbed_runs
-from autoprec.tuning.phases.duels import AGAIN, AGAIN_S, usual_seconds
+from autoprec.tuning.phases.duels import usual_search_s
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.state import SearchState
@@ -155,7 +155,7 @@ def expected(setup: Setup, runner: PairedRunner, state: SearchState) -> list[str
             turns=setup.takes_turns,
             threads=setup.threads,
             usual=usual,
-            duels_s=usual_seconds(AGAIN) + AGAIN_S if setup.measured else 0.0,
+            duels_s=usual_search_s(seconds.cached_compile_s or 0.0) if setup.measured else 0.0,
             closing_s=state.seconds_to_close(),
         )
 

@@ -6,44 +6,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import GradientErrors, ScanSpec, TrainSpec, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Decision, Standing
-from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases import finalists, reasons
-from autoprec.tuning.phases.duels import MODEL_RESOLUTION, MOST_AT_ONCE, drift, timing_noise
+from autoprec.tuning.phases.duels import MOST_AT_ONCE
 from autoprec.tuning.phases.finalists import SeedAllocation
-from autoprec.tuning.study.run import BY_BLOCK, LEAST_NOISE, MOST_NOISE, Run, metrics_of
+from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of
 from autoprec.tuning.timing.in_turns import STEPS_APART
+from autoprec.tuning.timing.speeds import drift
 from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import H100, here, options, plain_search, script, search  # noqa: F401
-
-
-def test_timing_noise_is_what_two_speedups_differ_by_chance_within_bounds() -> None:
-    assert timing_noise(False, [[1.0, 2.0]]) == MODEL_RESOLUTION
-    assert timing_noise(True, [[1.0]]) == MOST_NOISE  # one seed says nothing about the spread
-    assert timing_noise(True, [[1.5, 1.5, 1.5]]) == LEAST_NOISE
-    spread = 0.01 * math.sqrt(2)  # of two runs 2 % apart; two degrees of freedom over two policies
-    assert timing_noise(True, [[0.99, 1.01]] * 2) == pytest.approx(student95(2) * spread)
-    assert timing_noise(True, [[0.99, 1.01], [1.0, 1.0]]) == pytest.approx(student95(2) * spread / math.sqrt(2))
-
-
-@settings(max_examples=12)
-@given(st.integers(2, 4), st.integers(1, 5), st.floats(0.002, 0.01), st.integers(0, 10**6))
-def test_equal_policies_are_told_apart_in_one_of_twenty_pairs(seeds: int, pairs: int, spread: float, at: int) -> None:
-    """A false difference in a direction named beforehand: 5 %, and less where the least noise of 1 % hides it."""
-    draw = np.random.default_rng(at)
-    rows = 1 + spread * draw.standard_normal((400, pairs + 1, seeds))
-    found = sum(row[0].mean() / row[1].mean() - 1 > timing_noise(True, row.tolist()) for row in rows)
-    assert found <= 400 * 0.05 + 4 * math.sqrt(400 * 0.05 * 0.95)
 
 
 def test_seeds_are_given_only_to_who_may_still_change_the_answer() -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from autoprec.policy.solver import FloatTable, Limit
 from autoprec.support.arrays import np, npt
-from autoprec.tuning.decide.problem import Params, Problem
+from autoprec.tuning.decide.problem import PRODUCTS, UPDATE, WAYS, Params, Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of
 from autoprec.tuning.decide.table import families
@@ -81,6 +81,7 @@ _SUREST = 1e-3
 #: How far the modelled effect of a parameter may be off, in parts of a step: of those that change operators outside the
 #: layers. (`dlrm` under INT8 is 11 % faster without autocast than with it.)
 _OPERATOR_TIME_SD = {"activations": 0.05, "norm": 0.02, "softmax": 0.02, "attention": 0.02}
+_OPERATOR_TIME_SD |= dict.fromkeys((UPDATE, PRODUCTS, *WAYS), 0.05)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.support.arrays import np
-from autoprec.tuning.decide.problem import UNFUSED, GroupVariable, Params, Problem, layer_key
+from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import TIMED_NOISE, DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable
 
@@ -98,7 +98,9 @@ def build_prior(
     def effects(measure: Callable[[Params], float], base: float) -> dict[tuple[str, Any], float]:
         found, low = {}, [value for value in problem.parameters.get("activations", ()) if value != KEEP]
         for name, value in features_of(problem):
-            around = {"activations": low[0]} if low and name == UNFUSED else {}  # it is about 16 bits alone
+            around: Params = {}
+            if low and problem.in_effect(problem.params_of(problem.baseline, **{name: value}), name) != value:
+                around = {"activations": low[0]}  # it changes what runs in 16 bits alone
             before = measure(problem.params_of(problem.baseline, **around)) if around else base
             found[name, value] = measure(problem.params_of(problem.baseline, **around, **{name: value})) - before
         return found
@@ -136,11 +138,7 @@ def points_of(problem: Problem, many: Sequence[Params], error2: Callable[[Params
     """
     features = features_of(problem)
     index = np.array([problem.indices(params) for params in many], dtype=np.int64)
-
-    def ran(params: Params, name: str) -> Any:
-        return problem.unfused(params) if name == UNFUSED else problem.value(params, name)
-
-    has = [[ran(params, name) == value for name, value in features] for params in many]
+    has = [[problem.in_effect(params, name) == value for name, value in features] for params in many]
     return Points(
         index.reshape(len(many), len(problem.groups)),
         np.array(has, dtype=np.float64).reshape(len(many), len(features)),

@@ -60,7 +60,7 @@ def test_what_is_about_16_bits_is_priced_in_them() -> None:
     problem = Problem.build(replace(gpt(2), operators=(sdpa,)), load_space("cpu"))
 
     def cost(params: Mapping[str, Any]) -> tuple[float, float]:
-        return 20.0 - 3.0 * (params.get(UNFUSED) == "unfused" and problem.unfused(params) == "unfused"), 0.0
+        return 20.0 - 3.0 * (params.get(UNFUSED) == "unfused" and problem.in_effect(params, UNFUSED) == "unfused"), 0.0
 
     prior = build_prior(problem, TABLE, layer_time, cost, measured=True)
     assert prior.parameter_time_ms[UNFUSED, "unfused"] == pytest.approx(-3.0)
@@ -101,6 +101,16 @@ def test_every_value_but_the_default_is_a_feature() -> None:
     features = features_of(problem)
     assert len(features) == sum(len(values) - 1 for values in problem.parameters.values())
     assert not {(name, values[0]) for name, values in problem.parameters.items()} & set(features)
+
+
+def test_two_ways_to_ask_for_one_thing_are_one_point() -> None:
+    """Attention in bf16 under bf16 activations was a feature of its own: what it gained was learnt of the other."""
+    problem = Problem.build(gpt(2), load_space("cpu"))
+    assert {"keep", "bf16"} <= set(problem.parameters["attention"])
+    asked = [problem.params_of("bf16", activations="bf16", attention=value) for value in ("keep", "bf16", "fp32")]
+    features = points_of(problem, asked, lambda _params: 0.0).features
+    assert (features[0] == features[1]).all()
+    assert (features[0] != features[2]).any()
 
 
 def test_an_error_in_the_head_counts_more() -> None:
