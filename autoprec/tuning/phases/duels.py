@@ -405,8 +405,10 @@ class Duels:
 
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:
-    """Return so many of some runs and their rivals; nothing where there are none of the former."""
-    return [*runs, *(rival for rival in rivals if rival not in runs)][:most] if runs else []
+    """Return so many of some runs and their rivals, each name once; nothing where there are none of the former."""
+    named = {run.name: run for run in (*rivals, *runs)}
+    order = dict.fromkeys(run.name for run in (*runs, *rivals))
+    return [named[name] for name in order][:most] if runs else []
 
 
 def half_width(run: Run) -> float:

@@ -21,7 +21,7 @@ from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.duels import PRECISE, Duels
-from autoprec.tuning.phases.gains import beside_compiled, best_preset, over_compiled, over_preset
+from autoprec.tuning.phases.gains import beside_compiled, best_preset, over_compiled, over_preset, with_fastest
 from autoprec.tuning.phases.measuring import PairedSeeds, first_run, leader
 from autoprec.tuning.phases.reasons import why_nothing, with_faster, with_unsure
 from autoprec.tuning.phases.safety import SAFER, safer_policy, what_was_taken_back
@@ -316,14 +316,16 @@ class SeedAllocation:
         if decision is None or not self._runner.by_block.active:
             return False
         adopted = decision.run if decision.verdict == "adopt" else None
+        known, budget = self.duels.known(whole=True), self._setup.options.budget_s
+        answers = with_fastest(decision, alone=bool(known) or budget is not None)
         plain = None if self._setup.target.is_cpu else fastest_plain(self._state.store.records)
-        asked = {} if adopted is None else {one.name: one for one in (plain, adopted) if one is not None}
+        asked = {} if adopted is None else {one.name: one for one in (plain, *answers) if one is not None}
         wanted = [record for record in asked.values() if not self._is_known(record)]
         if wanted and adopted is not None and self._measure_error(adopted):
             return True  # of those that are tied the safest is adopted: that may be another one now
-        budget, rests = self._setup.options.budget_s, self._timed_whole(decision)
+        rests = self._timed_whole(decision, answers)
         needed = self.duels.least_s(rests, whole=True) + self._state.seconds_to_close()
-        needed += whole_seconds(self._setup, self._state) if wanted else 0.0
+        needed += len(wanted) * whole_seconds(self._setup, self._state)
         if wanted and budget is not None and self._state.elapsed() + needed > OVERRUN * budget:
             self._state.cut(
                 "the time budget left no time to run what would be adopted as the script compiles it, and to time it so"
@@ -331,23 +333,19 @@ class SeedAllocation:
             return False
         for record in wanted:
             self._measure(record, record.seed, by_block=False)
-        if self.duels.time(rests, [*rests, *self._in_a_duel(decision), *self._by_hand()], whole=True):
+        timed = [one.run for one in decision.ranking if one.run is not None and one.name in known]
+        if self.duels.time(rests, [*rests, *timed], whole=True):
             self.update()
             return True
         return bool(wanted)
 
-    def _timed_whole(self, decision: Decision) -> list[Run]:
-        """Return what is timed as the script compiles it: the answer, the best by hand, and the best preset."""
+    def _timed_whole(self, decision: Decision, answers: list[Run]) -> list[Run]:
+        """Return what is timed as the script compiles it: possible answers, the best by hand, and the best preset."""
         hand = self._by_hand()
         if decision.run is None or decision.chosen is None:  # all by hand must have lost before it is to stay
             return [*hand, *(_run(one) for one in self._fit()[:1])]
         best = self._best_preset(decision.chosen)
-        return [decision.run, *hand[:1], *([best.run] if best is not None and best.run is not None else [])]
-
-    def _in_a_duel(self, decision: Decision) -> list[Run]:
-        """Return policies of a ranking that were in a duel of whole models."""
-        known = self.duels.known(whole=True)
-        return [one.run for one in decision.ranking if one.run is not None and one.name in known]
+        return [*answers, *hand[:1], *([best.run] if best is not None and best.run is not None else [])]
 
     def answer(self) -> Decision:
         """Return the decision, after the runs that it still takes to be sure of it."""

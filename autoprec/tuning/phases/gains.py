@@ -179,3 +179,10 @@ def over_compiled(setup: Setup, chosen: Standing, standings: Sequence[Standing],
 
 def _compiles_eager(setup: Setup, run: Run | None) -> bool:
     return run is not None and compiles(run.policy) and not setup.host.compiled
+
+
+def with_fastest(decision: Decision, *, alone: bool) -> list[Run]:
+    """Return what a decision adopts, and unless ``alone`` the fastest of what is tied, where its safety has decided."""
+    tied = [one for one in map(decision.ranking.__getitem__, decision.rests_on) if one.run is not None and not alone]
+    runs = [decision.run, *(one.run for one in sorted(tied, key=lambda one: -one.speedup)[:1])]
+    return list({run.name: run for run in runs if run is not None}.values())
