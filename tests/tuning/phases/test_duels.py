@@ -391,3 +391,12 @@ def test_what_a_duel_compiles_is_what_no_trial_compiled_before(
     made._state = SimpleNamespace(seconds=known, reference=SimpleNamespace(memory_bytes=100))
     made._runner = SimpleNamespace(by_block=SimpleNamespace(active=trials_by_block))
     assert made._compile_s(3, by_block) == pytest.approx(seconds)
+
+
+def test_who_is_asked_for_twice_is_in_a_duel_once() -> None:
+    """All bf16 was the best by hand and the best preset, and took two of four places."""
+    one, two, three = (
+        Run(n, "search", name, {}, {}, "ok") for n, name in enumerate(("trial 8", "all bf16", "trial 5"))
+    )
+    assert duels._beside([one], [two, two, three], 3) == [one, two, three]
+    assert duels._beside([], [two], 3) == []

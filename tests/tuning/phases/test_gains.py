@@ -12,8 +12,16 @@ from autoprec.trial.protocol import DuelSpec
 from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.presets import COMPILED, presets
 from autoprec.tuning.phases.duels import Duels
-from autoprec.tuning.phases.gains import beside_compiled, best_preset, by_parts, over_compiled, over_preset, parts_of
-from autoprec.tuning.study.run import Run
+from autoprec.tuning.phases.gains import (
+    beside_compiled,
+    best_preset,
+    by_parts,
+    over_compiled,
+    over_preset,
+    parts_of,
+    with_fastest,
+)
+from autoprec.tuning.study.run import Metric, Run
 from tests.simulated import SimulatedScript, simulated_graph
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -197,3 +205,14 @@ def test_a_policy_that_compiles_is_timed_beside_the_blocks_compiled_alone() -> N
     assert beside_compiled(setup, None, [other], tried) == [other]
     assert beside_compiled(setup, policy, [policy, other], [other]) == [policy, other]
     assert beside_compiled(setup_of(compiled=True), policy, [policy, other], tried) == [policy, other]
+
+
+def test_what_is_fastest_by_blocks_is_in_the_duel_of_what_its_safety_decides_for() -> None:
+    """The policy of smallest error was timed as a whole first, then another duel for the fastest: 4 minutes more."""
+    runs = [Run(n, "search", f"trial {n}", {}, {}, "ok", metrics={"speedup": Metric(2.0 + n)}) for n in range(3)]
+    ranking = tuple(Standing(run.name, 2.0 + run.number, (0.0,), run=run) for run in runs)
+    decision = Decision("adopt", (), ranking, 0, rests_on=(0, 1), run=runs[0])
+    assert with_fastest(decision, alone=False) == runs[:2]
+    assert with_fastest(decision, alone=True) == runs[:1]
+    assert with_fastest(replace(decision, index=1, rests_on=(1, 0), run=runs[1]), alone=False) == [runs[1]]
+    assert with_fastest(Decision("stay", ()), alone=False) == []
