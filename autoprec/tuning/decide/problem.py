@@ -293,7 +293,7 @@ class Problem:
         """Return the value of a parameter, or the one that stands for it where another computes the same."""
         if name in WIDE_OPERATORS:
             return self._wide(params, name)
-        own = {"attention": self._attention, UNFUSED: self.unfused, ROLLOUT: self._rollout}.get(name)
+        own = {"attention": self._attention, UNFUSED: self._unfused, ROLLOUT: self._rollout}.get(name)
         return self.value(params, name) if own is None else own(params)
 
     def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
@@ -312,7 +312,7 @@ class Problem:
         value = str(self.value(params, "attention"))
         return KEEP if {value} == self._unasked_dtypes(params) else value
 
-    def unfused(self, params: Params) -> str:
+    def _unfused(self, params: Params) -> str:
         """Return how attention is computed: ``keep`` where it is not in 16 bits, in which alone it is written out."""
         asked = str(self.value(params, "attention"))
         dtypes = self._unasked_dtypes(params) if asked == KEEP else {asked}
@@ -393,7 +393,7 @@ class Problem:
 
     def render(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
-        params = {**params, UNFUSED: self.unfused(params)}
+        params = {**params, UNFUSED: self._unfused(params)}
         # what is 16 bit throughout is torch.autocast itself: what a person gets by writing it around the model
         assignment = {} if self.is_autocast(params) else self.assignment(params)
         table = glob_table(tuple(layer.name for layer in self.report.layers))

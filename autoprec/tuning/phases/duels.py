@@ -406,9 +406,10 @@ class Duels:
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:
     """Return so many of some runs and their rivals, each name once; nothing where there are none of the former."""
-    named = {run.name: run for run in (*rivals, *runs)}
-    order = dict.fromkeys(run.name for run in (*runs, *rivals))
-    return [named[name] for name in order][:most] if runs else []
+    named: dict[str, Run] = {}
+    for run in (*runs, *rivals):
+        named.setdefault(run.name, run)
+    return list(named.values())[:most] if runs else []
 
 
 def half_width(run: Run) -> float:

@@ -183,6 +183,6 @@ def _compiles_eager(setup: Setup, run: Run | None) -> bool:
 
 def with_fastest(decision: Decision, *, alone: bool) -> list[Run]:
     """Return what a decision adopts, and unless ``alone`` the fastest of what is tied, where its safety has decided."""
-    tied = [one for one in map(decision.ranking.__getitem__, decision.rests_on) if one.run is not None and not alone]
+    tied = [] if alone else [decision.ranking[i] for i in decision.rests_on]
     runs = [decision.run, *(one.run for one in sorted(tied, key=lambda one: -one.speedup)[:1])]
     return list({run.name: run for run in runs if run is not None}.values())
