@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -216,6 +217,29 @@ def test_compiled_graphs_are_whole_and_equal(name: str) -> None:
     assert set(layer.executed) == {"fprop", "dgrad", "wgrad"}
     nn.init.zeros_(weight)
     assert torch.equal(graph(x, weight, bias), LinearExecution(plan)(x, weight, bias))
+
+
+class _Twice(TorchFunctionMode):
+    """Doubles what a layer's own code begins with in either pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.Tensor.reshape else out
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mode_around_the_model_sees_nothing_of_how_a_layer_casts(compiled: bool) -> None:
+    x, weight, bias, grad = tensors(16, 64, 32)
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_rowwise"]))
+    torch._dynamo.reset()
+    call: Any = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    plain = layer(x, weight, bias)
+    expected = torch.autograd.grad(plain, (x, weight), grad)
+    with _Twice():
+        out = call(x, weight, bias)
+    assert torch.equal(out, plain)
+    assert all(map(torch.equal, torch.autograd.grad(out, (x, weight), grad), expected))
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
