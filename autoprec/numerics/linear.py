@@ -286,8 +286,8 @@ def _run(*args: Any) -> Tensor:
     else:
         _refuse_transforms(args[3].name, args[0])
     if type(args[0]) is Tensor:
-        # the mode that computes norms in float32 would see each operator of a cast: a third of the host's time, and more
-        # than half of what Dynamo takes to trace
+        # the mode that computes norms in float32 would see each operator of a cast: a third of the host's time, and
+        # half of what Dynamo takes to trace
         with torch._C.DisableTorchFunction():
             plain: Tensor = _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
             return plain

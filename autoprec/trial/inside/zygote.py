@@ -48,10 +48,10 @@ def preload() -> None:
 def _ask_for_the_compiler() -> None:
     """Ask once for all forks what Inductor asks in each process before its first graph, also where that is cached.
 
-    That is the key of its cache, which covers torch's own source, the vector instructions of the CPU, for which it starts
-    a Python for each kind: 1.5 s, and what it imports with its first graph: an operator that is registered then has the
-    files of all modules looked up, each through a trial's isolation. What fails here fails in the fork that compiles,
-    which then says so.
+    That is the key of its cache, which covers torch's own source; the vector instructions of the CPU, for which it
+    starts a Python for each kind: 1.5 s; and what it imports with its first graph: an operator that is registered then
+    has the files of all modules looked up, each through a trial's isolation. What fails here fails in the fork that
+    compiles, which then says so.
     """
     with contextlib.suppress(Exception):
         importlib.import_module("torch._inductor.codecache").torch_key()

@@ -29,6 +29,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.libraries.choice import BACKENDS, able, fastest, row_of, run_by
 from autoprec.tuning.paired import OVERRUN, PairedRunner
 from autoprec.tuning.phases.answer import explained
+from autoprec.tuning.phases.duels import usual_search_s
 from autoprec.tuning.phases.finalists import SeedAllocation
 from autoprec.tuning.phases.gains import by_parts
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
@@ -73,7 +74,7 @@ def reserve(setup: Setup, allocation: SeedAllocation, state: SearchState) -> flo
 
 
 def seconds_left(setup: Setup, runner: PairedRunner, state: SearchState, allocation: SeedAllocation) -> float:
-    """Return the seconds until the search ends at most, further seeds included: it may converge before.
+    """Return the seconds until the search ends at most, further seeds and duels included: it may converge before.
 
     Args:
         setup: what is searched.
@@ -84,6 +85,8 @@ def seconds_left(setup: Setup, runner: PairedRunner, state: SearchState, allocat
     more = max(0, setup.options.trials - len(state.store.learned()))
     trials = more * state.seconds_per_run() / max(1, runner.workers)
     left = trials + reserve(setup, allocation, state) + state.seconds_to_close()
+    if setup.measured:
+        left += max(0.0, usual_search_s(state.seconds.cached_compile_s or 0.0) - (state.seconds.duels_s or 0.0))
     budget = setup.options.budget_s
     return left if budget is None else min(left, max(0.0, budget - state.elapsed()))
 

@@ -157,6 +157,7 @@ def test_a_search_out_of_time_says_so_once() -> None:
 def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -> None:  # noqa: F811
     from types import SimpleNamespace
 
+    from autoprec.tuning.phases.duels import usual_search_s
     from autoprec.tuning.phases.trials import seconds_left
 
     search(script(), options(study="mine", sampler="random", trials=3, seeds=1))
@@ -169,6 +170,14 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
     setups = [replace(made.setup, options=replace(made.options, trials=trials)) for trials in (2, 3)]
     more, same = (seconds_left(setup, runner, made.state, allocation) for setup in setups)
     assert more == same > 0.0  # trials that are not run take nothing from what is
+
+    def left(**seconds: float) -> float:
+        for name, value in seconds.items():
+            setattr(made.state.seconds, name, value)
+        return seconds_left(setups[0], runner, made.state, allocation)
+
+    assert left(duels_s=1e6, cached_compile_s=0.0) < left(duels_s=0.0) < left(cached_compile_s=2.0)
+    assert left(duels_s=usual_search_s(2.0)) == left(duels_s=1e6)  # duels that take longer are not announced
 
 
 def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgive() -> None:
