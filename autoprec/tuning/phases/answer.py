@@ -37,7 +37,7 @@ from autoprec.tuning.sixteen_bit import (
 )
 from autoprec.tuning.state import SearchState
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import METRICS, MODELLED, Metric, Run, metrics_of, pooled, reference_name
+from autoprec.tuning.study.run import METRICS, MODELLED, MOST_NOISE, Metric, Run, metrics_of, pooled, reference_name
 
 #: Metrics that follow from others of a policy's evidence.
 _NOT_EVIDENCE = ("throughput", "samples_per_s", "step_time_ms")
@@ -283,8 +283,8 @@ def search_result(
     timings = state.seconds.to_json() | work.to_json() | {"total_s": seconds, "sessions": float(state.store.sessions)}
     if state.table is not None and state.seconds.sensitivity_s is not None:
         timings["sensitivity_passes"] = float(state.table.passes)
-    if decision.timing_noise:
-        timings["timing_noise"] = decision.timing_noise
+    if decision.timing_noise:  # which says nothing of whole models where trials compiled a block
+        timings["timing_noise"] = decision.timing_noise if state.whole is None else MOST_NOISE
     if runner.workers == 1 and seconds:
         timings["overhead_share"] = max(0.0, 1.0 - work.training_s / seconds)
     tried = pooled(state.store.records)
