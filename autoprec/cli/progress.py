@@ -75,7 +75,7 @@ class TerminalProgress(Listener):
             record: the run.
             done, total: runs of its kind that ended, and those that are planned at most.
             best: the best acceptable run so far; None where that is the script as written.
-            seconds_left: that the search takes from here on at most.
+            seconds_left: that the search usually takes from here on; at most, with a time budget.
         """
         if record.kind in ("reference", "noise"):
             if record.kind == "reference" and record.seed == 0 and is_available("mlflow"):

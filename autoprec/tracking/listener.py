@@ -145,7 +145,7 @@ class TrackingListener(Listener):
             record: the run that ended.
             done, total: runs of its kind that ended, and those that are planned at most.
             best: the best acceptable run so far.
-            seconds_left: that the search takes from here on at most.
+            seconds_left: that the search usually takes from here on; at most, with a time budget.
         """
         if self._study is not None:
             self._tell()

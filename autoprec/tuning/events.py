@@ -50,7 +50,7 @@ class Listener:
             record: its run.
             done, total: runs of its kind that ended, and those that are planned at most.
             best: the best acceptable run so far; None where that is the script as written.
-            seconds_left: how long the search takes from here on at most.
+            seconds_left: how long the search usually takes from here on; at most, with a time budget.
         """
 
     def note(self, text: str) -> None:

@@ -181,8 +181,9 @@ def schedule(
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
-    if usual and options.sampler == "knapsack":
-        trials, seeds = min(trials, TIMED_TRIALS if duels_s else USUAL_TRIALS), min(seeds, USUAL_SEEDS)
+    if usual:
+        trials = usual_trials(options, timed=bool(duels_s))
+        seeds = min(seeds, USUAL_SEEDS) if options.sampler == "knapsack" else seeds
     by_block = bool(reference.compile_s) and reference.blocks > 1
     again = reference.trial_s(steps, cached=True)
     # the script is run as it is, and, where the others compile one block, once more with nothing of that cached
@@ -206,6 +207,12 @@ def schedule(
         duels_s=duels_s and duels_s + DUELS * reference.start_s,
         closing_s=closing_s,
     )
+
+
+def usual_trials(options: SearchOptions, *, timed: bool) -> int:
+    """Return after how many trials a search usually ends; ``timed``: it measures times, and has duels."""
+    usual = TIMED_TRIALS if timed else USUAL_TRIALS
+    return min(options.trials, usual) if options.sampler == "knapsack" else options.trials
 
 
 def _time(seconds: float) -> str:

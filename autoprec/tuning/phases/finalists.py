@@ -47,7 +47,7 @@ class SeedAllocation:
     Args:
         expectation: the models that are fitted to every run.
         by_hand: keys of what people write by hand.
-        seconds_left: returns how long the search takes from here on at most.
+        seconds_left: returns how long the search usually takes from here on; at most, with a time budget.
 
     Attributes:
         now: accepted policies, incumbent, next seed.

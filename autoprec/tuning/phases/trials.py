@@ -34,6 +34,7 @@ from autoprec.tuning.phases.finalists import SeedAllocation
 from autoprec.tuning.phases.gains import by_parts
 from autoprec.tuning.phases.measuring import first_run, goals_of, leader, make_prior, with_gain
 from autoprec.tuning.phases.variants import NEAR
+from autoprec.tuning.schedule import usual_trials
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import by_hand, first_presets
 from autoprec.tuning.state import SearchState
@@ -74,7 +75,7 @@ def reserve(setup: Setup, allocation: SeedAllocation, state: SearchState) -> flo
 
 
 def seconds_left(setup: Setup, runner: PairedRunner, state: SearchState, allocation: SeedAllocation) -> float:
-    """Return the seconds until the search ends at most, further seeds and duels included: it may converge before.
+    """Return the seconds until the search usually ends, further seeds and duels included; at most, with a time budget.
 
     Args:
         setup: what is searched.
@@ -82,13 +83,13 @@ def seconds_left(setup: Setup, runner: PairedRunner, state: SearchState, allocat
         state: what the search has learnt so far.
         allocation: which seeds the contenders have had.
     """
-    more = max(0, setup.options.trials - len(state.store.learned()))
-    trials = more * state.seconds_per_run() / max(1, runner.workers)
+    options, done = setup.options, len(state.store.learned())
+    most = options.trials if options.budget_s is not None else usual_trials(options, timed=setup.measured)
+    trials = max(0, most - done) * state.seconds_per_run() / max(1, runner.workers)
     left = trials + reserve(setup, allocation, state) + state.seconds_to_close()
     if setup.measured:
         left += max(0.0, usual_search_s(state.seconds.cached_compile_s or 0.0) - (state.seconds.duels_s or 0.0))
-    budget = setup.options.budget_s
-    return left if budget is None else min(left, max(0.0, budget - state.elapsed()))
+    return left if options.budget_s is None else min(left, max(0.0, options.budget_s - state.elapsed()))
 
 
 @dataclass(slots=True)

@@ -159,6 +159,7 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
 
     from autoprec.tuning.phases.duels import usual_search_s
     from autoprec.tuning.phases.trials import seconds_left
+    from autoprec.tuning.schedule import TIMED_TRIALS
 
     search(script(), options(study="mine", sampler="random", trials=3, seeds=1))
     made, result = search(script(), options(study="mine", sampler="random", trials=2, seeds=1, resume=True))
@@ -178,6 +179,12 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
 
     assert left(duels_s=1e6, cached_compile_s=0.0) < left(duels_s=0.0) < left(cached_compile_s=2.0)
     assert left(duels_s=usual_search_s(2.0)) == left(duels_s=1e6)  # duels that take longer are not announced
+    # of a hundred trials that are allowed a search usually runs ten, but may run all in a time budget
+    knapsack, learned = replace(made.options, sampler="knapsack", trials=100), len(made.state.store.learned())
+    usual = seconds_left(replace(made.setup, options=knapsack), runner, made.state, allocation) - left()
+    assert usual == pytest.approx((TIMED_TRIALS - learned) * made.state.seconds_per_run(), rel=0.05)
+    most = replace(made.setup, options=replace(knapsack, budget_s=1e6))
+    assert seconds_left(most, runner, made.state, allocation) > left() + 90 * made.state.seconds_per_run()
 
 
 def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgive() -> None:
