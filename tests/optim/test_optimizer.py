@@ -373,8 +373,7 @@ def test_the_script_may_use_its_own_grad_scaler_and_clipping():
     for step in range(60):
         x, y = batch(step)
         optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        scaler.scale(loss).backward()
+        scaler.scale(loss := (model(x) - y).square().mean()).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
