@@ -202,7 +202,8 @@ class DuelSpec(TrialSpec):
         within_s: seconds after which no further round is begun. None: no limit.
         on_the_clock: they are those on the clock, not the process's own.
         precision: half the width of a speed-up's 95 % interval, relative to it, at which a duel is content.
-        side_by_side: contenders are forks where there may be more than one.
+        side_by_side: processes at once. Contenders are forks of the first where there may be more than one, and two of
+            them compile at once where there may be three.
         ends_after: steps after which the script ends, where one process times all: blocks are then so short that half
             as many rounds as an interval takes are done by then. None: not known.
         by_block: as :attr:`TrainSpec.by_block`, in one process.

@@ -12,22 +12,26 @@ program may fare (Curtsinger and Berger, "Stabilizer: statistically sound perfor
 
 What compiles does so in each block, mostly out of torch's cache. A fork of a process that has compiled and trained
 already would be faster, and wrong: its steps find the heap that those before the fork have left (a convolutional net in
-bf16 gained 7 to 12 % then, 19 to 21 % in processes of its own: 2026-11-30_compiled_processes.md).
+bf16 gained 7 to 12 % then, 19 to 21 % in processes of its own: 2026-11-30_compiled_processes.md). But reading the cache
+takes one core and longer than a block, so two contenders do it side by side, and then wait until it is their turn to
+train: nothing else runs beside what is timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from autoprec.applying.compiling import cache_graphs, is_compiled
 from autoprec.errors import AutoPrecError
 from autoprec.policy import compiles
+from autoprec.support.plain import Document
 from autoprec.trial.inside.applying import apply_document, by_its_backend
 from autoprec.trial.inside.duel import MOST_SETTLING, is_late, undecided
 from autoprec.trial.inside.forking import take_threads
@@ -39,6 +43,7 @@ from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for, own_seconds, some_heap
 from autoprec.trial.intervals import FEWEST
 from autoprec.trial.probe_log import append_round
+from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import REFERENCE, DuelRounds, DuelSpec
 
 #: A block takes about so long (s).
@@ -77,6 +82,7 @@ class ForkedDuel:
         self._random = random.Random(0)
         self.loop: Loop | None = None
         self._writer, self._since, self._settled, self._block = -1, 0, 0, 0
+        self._turn: int | None = None
         self._began = self._own_began = self._compile_s = 0.0
 
     def run(self) -> DuelRounds | Unanswered | None:
@@ -88,20 +94,22 @@ class ForkedDuel:
         steps, compile_s = 0, 0.0
         while len(open_) > 1 and REFERENCE not in refused and not self._is_late(len(rounds), own_s, began, compile_s):
             times: dict[str, float] = {}
-            for name in self._random.sample(open_, len(open_)):
-                pid, descriptor = fork_to_answer()
-                if not pid:
-                    self._contend(name, descriptor)
-                    return None
-                found = await_answer(pid, descriptor, 0.8 * self._spec.timeout_s)
-                self._beat()
-                if isinstance(found, str):
-                    found = {"failed": f"no block of steps: {found}"}
-                own_s, compile_s = own_s + found.get("own_s", 0.0), compile_s + found.get("compile_s", 0.0)
-                if "failed" in found:
-                    refused[name] = found["failed"]
-                elif found["steps"]:
-                    times[name], steps = found["ms"], steps + found["steps"]
+            order = self._random.sample(open_, len(open_))
+            together = max(1, self._spec.side_by_side - 1)
+            for names in (order[at : at + together] for at in range(0, len(order), together)):
+                contenders = []
+                for name in names:
+                    pid, descriptor, turn = _fork_in_turn(alone=len(names) == 1)
+                    if not pid:
+                        self._contend(name, descriptor, turn)
+                        return None
+                    contenders.append((name, pid, descriptor, turn))
+                for name, found in self._answers(contenders):
+                    own_s, compile_s = own_s + found.get("own_s", 0.0), compile_s + found.get("compile_s", 0.0)
+                    if "failed" in found:
+                        refused[name] = found["failed"]
+                    elif found["steps"]:
+                        times[name], steps = found["ms"], steps + found["steps"]
             open_ = [name for name in open_ if name not in refused]
             if times.keys() != set(open_):
                 break  # the script ends before a step that could be timed
@@ -112,6 +120,25 @@ class ForkedDuel:
             return Unanswered(f"the reference of a duel failed: {refused[REFERENCE]}")
         return DuelRounds(tuple(rounds), steps, refused=refused, settled_s=compile_s)
 
+    def _answers(self, contenders: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[str, Document]]:
+        """Yield what contenders answer, which take their turns once all of them have compiled.
+
+        Args:
+            contenders: name, process id, descriptor of the answer, and that of its turn, each.
+        """
+        limit_s = 0.8 * self._spec.timeout_s
+        for _, pid, descriptor, turn in contenders:
+            if turn is not None:  # what waits too long for its compiler is ended below
+                Deadline(limit_s, pid).awaits(descriptor)
+        for name, pid, descriptor, turn in contenders:
+            if turn is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.write(turn, b".")
+                os.close(turn)
+            found = await_answer(pid, descriptor, limit_s)
+            self._beat()
+            yield name, {"failed": f"no block of steps: {found}"} if isinstance(found, str) else found
+
     def _is_late(self, rounds: int, own_s: float, began: float, compile_s: float) -> bool:
         """Say whether the time is used up: on the clock, or, without what compiles, after the fewest rounds."""
         if self._spec.on_the_clock:
@@ -119,9 +146,9 @@ class ForkedDuel:
         return is_late(self._spec, own_s / (1.0 if rounds >= FEWEST else _FEWEST_TAKE), began + compile_s)
 
     # ---------------------------------------------------------------- in a contender
-    def _contend(self, name: str, writer: int) -> None:
+    def _contend(self, name: str, writer: int, turn: int | None) -> None:
         """Put a policy on, and count the steps from here on, in the script's forward."""
-        self._writer = writer
+        self._writer, self._turn = writer, turn
         take_threads()
         self._kept = some_heap(os.getpid())  # another one in every search, too
         self._began, self._own_began = time.monotonic(), self._own_seconds()
@@ -161,6 +188,11 @@ class ForkedDuel:
             self._since, self._compile_s = loop.steps, time.monotonic() - self._began
             self._own_began = self._own_seconds()
             return
+        if self._turn is not None:  # a blank before the answer says that it waits
+            os.write(self._writer, b" ")
+            os.read(self._turn, 1)
+            self._turn, self._since, self._own_began = None, loop.steps, self._own_seconds()
+            return
         block_s, settling_s = _BLOCK_S, _SETTLING_S
         if self._spec.within_s is not None:  # the fewest rounds take half of the time
             share = self._spec.within_s / (2 * FEWEST * len(self._policies))
@@ -183,3 +215,13 @@ class ForkedDuel:
 
     def _own_seconds(self) -> float:
         return own_seconds(self._found.parameters[0].device)
+
+
+def _fork_in_turn(*, alone: bool) -> tuple[int, int, int | None]:
+    """Fork as :func:`fork_to_answer`, with a descriptor that gives, or awaits, a turn to train; None if ``alone``."""
+    if alone:
+        return *fork_to_answer(), None
+    awaits, gives = os.pipe()
+    pid, descriptor = fork_to_answer()
+    os.close(awaits if pid else gives)
+    return pid, descriptor, gives if pid else awaits

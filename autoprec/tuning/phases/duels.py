@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from autoprec.policy import compiles
+from autoprec.precision.hardware import cores
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, speed_text
 from autoprec.trial.intervals import FEWEST, median_interval, ratio_interval
@@ -242,9 +243,10 @@ class Duels:
 
     def _spec(self, *, forks: bool, by_block: bool) -> DuelSpec:
         """Return a duel beside the reference, without its contenders and the seconds that it may take."""
+        two = self._setup.host.compiled and cores() > 1 and _room(self._state) > 1  # read torch's cache at once
         return replace(
             self._runner.duel_spec(self._setup.reference_policy(), compiling=not forks),
-            side_by_side=2 if forks else 1,
+            side_by_side=(3 if two else 2) if forks else 1,
             on_the_clock=self._setup.options.budget_s is not None,
             by_block=by_block,
             precision=PRECISE,
@@ -345,12 +347,7 @@ class Duels:
             is_short = compile_s is not None and compile_s <= _MOST_COMPILE_S
         else:  # how long what a policy compiles takes out of the cache is not known
             is_short = not any(compiles(run.policy) for run in runs)
-        return (
-            not by_block
-            and host.launch == "fork"
-            and is_short
-            and room_for(max(1, int(self._state.reference.memory_bytes))) > 0
-        )
+        return not by_block and host.launch == "fork" and is_short and _room(self._state) > 0
 
     def _seconds(self, count: int, by_block: bool = False, *, usual_s: float = 0.0, may_overrun: bool = False) -> float:
         """Return the seconds that a duel may take; 0 where the budget leaves too few for an interval.
@@ -402,6 +399,11 @@ class Duels:
             return cached_s * (count + 1) / self._setup.host.blocks
         others = count - 1 if self._runner.by_block.active else 0
         return (0.0 if self._can_fork([]) else (count + 1 - others) * cached_s) + others * compile_s
+
+
+def _room(state: SearchState) -> int:
+    """Return for how many further models there is memory."""
+    return room_for(max(1, int(state.reference.memory_bytes)))
 
 
 def _beside(runs: Sequence[Run], rivals: Sequence[Run], most: int) -> list[Run]:

@@ -139,6 +139,32 @@ def test_what_compiles_does_so_in_each_block_and_off_its_clock(host: Any, tmp_pa
     assert found.settled_s > 0.5, "compiling takes a process a few tenths of a second"
 
 
+ALONE = """
+    if step > 1:
+        import socket, time
+        held = socket.socket(socket.AF_UNIX)
+        held.bind(chr(0) + "autoprec " + __file__)  # one process at a time can have this address
+        time.sleep(0.01)
+        held.close()
+"""
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_two_begin_at_once_and_none_trains_beside_one_that_is_timed(host: Any, tmp_path: Path) -> None:
+    found = duel(host, tmp_path, 100_000, EMPTY, SLOW, script=SCRIPT + ALONE, side_by_side=3).answer
+    assert not found.refused
+    assert len(found.rounds) >= FEWEST
+
+
+@pytest.mark.usefixtures("compiler", "short_blocks")
+def test_two_compile_side_by_side(host: Any, tmp_path: Path) -> None:
+    probes = Probe("bf16", uniform("bf16")), Probe("fp8", uniform("fp8"))
+    result = duel(host, tmp_path, 100_000, *probes, script=COMPILED, within_s=0.5, side_by_side=3)
+    assert result.ok, result.reason + result.tail
+    assert not result.answer.refused
+    assert len(result.answer.rounds) >= FEWEST
+
+
 LOADS = """
 import time, torch
 from torch import nn

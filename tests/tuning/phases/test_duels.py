@@ -312,6 +312,34 @@ def test_contenders_have_processes_where_memory_that_can_be_had_holds_them(
     assert Duels._can_fork(made, [Run(0, DUEL, "a", {}, {"execution": execution}, "ok")]) is can
 
 
+@pytest.mark.parametrize(
+    ("compiled", "forks", "free", "cores", "processes"),
+    [
+        (True, True, 500, 2, 3),
+        (True, True, 300, 2, 2),
+        (True, True, 500, 1, 2),
+        (False, True, 500, 2, 2),
+        (True, False, 500, 2, 1),
+    ],
+)
+def test_two_contenders_compile_at_once_where_cores_and_memory_allow_it(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, forks: bool, free: int, cores: int, processes: int
+) -> None:
+    monkeypatch.setattr("autoprec.tuning.paired.free_bytes", lambda: free)
+    monkeypatch.setattr("autoprec.tuning.phases.duels.cores", lambda: cores)
+    made: Any = SimpleNamespace(
+        _state=SimpleNamespace(reference=SimpleNamespace(memory_bytes=100)),
+        _setup=SimpleNamespace(
+            host=SimpleNamespace(compiled=compiled),
+            options=SimpleNamespace(budget_s=None),
+            reference_policy=lambda: None,
+        ),
+        _runner=SimpleNamespace(duel_spec=lambda *_, **__: DuelSpec()),
+        _ends_after=None,
+    )
+    assert Duels._spec(made, forks=forks, by_block=False).side_by_side == processes
+
+
 class Elsewhere(SimulatedRunner):
     """A script too short for a duel, whose trials ran beside another load than its reference did: all seem slow.
 
