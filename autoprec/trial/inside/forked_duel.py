@@ -53,6 +53,8 @@ _BLOCK_S = 0.4
 #: narrow formats loses more of its gain to that than the script (6 % after two steps, 4 % after five, after thirty no
 #: less than after ten that could be measured: ``benchmarks/results/2026-11-28_settled.md``).
 _SETTLING, _SETTLING_S, _LEAST_SETTLING = 10, 1.0, 2
+#: What has had its time already is ended after so long (s).
+_AT_ONCE_S = 0.1
 #: The fewest rounds, without which there is no interval, may take so many times as long as a duel was given.
 _FEWEST_TAKE = 2.0
 
@@ -126,16 +128,16 @@ class ForkedDuel:
         Args:
             contenders: name, process id, descriptor of the answer, and that of its turn, each.
         """
-        limit_s = 0.8 * self._spec.timeout_s
+        limit_s, hangs = 0.8 * self._spec.timeout_s, set[int]()
         for _, pid, descriptor, turn in contenders:
-            if turn is not None:  # what waits too long for its compiler is ended below
-                Deadline(limit_s, pid).awaits(descriptor)
+            if turn is not None and not Deadline(limit_s, pid).awaits(descriptor):
+                hangs.add(pid)
         for name, pid, descriptor, turn in contenders:
             if turn is not None:
                 with contextlib.suppress(OSError):  # it has ended
                     os.write(turn, b".")
                 os.close(turn)
-            found = await_answer(pid, descriptor, limit_s)
+            found = await_answer(pid, descriptor, _AT_ONCE_S if pid in hangs else limit_s)
             self._beat()
             yield name, {"failed": f"no block of steps: {found}"} if isinstance(found, str) else found
 

@@ -156,6 +156,23 @@ def test_two_begin_at_once_and_none_trains_beside_one_that_is_timed(host: Any, t
     assert len(found.rounds) >= FEWEST
 
 
+@pytest.mark.usefixtures("short_blocks")
+def test_one_that_hangs_before_its_turn_is_ended_after_one_deadline(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = forked_duel.await_answer
+
+    def told(pid: int, reader: int, limit_s: float) -> Any:
+        found = real(pid, reader, limit_s)
+        return f"{found} after {limit_s:g} s" if isinstance(found, str) else found
+
+    monkeypatch.setattr(forked_duel, "await_answer", told)
+    hangs = "    while type(model[0]) is not nn.Linear: pass\n    optimizer.zero_grad()"
+    script = SCRIPT.replace("    optimizer.zero_grad()", hangs)
+    found = duel(host, tmp_path, 100_000, SLOW, script=script, side_by_side=3, timeout_s=4.0).answer
+    assert found.refused == {"emulated": "no block of steps: the deadline passed after 0.1 s"}
+
+
 @pytest.mark.usefixtures("compiler", "short_blocks")
 def test_two_compile_side_by_side(host: Any, tmp_path: Path) -> None:
     probes = Probe("bf16", uniform("bf16")), Probe("fp8", uniform("fp8"))
