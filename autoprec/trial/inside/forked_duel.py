@@ -123,7 +123,7 @@ class ForkedDuel:
         return DuelRounds(tuple(rounds), steps, refused=refused, settled_s=compile_s)
 
     def _answers(self, contenders: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[str, Document]]:
-        """Yield what contenders answer, which take their turns once all of them have compiled.
+        """Yield what contenders answer, which take their turns once all of them have compiled, or hang and were ended.
 
         Args:
             contenders: name, process id, descriptor of the answer, and that of its turn, each.
@@ -132,7 +132,7 @@ class ForkedDuel:
         for _, pid, descriptor, turn in contenders:
             if turn is not None and not Deadline(limit_s, pid).awaits(descriptor):
                 hangs.add(pid)
-        for name, pid, descriptor, turn in contenders:
+        for name, pid, descriptor, turn in sorted(contenders, key=lambda one: one[1] not in hangs):
             if turn is not None:
                 with contextlib.suppress(OSError):  # it has ended
                     os.write(turn, b".")
