@@ -181,9 +181,8 @@ def schedule(
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
-    if usual:
-        trials = usual_trials(options, timed=bool(duels_s))
-        seeds = min(seeds, USUAL_SEEDS) if options.sampler == "knapsack" else seeds
+    if usual and options.sampler == "knapsack":
+        trials, seeds = usual_trials(options, timed=bool(duels_s)), min(seeds, USUAL_SEEDS)
     by_block = bool(reference.compile_s) and reference.blocks > 1
     again = reference.trial_s(steps, cached=True)
     # the script is run as it is, and, where the others compile one block, once more with nothing of that cached
