@@ -46,6 +46,7 @@ class Series:
         steps: how many steps were done at a report, each number once.
         values: what was last reported before the next step.
         names: every metric that was reported.
+        source: who reported this one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Series:
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def curve(self) -> tuple[float, ...]:

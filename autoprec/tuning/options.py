@@ -24,7 +24,7 @@ from autoprec.support.files import canonical_json
 from autoprec.support.plain import Document
 from autoprec.support.redact import redact_arguments, redact_uri
 from autoprec.trial.command import Variant
-from autoprec.trial.losses import HIGHER, LOWER
+from autoprec.trial.losses import HIGHER, LOWER, MISMATCH
 from autoprec.trial.protocol import STEPS
 
 #: The folder of all studies, in the working directory.
@@ -215,7 +215,7 @@ class SearchOptions:
         self._check_metric()
 
     def _check_metric(self) -> None:
-        """Refuse what cannot be meant of a metric.
+        """Refuse what cannot be meant of a metric; beside the mismatch of training and rollout the loss has its limit.
 
         Raises:
             UsageError: what belongs to one without it, a limit of the loss with it, or one whose name says that more of
@@ -226,7 +226,7 @@ class SearchOptions:
                 if given is not None:
                     raise UsageError(f"{flag} is of a metric, and none is named", fix="e.g. --metric eval_loss")
             return
-        if self.max_divergence != OPTIONS["max_divergence"].default:
+        if self.max_divergence != OPTIONS["max_divergence"].default and self.metric not in MISMATCH:
             raise UsageError(
                 "--max-divergence limits the loss, and --metric takes its place", fix="e.g. --max-change 0.5%"
             )
@@ -312,7 +312,8 @@ class SearchOptions:
         """What runs are compared by and how far it may change, for results and evidence."""
         if not self.metric:
             return {"max_divergence": self.max_divergence}
-        return {"metric": self.metric, "better": self.better or LOWER, "max_change": self.tolerance}
+        beside = {"max_divergence": self.max_divergence} if self.metric in MISMATCH else {}
+        return {"metric": self.metric, "better": self.better or LOWER, "max_change": self.tolerance} | beside
 
     @property
     def memory_limit(self) -> int | None:

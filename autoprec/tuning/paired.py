@@ -394,6 +394,11 @@ def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[Tri
         first, second: runs of the reference.
         perturbed: runs with every weight rounded once.
     """
+    if first.metric is not None and first.metric.name in MISMATCH:  # which a script that does not train has as well
+        losses = [replace(result, metric=None) for result in (first, second, *perturbed)]
+        loss = baseline_of(losses[0], losses[1], losses[2:])
+    else:
+        loss = None
     gaps = tuple(divergence(result.curve, first.curve) for result in perturbed)
     name = "" if first.metric is None else first.metric.name
     return Baseline(
@@ -403,4 +408,5 @@ def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[Tri
         # what lies between the two sides is there whether training moves it or not
         learnt=name in MISMATCH or has_learnt(first.curve, few=first.metric is None),
         metric=name,
+        loss=loss,
     )

@@ -31,6 +31,32 @@ from autoprec.tuning.study.study import StudyStore
 MOST_LOADED = 4.0
 
 
+def compared(options: SearchOptions, baseline: Baseline) -> list[tuple[float, Baseline]]:
+    """Return what runs are compared by, as the budget of each and what is known of the script's own gaps.
+
+    Args:
+        options: its limits.
+        baseline: of the loss, or of the metric that was asked for, with the losses beside it where they count as well.
+    """
+    beside = [] if baseline.loss is None else [(options.max_divergence, baseline.loss)]
+    return [(options.tolerance, baseline), *beside]
+
+
+def rules_of(options: SearchOptions, baseline: Baseline, noise: float | None) -> Rules:
+    """Return what makes a policy acceptable.
+
+    Args:
+        options: its limits.
+        baseline: what is known of the script itself.
+        noise: mini-batch gradient noise, relative to the gradient's norm; None where it is unknown.
+    """
+    (tolerance, own), *beside = compared(options, baseline)
+    blank = any(uninformative(budget, one) is not None for budget, one in ((tolerance, own), *beside))
+    most = gradient_limit(noise, options.max_gradient_error, uninformative=blank)
+    loss = next((Rules(budget, one, most, None, noise) for budget, one in beside), None)
+    return Rules(tolerance, own, most, options.memory_limit, noise, loss)
+
+
 @dataclass(slots=True)
 class Seconds:
     """Seconds that the phases of a search took, None before they ended; only the phase beside a field writes it."""
@@ -208,9 +234,7 @@ class SearchState:
             baseline: what its loss is compared with, where that is more than what one seed has told of the script.
         """
         own = self.own.baseline if self.own is not None else Baseline(0.0)  # stopped before it was measured
-        asked, blank = self.options, uninformative(self.options.tolerance, own) is not None
-        most = gradient_limit(self.gradient_noise, asked.max_gradient_error, uninformative=blank)
-        return Rules(asked.tolerance, baseline or own, most, asked.memory_limit, self.gradient_noise)
+        return rules_of(self.options, baseline or own, self.gradient_noise)
 
     def gradient_limit(self) -> float | None:
         """Return the largest acceptable relative gradient error, None for no limit."""

@@ -29,9 +29,10 @@ from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.plain import Document
 from autoprec.support.units import counted, gap_text
+from autoprec.trial.losses import MISMATCH
 from autoprec.trial.protocol import TrainSpec, TrialResult
-from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
-from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
+from autoprec.tuning.decide.decision import Rules, Standing
+from autoprec.tuning.decide.noise import error_over_limit
 from autoprec.tuning.decide.presets import presets, widest
 from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS
 from autoprec.tuning.decide.sentences import Reason
@@ -44,7 +45,7 @@ from autoprec.tuning.phases.record import record_step, tunable
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import errors_of, probe_policies
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.state import SearchState
+from autoprec.tuning.state import SearchState, rules_of
 from autoprec.tuning.study.run import DUEL, Run, error_text, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.workers.local import HostPool
@@ -174,6 +175,8 @@ def limits_of(
     metric = policy.evidence.get("metric") if max_divergence is None else None
     by_metric = metric or max_change is not None
     given = {"max_change": max_change} if by_metric else {"max_divergence": max_divergence}
+    if metric in MISMATCH:  # which has the loss beside it
+        given["max_divergence"] = None
     limits: Document = {"metric": metric, "better": policy.evidence.get("better")} if metric else {}
     for name, asked in (given | {"max_gradient_error": max_gradient_error}).items():
         found, usual = policy.evidence.get(name), MAX_CHANGE if name == "max_change" else getattr(_USUAL, name)
@@ -365,7 +368,8 @@ def verify(
                 pool.release(seed)
             while not seed and timed and duels.time([own[0] for own in runs.values() if own]):
                 pass  # some at a time
-            rules, timings = _rules(options, paired.baseline, noises), duels.known()
+            noise = statistics.geometric_mean(noises) if noises else None  # as the seeds so far showed it
+            rules, timings = rules_of(options, paired.baseline, noise), duels.known()
             rows = [judge(rules, name, [*own, *filter(None, [timings.get(name)])]) for name, own in runs.items()]
     verdict, reason = decide(rows, rules, timed=timed, reference_memory=state.reference.memory_bytes)
     return Verification(
@@ -385,14 +389,6 @@ def verify(
         },
         metric=options.metric,
     )
-
-
-def _rules(options: SearchOptions, baseline: Baseline, noises: Sequence[float]) -> Rules:
-    """Return the rules of a search, with the gradient's noise as the seeds so far showed it."""
-    noise = statistics.geometric_mean(noises) if noises else None
-    blank = uninformative(options.tolerance, baseline) is not None
-    limit = gradient_limit(noise, options.max_gradient_error, uninformative=blank)
-    return Rules(options.tolerance, baseline, max_gradient=limit, gradient_noise=noise)
 
 
 def may_decide(rows: Sequence[Contender], *, timed: bool) -> list[str]:
@@ -463,6 +459,8 @@ def _is_unsure(one: Standing, rules: Rules, *, failed: bool, known: bool) -> boo
     """Whether further seeds may take a rejection back, unless the gradient error is beyond its limit for sure."""
     if not one.rejection or failed or (one.final and not known):
         return False
+    if rules.loss is not None and one.loss is not None and one.rejection is one.loss.rejection:
+        return _is_unsure(one.loss, rules.loss, failed=failed, known=known)
     if rules.baseline.noise_floor_upper > rules.max_divergence:  # what the loss says there is said for sure
         return not one.by_loss
     # the bound lies as far below the mean as the upper one above it, in the logarithm

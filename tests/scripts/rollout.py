@@ -19,6 +19,7 @@ parser.add_argument("--autocast", action="store_true", help="the copy generates 
 parser.add_argument("--returns", default="tensor")
 parser.add_argument("--wrapped", action="store_true", help="the model is inside another module, as under DDP")
 parser.add_argument("--unnamed", action="store_true")
+parser.add_argument("--frozen", action="store_true", help="the script has a copy that stays as it was, too")
 parser.add_argument("--copies", action="store_true", help="the copy is itself copied, and saved as a whole")
 args = parser.parse_args()
 
@@ -44,6 +45,7 @@ def logits(output) -> torch.Tensor:
 torch.manual_seed(0)
 model = Model()
 rollout = copy.deepcopy(model).eval().requires_grad_(False).to(getattr(torch, args.dtype))
+frozen = copy.deepcopy(model) if args.frozen else None
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model = nn.DataParallel(model) if args.wrapped else model
 if not args.unnamed:

@@ -139,6 +139,12 @@ def test_what_cannot_be_meant_of_a_metric_is_refused(asked: dict[str, Any], says
         SearchOptions(command=("train.py",), **asked)
 
 
+def test_beside_the_mismatch_of_training_and_rollout_the_loss_keeps_its_limit() -> None:
+    asked = SearchOptions(command=("train.py",), metric="rollout_kl", max_change=0.5, max_divergence=0.01)
+    assert asked.compared == {"metric": "rollout_kl", "better": "lower", "max_change": 0.5, "max_divergence": 0.01}
+    assert "max_divergence" not in SearchOptions(command=("train.py",), metric="eval_loss").compared
+
+
 SCORES = (
     "accuracy",
     "acc",

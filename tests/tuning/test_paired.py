@@ -292,5 +292,8 @@ def test_what_lies_between_the_two_sides_judges_although_training_does_not_move_
     def ran(name: str) -> TrialResult:
         return TrialResult("ok", losses=flat, metric=Series(name, steps=tuple(range(20)), values=flat))
 
-    assert baseline_of(ran("rollout_kl"), ran("rollout_kl"), [ran("rollout_kl")]).learnt
+    both = baseline_of(ran("rollout_kl"), ran("rollout_kl"), [ran("rollout_kl")])
+    assert both.learnt
+    assert both.loss is not None
+    assert (both.loss.learnt, both.loss.metric) == (False, "")
     assert not baseline_of(ran("eval"), ran("eval"), [ran("eval")]).learnt

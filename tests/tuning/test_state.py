@@ -9,10 +9,11 @@ import pytest
 
 from autoprec.errors import SearchInterruptedError
 from autoprec.tuning.decide.decision import Rules, Standing
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.ranking import Ranking
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.state import SearchState, Seconds, Work, objective_cost
+from autoprec.tuning.state import SearchState, Seconds, Work, compared, objective_cost, rules_of
 from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
@@ -134,6 +135,21 @@ def test_without_a_known_noise_or_a_memory_limit_neither_forbids_anything(state:
     assert state.gradient_limit() is None
     state.table = SimpleNamespace(noise=0.5)  # type: ignore[assignment]
     assert state.gradient_limit() == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(("moves", "limit"), [(1e-6, 0.24), (0.02, 0.1)])
+def test_a_loss_that_cannot_judge_beside_a_metric_makes_the_gradients_limit_stricter(
+    moves: float, limit: float
+) -> None:
+    own = Baseline(1e-6, (1e-6,), metric="rollout_kl", loss=Baseline(moves, (moves,) * 4))
+    asked = SearchOptions(("train.py",), metric="rollout_kl", max_change=0.5, max_divergence=0.01)
+    assert [budget for budget, _ in compared(asked, own)] == [0.5, 0.01]
+    rules = rules_of(asked, own, 2.0)
+    assert rules.max_gradient == pytest.approx(limit)
+    assert rules.loss is not None
+    assert (rules.loss.max_divergence, rules.loss.baseline) == (0.01, own.loss)
+    assert rules.loss.gradient_limit == rules.max_gradient
+    assert rules_of(asked, replace(own, loss=None), 2.0).loss is None
 
 
 def test_each_objective_ranks_by_its_own_figure() -> None:

@@ -237,6 +237,8 @@ def test_the_limits_are_those_of_the_search_unless_others_are_asked_for() -> Non
     found = plain.model_copy(update={"evidence": {**metric, "max_change": 0.01, "max_gradient_error": 0.3}})
     assert limits_of(found, None, None) == metric | {"max_change": 0.01, "max_gradient_error": 0.3}
     assert limits_of(found, None, 0.2, 0.02) == metric | {"max_change": 0.02, "max_gradient_error": 0.2}
+    sides = found.model_copy(update={"evidence": found.evidence | {"metric": "rollout_kl", "max_divergence": 0.02}})
+    assert limits_of(sides, None, None)["max_divergence"] == 0.02  # the loss counts beside it
     assert limits_of(found, 0.001, None) == {"max_divergence": 0.001, "max_gradient_error": 0.3}  # by its loss
     with pytest.raises(UsageError, match="--max-change is of a metric"):
         SearchOptions(command=("train.py",), **limits_of(plain, None, None, 0.01))
@@ -332,6 +334,21 @@ def test_where_training_is_chaotic_what_the_loss_says_for_sure_is_not_undecided(
     rules = Rules(baseline=chaotic, max_gradient=0.06, gradient_noise=0.5)
     for gaps, found in (((0.5, 0.6, 0.55), "fails"), ((0.01, 0.012, 0.011), "undecided")):
         assert verdict(measured(*gaps, errors=errors), rules=rules)[0] == found
+
+
+@pytest.mark.parametrize(("gaps", "found"), [((0.1, 0.11, 0.1), "fails"), ((0.002, 0.0035, 0.002), "undecided")])
+def test_what_the_loss_says_beside_a_mismatch_is_sure_or_not_by_its_own_seeds(
+    gaps: tuple[float, ...], found: str
+) -> None:
+    runs = [
+        replace(run, metric="rollout_kl", losses=(4.0, 4.0 * (1 + gap)), reference_losses=(4.0, 4.0))
+        for run, gap in zip(measured(*[0.0] * len(gaps))[1], gaps, strict=True)
+    ]
+    loss = Rules(0.0025, Baseline(1e-6, (1e-6,)), max_gradient=1.0)
+    rules = Rules(0.5, Baseline(1e-6, (1e-6,), metric="rollout_kl"), max_gradient=1.0, loss=loss)
+    row = judge(rules, "both", runs)
+    assert row.standing.rejection is not None
+    assert row.unsure is (found == "undecided")
 
 
 @pytest.mark.parametrize(("evidence", "first"), [({}, 0), ({"seeds": 3}, 3), ({"seeds": 0}, 0)])

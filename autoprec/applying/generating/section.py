@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autoprec.applying.generating.pairs import rollout_of, weights_of
+from autoprec.applying.generating.pairs import recognise, rollout_of, weights_of
 from autoprec.applying.generating.recast import cast, put_dtypes
 from autoprec.applying.stage import put_stage, take_off
 from autoprec.errors import UnsupportedError, UsageError
@@ -29,10 +29,11 @@ def put_rollout(policy: Policy, model: nn.Module, *, backend: str, strict: bool,
         backend, strict, only_try: as :func:`autoprec.applying.stage.put_stage`.
 
     Raises:
-        UsageError: the policy has a section, and the script has not named the copy.
+        UsageError: the policy has a section, the script has not named the copy, and there is not one copy alone.
         PolicyMismatchError, UnsupportedError: the copy cannot run it.
     """
-    side, rollout = policy.rollout_side, rollout_of(model)
+    side = policy.rollout_side
+    rollout = rollout_of(model) if side is None else recognise(model)
     if side is not None and rollout is None:
         raise UsageError(
             "the policy has a section for the copy of the model that generates, and which that is was not said",

@@ -24,7 +24,7 @@ from typing import Any
 
 from autoprec.support.arrays import np
 from autoprec.trial.losses import MISMATCH
-from autoprec.tuning.decide.metrics import signed_gap
+from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import (
     UNINFORMATIVE_GRADIENT_ERROR,
     Baseline,
@@ -69,6 +69,8 @@ class Standing:
         by_loss: the rejection is what the loss says, whatever else there is.
         low, high: 95 % interval of the speed-up, where it was timed in a duel; the model's bounds where ``modelled``.
         slowest: the least speed-up of its paired runs; infinity where none was timed.
+        loss: the same policy by its losses, where runs are compared by the mismatch of training and rollout: two sides
+            that are wrong alike are not apart; else None.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Standing:
     high: float | None = None
     modelled: bool = False
     slowest: float = math.inf
+    loss: Standing | None = None
 
     @classmethod
     def of(cls, name: str, runs: Sequence[Run], gradient_error: float | None) -> Standing:
@@ -104,6 +107,12 @@ class Standing:
         """
         known, paired = pooled(runs, to_rank=True).get(name), [run for run in runs if run.kind != DUEL]
         speedup = Metric(0.0) if known is None else known.metrics["speedup"]
+        loss = None
+        if any(run.metric in MISMATCH for run in paired):
+            curves = [(run.losses, run.reference_losses) if run.ok else None for run in paired]
+            gaps = tuple(divergence(*both) if both else math.inf for both in curves)
+            excess = tuple(signed_gap(*both) for both in curves if both)
+            loss = cls(name, speedup.value, gaps, excess=excess, gradient_error=gradient_error)
         return cls(
             name=name,
             speedup=speedup.value,
@@ -115,6 +124,7 @@ class Standing:
             high=speedup.high,
             modelled=speedup.source == MODELLED,
             slowest=min((run["speedup"] for run in paired if run.ok), default=math.inf),
+            loss=loss,
         )
 
     @property
@@ -220,6 +230,7 @@ class Rules:
         max_gradient: largest acceptable gradient error, from :func:`gradient_limit`.
         max_memory: bytes.
         gradient_noise: mini-batch gradient noise, in whose units gradient errors are given.
+        loss: what its losses have to keep to as well, where they are not what is compared; else None.
     """
 
     max_divergence: float = 0.0025
@@ -227,6 +238,7 @@ class Rules:
     max_gradient: float | None = None
     max_memory: float | None = None
     gradient_noise: float | None = None
+    loss: Rules | None = None
 
     @property
     def uninformative(self) -> Reason | None:
@@ -265,14 +277,19 @@ class Rules:
         if one.upper is not None:
             upper = max(mean, one.upper)
         limit, lost = self._beyond_limits(one), self._beyond_budget(one, mean, upper)
-        caveat = None if lost or limit else self._caveat(one, upper)
-        judged = replace(one, mean=mean, upper=upper, rejection=lost or limit, caveat=caveat)
+        loss = None if self.loss is None or one.loss is None else self.loss.judge(one.loss)
+        if loss is not None:
+            limit = limit or (loss.rejection if loss.final and not loss.by_loss else None)
+            lost = lost or (loss.rejection if loss.by_loss else None)
+        caveat = None if lost or limit else self._caveat(one, upper) or (loss.caveat if loss else None)
+        judged = replace(one, mean=mean, upper=upper, rejection=lost or limit, caveat=caveat, loss=loss)
         return replace(judged, final=limit is not None, by_loss=lost is not None)
 
     def breaks(self, one: Standing) -> bool:
         """Say whether a policy breaks a limit by what was measured of it, however many seeds that are."""
         mean, _ = self._bound(one)
-        return bool(self._beyond_limits(one) or self._beyond_budget(one, mean, mean))
+        loss = self.loss is not None and one.loss is not None and self.loss.breaks(one.loss)
+        return bool(loss or self._beyond_limits(one) or self._beyond_budget(one, mean, mean))
 
     def _bound(self, one: Standing) -> tuple[float, float]:
         chaotic = self.rounding_gaps if self.baseline.noise_floor_upper > self.max_divergence else ()

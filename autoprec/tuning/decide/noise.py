@@ -80,6 +80,7 @@ class Baseline:
         flat_because: what is known of why it did not; empty for nothing.
         floor_runs: runs that the floor is the mean of; 0 for those of ``rounding_gaps``.
         metric: what runs are compared by in place of their losses; empty for those.
+        loss: the same of the losses, where that metric does not show whether the script trains; else None.
     """
 
     floor: float = 0.0
@@ -89,6 +90,7 @@ class Baseline:
     flat_because: str = ""
     floor_runs: int = 0
     metric: str = ""
+    loss: Baseline | None = None
 
     @property
     def named(self) -> dict[str, str]:

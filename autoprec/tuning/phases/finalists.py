@@ -221,12 +221,12 @@ class SeedAllocation:
         The noise floor is that of one seed. Under another, or near a loss of zero, the same rounding may move the loss
         much further: that is known before anything is rejected for such a gap.
         """
-        budget, known = self._setup.options.tolerance, len(self._seeds.rounding_gaps)
+        budget, known = self._setup.options.tolerance, len(self._seeds.benign)
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
         if all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
         self._seeds.perturb(*sorted({run.seed for run in runs} - {0}))
-        return len(self._seeds.rounding_gaps) > known
+        return len(self._seeds.benign) > known
 
     def _confirm(self) -> None:
         """Measure the gradient error of the best that is accepted by a predicted one, and judge it again."""

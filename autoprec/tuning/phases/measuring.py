@@ -24,7 +24,7 @@ from autoprec.tuning.phases.reference import ROUNDED, own_record, reference_of
 from autoprec.tuning.schedule import REFERENCE_RUNS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
-from autoprec.tuning.state import SearchState
+from autoprec.tuning.state import SearchState, compared
 from autoprec.tuning.study.run import BY_BLOCK, MODELLED, Metric, Run, pooled
 
 
@@ -103,8 +103,7 @@ class PairedSeeds:
 
     Attributes:
         references: the reference's run by seed, compiled as runs are.
-        rounding_gaps: (divergence, signed gap) of the benign perturbation by seed, where it was run, those of an
-            earlier session included.
+        benign: runs of the benign perturbation by seed, where it was run, those of an earlier session included.
         unusable: why the reference could not be run, by seed.
     """
 
@@ -112,14 +111,17 @@ class PairedSeeds:
         self._setup, self._runner, self._state = setup, runner, state
         self.references = {0: state.reference}
         self._whole = {} if state.whole is None else {0: state.whole}
-        noise = [run for run in state.store.records if run.kind == "noise" and run.seed]
-        self.rounding_gaps = {run.seed: _gaps(run.curve, run.reference_curve) for run in noise}
+        self.benign = {run.seed: run for run in state.store.records if run.kind == "noise" and run.seed}
         self.unusable: dict[int, str] = {}
 
     @property
     def baseline(self) -> Baseline:
         """What policies are compared with: benign gaps under further seeds, too, where they were measured."""
-        return self._state.reference.baseline.over_seeds(list(self.rounding_gaps.values()))
+        own, runs = self._state.reference.baseline, self.benign.values()
+        found = own.over_seeds([_gaps(run.curve, run.reference_curve) for run in runs])
+        if found.loss is None:
+            return found
+        return replace(found, loss=found.loss.over_seeds([_gaps(run.losses, run.reference_losses) for run in runs]))
 
     def measure(self, plan: Run, error: float, *, by_block: bool) -> Run | None:
         """Run a policy under the seed of its plan, and return its record; None where that seed cannot be used.
@@ -164,7 +166,8 @@ class PairedSeeds:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._state.reference
             references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
-            if own.baseline.noise_floor_upper > self._setup.options.tolerance and not whole:
+            known = compared(self._setup.options, own.baseline)
+            if not whole and any(one.noise_floor_upper > budget for budget, one in known):
                 self.perturb(seed)
         return references[seed]
 
@@ -174,13 +177,14 @@ class PairedSeeds:
         All are stored when the last was run: a search that is killed between them judges nothing by some of them.
         """
         spec = self._runner.train_spec(self._setup.reference_policy(), perturb="bf16")
-        asked = [seed for seed in seeds if seed not in self.rounding_gaps]
+        asked = [seed for seed in seeds if seed not in self.benign]
         results = {seed: self._runner.measure(spec, seed) for seed in asked}
         for seed, result in results.items():
             if result.ok:
                 reference, number = self.reference(seed), self._state.store.next_number()
-                self.rounding_gaps[seed] = _gaps(result.curve, reference.curve)
-                self._state.store.add(own_record(self._setup, reference, result, number, "noise", ROUNDED, seed=seed))
+                run = own_record(self._setup, reference, result, number, "noise", ROUNDED, seed=seed)
+                self.benign[seed] = run
+                self._state.store.add(run)
 
 
 def _gaps(curve: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:

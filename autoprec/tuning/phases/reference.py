@@ -17,7 +17,7 @@ from autoprec.tuning.paired import NOT_STARTED, OVERRUN, PairedRunner, baseline_
 from autoprec.tuning.phases.duels import usual_search_s
 from autoprec.tuning.schedule import REFERENCE_RUNS, Pace, Schedule, describe, schedule
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.state import SearchState
+from autoprec.tuning.state import SearchState, compared
 from autoprec.tuning.study.run import MODELLED, Metric, Run, reference_name
 
 #: Name of the benign perturbation in a study.
@@ -77,6 +77,8 @@ def measure_reference(setup: Setup, runner: PairedRunner, state: SearchState, *,
         reference = replace(reference, step_ms=written.step_ms, memory_bytes=written.memory_bytes)
         state.whole = written
     state.own = reference
+    if first.metric is not None:
+        state.note(f"{first.metric.name} is reported by {first.metric.source}")
     name = reference_name(setup.options.reference)
     noise = [("noise", f"{ROUNDED}{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
     stored = {(record.kind, record.name) for record in state.store.records if record.seed == 0}
@@ -98,10 +100,11 @@ def _by_block(setup: Setup, runner: PairedRunner, whole: TrialResult) -> TrialRe
 
 
 def _tell_uninformative(setup: Setup, state: SearchState) -> None:
-    baseline = state.reference.baseline
-    why = uninformative(setup.options.tolerance, baseline)
-    if why is not None:
-        benign = " and by the gaps of benign changes" if baseline.noise_floor_upper > setup.options.tolerance else ""
+    for budget, baseline in compared(setup.options, state.reference.baseline):
+        why = uninformative(budget, baseline)
+        if why is None:
+            continue
+        benign = " and by the gaps of benign changes" if baseline.noise_floor_upper > budget else ""
         which = "a divergence beyond the budget speaks against a policy; for it speaks only its"
         if why.code == "noise_beyond_budget":  # what stays within the budget all the same is judged by its loss
             which = "a policy whose divergence is not surely within the budget is judged by its"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.generating.pairs import in_step, pair, rollout_of
+from autoprec.applying.generating.pairs import copies_of, in_step, is_recognised, pair, recognise, rollout_of
 from autoprec.errors import UsageError
 
 
@@ -37,6 +37,43 @@ def test_what_is_not_a_copy_of_its_own_is_refused(other: object, why: str) -> No
     with pytest.raises(UsageError, match=why):
         pair(model, other(model))  # type: ignore[operator]
     assert rollout_of(model) is None
+
+
+def test_the_only_copy_that_there_is_needs_no_name() -> None:
+    model, other = mlp(24), mlp(25)
+    assert recognise(model) is None
+    rollout = copy.deepcopy(model).to(torch.bfloat16)
+    wrapped = nn.DataParallel(rollout)
+    assert copies_of(nn.DataParallel(model)) == [rollout]
+    assert recognise(model) is rollout is rollout_of(model)
+    assert is_recognised(model)
+    assert recognise(other) is None
+    del wrapped
+
+
+def test_of_several_copies_only_the_named_one_is_taken() -> None:
+    model = mlp(26)
+    frozen, rollout = copy.deepcopy(model), copy.deepcopy(model)
+    assert recognise(model) is None
+    assert len(copies_of(model)) == 2
+    pair(model, rollout)
+    assert recognise(model) is rollout
+    assert not is_recognised(model)
+    assert frozen is not rollout
+
+
+@pytest.mark.parametrize("other", [
+    lambda model: nn.Sequential(*model),
+    lambda model: copy.deepcopy(model).to("meta"),
+    lambda _model: nn.Sequential(nn.Linear(16, 27), nn.Linear(27, 16), nn.Linear(16, 16)),
+    lambda _model: nn.Sequential(nn.LazyLinear(27), nn.LazyLinear(16)),
+    lambda _model: nn.Sequential(nn.Linear(16, 28), nn.Linear(28, 16)),
+])  # fmt: skip
+def test_what_shares_weights_has_none_or_others_is_not_a_copy(other: object) -> None:
+    model = mlp(27)
+    kept = other(model)  # type: ignore[operator]
+    assert copies_of(model) == []
+    assert kept is not model
 
 
 def test_a_copy_is_in_step_while_it_has_the_weights_of_the_model_rounded_to_its_own_dtype() -> None:

@@ -11,7 +11,7 @@ from autoprec.tuning.decide.decision import Decision, Rules, Standing, faster_on
 from autoprec.tuning.decide.decision import choose as choose_by
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.sentences import Reason
-from autoprec.tuning.study.run import MODELLED, Metric, Run
+from autoprec.tuning.study.run import MODELLED, Metric, Run, metrics_of
 
 SCRIPT = Standing("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
 
@@ -357,3 +357,48 @@ def test_sides_that_come_together_at_the_scripts_speed_are_a_gain(
     assert found.verdict == verdict
     if verdict == "adopt":
         assert "rollout_kl fell by 97.5%" in found.reason
+
+
+def both_sides(rounded: float, *, gap: float, error: float | None) -> tuple[Standing, Rules]:
+    """Return a policy whose two sides compute alike, and rules under which a benign change moves the loss as told."""
+    loss = Rules(0.0025, Baseline(rounded, (rounded,) * 4))
+    rules = Rules(0.5, Baseline(0.0001, (0.0001,), metric="rollout_kl"), loss=loss)
+    one = candidate("all int8, both", 2.0, gap=0.0, excess=(-0.99,) * 4, gradient_error=error)
+    return replace(one, loss=candidate("all int8, both", 2.0, gap, gradient_error=error)), rules
+
+
+@pytest.mark.parametrize(
+    ("rounded", "gap", "error", "why"),
+    [
+        (1e-6, 0.001, None, None),
+        (1e-6, 0.03, 0.01, "divergence"),
+        (0.02, 0.03, 0.01, None),
+        (0.02, 0.03, 0.3, "gradient_error"),
+        (0.02, 0.03, None, "gradient_unknown"),
+        (0.02, 0.5, 0.01, "beyond_rounding"),
+    ],
+)
+def test_two_sides_that_are_wrong_alike_are_refused_by_what_they_do_to_training(
+    rounded: float, gap: float, error: float | None, why: str | None
+) -> None:
+    one, rules = both_sides(rounded, gap=gap, error=error)
+    found = choose_by([SCRIPT, one], rules)
+    assert [reason.code for reason in found.rejected.values()] == ([why] if why else [])
+    assert rules.breaks(one) is (why is not None)
+    assert found.verdict == ("stay" if why else "adopt")
+    chosen = found.chosen
+    assert why or (chosen is not None and (chosen.caveat is not None) is (rounded > 0.0025))
+
+
+def test_the_losses_of_a_policy_count_beside_the_mismatch_of_its_sides_alone() -> None:
+    figures = metrics_of({"speedup": 2.0, "divergence": 0.0, "memory_bytes": 1.0, "step_time_ms": 1.0})
+    run = Run(
+        0, "preset", "both", {}, {}, "ok", metrics=figures, losses=(4.0, 3.0), reference_losses=(4.0, 2.0),
+        metric="rollout_kl", values=(1e-6, 1e-6), reference_values=(1e-4, 1e-4),
+    )  # fmt: skip
+    found = Standing.of("both", [run, replace(run, status="crashed")], 0.01)
+    assert found.divergences == (0.0, math.inf)
+    assert found.loss is not None
+    assert (found.loss.divergences, found.loss.excess) == ((0.5, math.inf), (0.5,))
+    assert found.loss.gradient_error == 0.01
+    assert Standing.of("own", [replace(run, metric="eval_loss")], 0.01).loss is None

@@ -408,7 +408,7 @@ def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_pre
 def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> None:
     allocation: Any = object.__new__(SeedAllocation)
     allocation._setup = SimpleNamespace(options=SimpleNamespace(tolerance=0.0025))
-    allocation._seeds = SimpleNamespace(rounding_gaps={}, references={0: None, 1: None})
+    allocation._seeds = SimpleNamespace(benign={}, references={0: None, 1: None})
     allocation._rows = {
         1: [replace(row(seed, 1.2, by_block=False), metrics=metrics_of({"divergence": 0.001})) for seed in (0, 1)]
     }

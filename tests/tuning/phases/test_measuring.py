@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from autoprec.support.plain import Document
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrainSpec, TrialResult
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases.measuring import PairedSeeds, goals_of, leader, make_prior, scored, with_gain
@@ -121,6 +122,22 @@ def test_a_gain_is_told_over_16_bit_as_soon_as_that_is_known() -> None:
     best = leader(made.setup, made.state)
     assert best is not None
     assert "speedup_over_16bit" in best.metrics
+
+
+def test_further_seeds_tell_of_the_losses_beside_a_metric_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plain_search().made
+    assert made.setup is not None
+    assert made.state is not None
+    own, runner = made.state.reference, cast(Any, None)
+    known = replace(own.baseline, loss=Baseline(0.001, (0.001,)))
+    monkeypatch.setattr(made.state, "own", replace(own, baseline=known))
+    pairs = PairedSeeds(made.setup, runner, made.state)
+    moved = replace(made.records[0], losses=(4.0, 4.4), reference_losses=(4.0, 4.0), seed=1)
+    pairs.benign = {1: replace(moved, metric="rollout_kl", values=(1.0, 1.0), reference_values=(1.0, 1.0))}
+    found = pairs.baseline
+    assert found.loss is not None
+    assert found.loss.rounding_gaps == pytest.approx((0.001, 0.1))
+    assert found.rounding_gaps[-1] == 0.0
 
 
 class _Runner:

@@ -324,7 +324,7 @@ def test_a_metric_that_is_not_reported_is_told_with_those_that_are(
 
 @pytest.mark.usefixtures("here")
 def test_what_trials_measure_themselves_no_script_is_told_to_report() -> None:
-    reason = "the script did not report rollout_kl within 22 steps: it names no copy that generates"
-    with pytest.raises(UsageError, match="no copy that generates\n  fix: more --steps") as caught:
+    reason = "the script did not report rollout_kl within 22 steps: it names no copy of the model that generates"
+    with pytest.raises(UsageError, match="no copy of the model that generates\n  fix: more --steps") as caught:
         searching({"status": "unreported", "reason": reason, "metric": series("eval")}, metric="rollout_kl").run()
     assert "autoprec.report" not in str(caught.value)

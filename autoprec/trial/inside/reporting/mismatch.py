@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.applying.generating.pairs import in_step, rollout_of
+from autoprec.applying.generating.pairs import copies_of, in_step, is_recognised, recognise
 from autoprec.applying.units import LAYERS, unwrap
 from autoprec.numerics.sharded import any_rank
 from autoprec.trial.inside.observe.discovery import Found
@@ -33,7 +33,9 @@ from autoprec.trial.losses import MISMATCH
 _SKIPPED = 2
 #: Values of logits that are compared at once, in double precision.
 _AT_ONCE = 1 << 22
-_UNNAMED = "the script names no copy that generates: autoprec.register(policy=model, rollout=copy)"
+_UNNAMED = "it names no copy of the model that generates, and {}: autoprec.register(policy=model, rollout=copy)"
+_NAMED = "autoprec.register"
+_RECOGNISED = "AutoPrec, of the model and the only other module with its parameters' names and shapes ({})"
 _UNSEEN = "no call of the model itself was seen in a training step: its parts are called, or its forward is"
 _BEHIND = "the copy had other weights than the model at each training forward: it is written to by no exact copy"
 
@@ -83,12 +85,14 @@ def measure_mismatch(metric: str, found: Found, hooks: Hooks, loop: Loop, report
     """
     if metric not in MISMATCH:
         return
-    rollout = rollout_of(found.root)
+    rollout = recognise(found.root)
     if rollout is None:
-        reports.why = _UNNAMED
+        kinds = ", ".join(sorted(type(one).__name__ for one in copies_of(found.root)))
+        reports.why = _UNNAMED.format(f"has several ({kinds})" if kinds else "has none")
         return
     reports.why = _UNSEEN
-    loop.at_boundary = _Mismatch(found, rollout, hooks, loop, reports).wait
+    source = _RECOGNISED.format(type(rollout).__name__) if is_recognised(found.root) else _NAMED
+    loop.at_boundary = _Mismatch(found, rollout, hooks, loop, reports, source).wait
 
 
 class _Around:
@@ -112,7 +116,10 @@ class _Around:
 
 
 class _Mismatch:
-    def __init__(self, found: Found, rollout: nn.Module, hooks: Hooks, loop: Loop, reports: Reports) -> None:
+    def __init__(
+        self, found: Found, rollout: nn.Module, hooks: Hooks, loop: Loop, reports: Reports, source: str
+    ) -> None:
+        self._source = source
         self._root, self._rollout, self._device = unwrap(found.root), rollout, found.parameters[0].device
         self._hooks, self._loop, self._reports = hooks, loop, reports
         self._around = _Around(self._device.type)
@@ -139,7 +146,7 @@ class _Mismatch:
         if found is None:
             self._stop("the two sides return no logits of one shape: a tensor, .logits, or the first part of a tuple")
         else:
-            self._reports.add("autoprec.register", dict(zip(MISMATCH, found, strict=True)))
+            self._reports.add(self._source, dict(zip(MISMATCH, found, strict=True)))
 
     def _stop(self, why: str) -> None:
         self._reports.why, self._loop.at_boundary = why, None

@@ -98,7 +98,8 @@ def _wrap(reports: Reports, path: str, read: _Reader, module: Any) -> None:
     owner = functools.reduce(lambda found, part: getattr(found, part, None), owners, module)
     original = getattr(owner, name, None)
     if callable(original) and not hasattr(original, _KNOWN):
-        setattr(owner, name, _reporting(original, reports, path, read))
+        source = f"{module.__name__.partition('.')[0]}.{path}"
+        setattr(owner, name, _reporting(original, reports, source, read))
 
 
 def _wrap_wandb(reports: Reports, module: Any) -> None:

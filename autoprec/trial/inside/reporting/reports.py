@@ -115,4 +115,4 @@ class Reports:
         if self._asked is None:
             return None
         asked, rows = self._asked, self._rows
-        return Series(asked.name, asked.higher, tuple(rows), tuple(rows.values()), tuple(self._names))
+        return Series(asked.name, asked.higher, tuple(rows), tuple(rows.values()), tuple(self._names), self._source)

@@ -96,6 +96,13 @@ def test_a_model_inside_a_wrapper_is_compared(host: Any) -> None:
     assert min(values(found)) > 1e-8
 
 
+def test_the_only_copy_of_the_model_generates_without_being_named(host: Any) -> None:
+    found = run(host, "--unnamed", rollout={"default": "bf16"})
+    assert values(found) == values(run(host, rollout={"default": "bf16"}))
+    assert found.metric is not None
+    assert found.metric.source.endswith("the only other module with its parameters' names and shapes (Model)")
+
+
 def test_only_equal_weights_are_compared(host: Any) -> None:
     found = run(host, "--every", "3")
     assert set(values(found)) == {0.0}
@@ -118,7 +125,7 @@ def test_fp16_weights_are_closer_than_those_in_bf16(host: Any) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "why"), [
-    (("--unnamed",), "names no copy that generates: autoprec.register"),
+    (("--unnamed", "--frozen"), "copy of the model that generates, and has several (Model, Model): autoprec.register("),
     (("--every", "100"), "other weights than the model at each training forward"),
     (("--returns", "loss"), "no logits of one shape"),
     (("--returns", "unseen"), "no call of the model itself was seen"),
