@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.observe.loop import ANNEAL_END, Loop, annealed, early_stop, out_of_time
+from autoprec.trial.inside.observe.loop import ANNEAL_END, Loop, _kept, _sum, annealed, early_stop, out_of_time
 from autoprec.trial.inside.observe.loose import LooseWeights
 from autoprec.trial.inside.observe.measure import CpuClock
 
@@ -111,6 +112,29 @@ def test_an_annealed_rate_is_put_back_after_each_step() -> None:
     )
     loop.gradients_ready(optimizer)
     assert "lr" not in optimizer.param_groups[0]
+
+
+def test_on_a_cpu_no_tensor_of_a_step_stays() -> None:
+    """It would lie on the heap above what the step frees, and keep that from the system."""
+    living: list[int] = []
+
+    def count(_loop: Loop) -> None:
+        gc.collect()
+        living.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+
+    model = nn.Linear(3, 5)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.1), 6, check=count)
+    assert len(set(living[2:])) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_losses_that_are_numbers_and_tensors_add_up(kind: torch.dtype) -> None:
+    exact = torch.tensor(0.1, dtype=kind)
+    assert _kept(exact) == float(exact)
+    held = exact.double()  # as on a GPU
+    assert float(_sum([_kept(exact), held], torch.device("cpu"))) == pytest.approx(2 * float(exact))
+    assert _sum([0.25, 0.5], torch.device("cpu")) == 0.75
+    assert math.isnan(_sum([], torch.device("cpu")))
 
 
 def test_without_an_optimizer_each_backward_is_a_step() -> None:
