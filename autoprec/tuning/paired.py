@@ -394,13 +394,12 @@ def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[Tri
         first, second: runs of the reference.
         perturbed: runs with every weight rounded once.
     """
-    if first.metric is not None and first.metric.name in MISMATCH:  # which a script that does not train has as well
-        losses = [replace(result, metric=None) for result in (first, second, *perturbed)]
-        loss = baseline_of(losses[0], losses[1], losses[2:])
-    else:
-        loss = None
     gaps = tuple(divergence(result.curve, first.curve) for result in perturbed)
     name = "" if first.metric is None else first.metric.name
+    loss = None
+    if name in MISMATCH:  # which a script that does not train has as well
+        own, again, *rounded = (replace(result, metric=None) for result in (first, second, *perturbed))
+        loss = baseline_of(own, again, rounded)
     return Baseline(
         floor=max(divergence(second.curve, first.curve), statistics.fmean(gaps)),
         rounding_gaps=gaps,

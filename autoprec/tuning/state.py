@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from autoprec.precision.recipes import AS_WRITTEN
 from autoprec.support.plain import Document
@@ -234,7 +234,12 @@ class SearchState:
             baseline: what its loss is compared with, where that is more than what one seed has told of the script.
         """
         own = self.own.baseline if self.own is not None else Baseline(0.0)  # stopped before it was measured
-        return rules_of(self.options, baseline or own, self.gradient_noise)
+        rules = rules_of(self.options, own, self.gradient_noise)
+        if baseline is None:
+            return rules
+        # where the first seed's loss could not judge, the gradient's limit stays as strict under further ones
+        loss = replace(rules.loss, baseline=baseline.loss) if rules.loss and baseline.loss else rules.loss
+        return replace(rules, baseline=baseline, loss=loss)
 
     def gradient_limit(self) -> float | None:
         """Return the largest acceptable relative gradient error, None for no limit."""

@@ -152,6 +152,17 @@ def test_a_loss_that_cannot_judge_beside_a_metric_makes_the_gradients_limit_stri
     assert rules_of(asked, replace(own, loss=None), 2.0).loss is None
 
 
+def test_further_seeds_whose_gaps_are_small_make_no_limit_laxer(state: SearchState) -> None:
+    state.table = SimpleNamespace(noise=2.0)  # type: ignore[assignment]
+    noisy = Baseline(0.02, (0.02,) * 4, loss=Baseline(0.02, (0.02,) * 4))
+    state.own = SimpleNamespace(baseline=noisy)  # type: ignore[assignment]
+    calm = Baseline(1e-6, (1e-6,) * 4, loss=Baseline(1e-6, (1e-6,) * 4))
+    rules = state.rules(calm)
+    assert rules.max_gradient == pytest.approx(0.1)
+    assert rules.loss is not None
+    assert (rules.baseline, rules.loss.baseline, rules.loss.max_gradient) == (calm, calm.loss, rules.max_gradient)
+
+
 def test_each_objective_ranks_by_its_own_figure() -> None:
     assert [objective_cost(GOOD, name) for name in ("throughput", "memory", "balanced")] == [2.0, 100.0, 200.0]
 
