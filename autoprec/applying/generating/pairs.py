@@ -55,18 +55,18 @@ def rollout_of(model: nn.Module) -> nn.Module | None:
 
 
 def copies_of(model: nn.Module) -> list[nn.Module]:
-    """Return the living modules, innermost, whose parameters have the names and shapes of a model's and are others.
+    """Return the living modules, innermost, that :func:`pair` would take for copies of a model.
 
     Args:
         model: whose copies are looked for, on any device; one without data (meta, fake) is not a copy.
     """
     root = unwrap(model)
     mine = weights_of(root)
-    own = {id(one) for one in (*root.modules(), *mine.values())}
+    own = {id(one) for one in root.modules()}
     found: dict[int, nn.Module] = {}
     for module in living(nn.Module):
         copied = unwrap(module)
-        theirs = weights_of(copied) if id(copied) not in own else {}
+        theirs = weights_of(copied) if own.isdisjoint(map(id, copied.modules())) else {}
         if mine and theirs.keys() == mine.keys() and all(_real_copy(theirs[name], one) for name, one in mine.items()):
             found[id(copied)] = copied
     return [*found.values()]

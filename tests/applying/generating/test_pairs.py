@@ -64,13 +64,14 @@ def test_of_several_copies_only_the_named_one_is_taken() -> None:
 
 @pytest.mark.parametrize("other", [
     lambda model: nn.Sequential(*model),
+    lambda model: nn.Sequential(*(copy.deepcopy(one) if [*one.parameters()] else one for one in model)),
     lambda model: copy.deepcopy(model).to("meta"),
     lambda _model: nn.Sequential(nn.Linear(16, 27), nn.Linear(27, 16), nn.Linear(16, 16)),
     lambda _model: nn.Sequential(nn.LazyLinear(27), nn.LazyLinear(16)),
     lambda _model: nn.Sequential(nn.Linear(16, 28), nn.Linear(28, 16)),
 ])  # fmt: skip
 def test_what_shares_weights_has_none_or_others_is_not_a_copy(other: object) -> None:
-    model = mlp(27)
+    model = nn.Sequential(*mlp(27), nn.ReLU())  # type: ignore[misc]
     kept = other(model)  # type: ignore[operator]
     assert copies_of(model) == []
     assert kept is not model
